@@ -1,0 +1,199 @@
+"""A directory of the local machine, or of a mounted network file system, as a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable
+from datetime import datetime
+from types import TracebackType
+from typing import Self
+from urllib.parse import unquote_to_bytes
+
+import aiofiles
+import aiofiles.os
+import anyio
+
+from ckpipe.backend import (
+    Backend,
+    Children,
+    ObjectInfo,
+    PutMode,
+    Upload,
+    UploadLimits,
+    check_key,
+)
+from ckpipe.errors import InvalidKey, ObjectNotFound, StoreError, UsageError
+from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct
+from ckpipe_local.directories import (
+    delete_files,
+    is_temporary,
+    list_children,
+    list_objects,
+    object_info,
+    open_root,
+    remove_stale,
+)
+from ckpipe_local.failures import opening, reading, writing
+from ckpipe_local.partial import PartialFile, begin_file, put_object
+from ckpipe_local.residency import resident_view
+from ckpipe_local.threads import in_thread
+from ckpipe_local.upload import LocalUpload
+
+
+class LocalBackend(Backend):
+    """Objects as files below a root directory, which is made if it is missing.
+
+    A key is the path of its file relative to the root. Objects appear under their names by one
+    atomic ``link`` or ``rename`` of a temporary file that was synced before; a crash leaves at
+    most temporary files behind, which no method shows. Directories that become empty are
+    removed. What the page cache holds is read from there, and bulk data goes past it.
+
+    Args:
+        url: ``file:///path`` (percent-encoded), or a plain path, relative to the working
+            directory of this moment.
+        direct: Whether to read and write bulk data past the page cache where the file system
+            can do so.
+
+    Raises:
+        UsageError: If the URL names another host or no path.
+    """
+
+    limits = UploadLimits(alignment=ALIGNMENT)
+
+    def __init__(self, url: str, *, direct: bool = True) -> None:
+        path = path_of(url)
+        self._root = os.path.normpath(path if os.path.isabs(path) else f"{os.getcwd()}/{path}")
+        self._direct = direct
+        self._durable: set[str] = set()
+        self._uploads: set[PartialFile] = set()
+
+    def __repr__(self) -> str:
+        mode = "direct" if self._direct else "buffered"
+        return f"<LocalBackend {self._root} [{mode}, {len(self._uploads)} uploads]>"
+
+    async def __aenter__(self) -> Self:
+        with opening(self._root):
+            await in_thread(open_root, self._root)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Gives up the uploads that nobody completed or aborted."""
+        with anyio.CancelScope(shield=True), writing(f"clean up {self._root}"):
+            await in_thread(discard_all, self._uploads)
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        path = self._path(key)
+        with writing(f"write {path}", key):
+            await in_thread(put_object, path, self._root, self._durable, data, mode)
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        path = self._path(key)
+        with writing(f"write {path}", key):
+            file = await in_thread(self._begin, path, size)
+        return LocalUpload(key, size, file, self._uploads)
+
+    def _begin(self, path: str, size: int) -> PartialFile:
+        # The file is noted in the thread: a caller that is cancelled now never gets to see it.
+        file = begin_file(path, self._root, self._durable, size, self._direct)
+        self._uploads.add(file)
+        return file
+
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        path = self._path(key)
+        with reading(f"read {path}", key), anyio.CancelScope(shield=True):
+            async with aiofiles.open(path, "rb") as file:
+                size = (await aiofiles.os.stat(file.fileno())).st_size
+                if size > max_bytes:
+                    message = f"The object has {size} bytes, more than the {max_bytes} expected"
+                    raise StoreError(message, key=key)
+                data = await file.read(size)
+        return data
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        path = self._path(key)
+        read = read_direct if self._direct else read_buffered
+        with reading(f"read {path}", key):
+            await in_thread(read, path, key, offset, buffer)
+
+    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
+        path = self._path(key)
+        with reading(f"read {path}", key):
+            return await in_thread(resident_view, path, key, offset, size)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        check_prefix(prefix)
+        with reading(f"list {self._root}/{prefix}"):
+            found = await in_thread(list_objects, self._root, prefix)
+        for info in found:
+            yield info
+
+    async def children(self, prefix: str = "") -> Children:
+        check_prefix(prefix)
+        with reading(f"list {self._root}/{prefix}"):
+            return await in_thread(list_children, self._root, prefix)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with reading(f"look at {path}", key):
+            info = object_info(key, await aiofiles.os.stat(path))
+        if info is None:
+            raise ObjectNotFound(f"There is no object at {path}", key=key)
+        return info
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        with writing(f"delete objects of {self._root}"):
+            await in_thread(delete_files, paths, self._root, self._durable)
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        check_prefix(prefix)
+        with writing(f"clean up {self._root}/{prefix}"):
+            return await in_thread(remove_stale, self._root, prefix, before, self._durable)
+
+    def _path(self, key: str) -> str:
+        if any(is_temporary(part) for part in check_key(key).split("/")):
+            raise InvalidKey("The key has a part that begins like a temporary file", key=key)
+        return os.path.join(self._root, key)
+
+
+def discard_all(files: set[PartialFile]) -> None:
+    """Closes and removes the temporary files of a set, and empties it."""
+    while files:
+        files.pop().discard()
+
+
+def check_prefix(prefix: str) -> None:
+    """Accepts a prefix that is empty, or whole parts with a slash at the end.
+
+    Raises:
+        InvalidKey: If it is something else.
+    """
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+        if not prefix.endswith("/"):
+            raise InvalidKey("A prefix ends in '/'", key=prefix)
+
+
+def path_of(url: str) -> str:
+    """The path that a ``file`` URL or a plain path names.
+
+    Raises:
+        UsageError: If it names another host, another scheme or no path.
+    """
+    scheme, separator, rest = url.partition("://")
+    path = url
+    if separator and "/" not in scheme:
+        host, slash, path = rest.partition("/")
+        if scheme.lower() != "file" or host.lower() not in ("", "localhost") or not slash:
+            message = f"{url!r} does not name a local directory"
+            raise UsageError(message, hint="Write file:///absolute/path, or a plain path")
+        path = "/" + os.fsdecode(unquote_to_bytes(path))
+    if not path or "\0" in path or (url.lower().startswith("file:/") and not separator):
+        message = f"{url!r} does not name a directory"
+        raise UsageError(message, hint="Write file:///absolute/path, or a plain path")
+    return path

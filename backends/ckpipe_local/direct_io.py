@@ -1,0 +1,141 @@
+"""Positional reads and writes that go past the page cache where they can.
+
+O_DIRECT wants offset, length and memory address aligned. A range is therefore cut in three: an
+unaligned head and tail of less than a page each, which go through the page cache, and the middle,
+which does not. The cuts are at page boundaries of the file, so no page is ever written both ways,
+whatever the blocks are: writing one page both ways is not coherent. A file system may refuse
+O_DIRECT when the file is opened, or only when it is written (EINVAL); then all of it goes through
+the page cache, which is slower and means the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+
+from ckpipe_local.failures import truncated
+from ckpipe_local.residency import cached_length
+from ckpipe_local.system_calls import address_of
+
+ALIGNMENT = max(4096, mmap.PAGESIZE)
+"""What offset, length and address must be multiples of to go past the page cache."""
+
+
+def aligned_part(data: memoryview, offset: int) -> tuple[int, int]:
+    """Where the middle that can go past the page cache begins and ends in ``data``."""
+    start = -offset % ALIGNMENT
+    stop = start + (len(data) - start) // ALIGNMENT * ALIGNMENT
+    if stop <= start or (address_of(data) + start) % ALIGNMENT:
+        return 0, 0
+    return start, stop
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of ``data``, however many calls the kernel needs for it."""
+    while data:
+        written = _advance(os.pwrite(descriptor, data, offset))
+        data, offset = data[written:], offset + written
+
+
+def write_direct(descriptor: int, data: memoryview, offset: int) -> int:
+    """Writes through an O_DIRECT descriptor, as far as the file system accepts it.
+
+    Returns:
+        How many bytes were written; fewer than all means that the rest was refused.
+    """
+    written = 0
+    while written < len(data):
+        try:
+            written += _advance(os.pwrite(descriptor, data[written:], offset + written))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            break
+    return written
+
+
+def _advance(written: int) -> int:
+    if not written:
+        raise OSError(errno.EIO, "The file system wrote nothing")
+    return written
+
+
+def open_direct(path: str) -> int | None:
+    """Opens a file for writing past the page cache; None where its file system refuses."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return None
+        raise
+
+
+def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:
+    """Fills ``buffer`` from a file, through the page cache."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = _read(descriptor, buffer, offset)
+        _check_full(descriptor, key, offset, buffer, done)
+    finally:
+        os.close(descriptor)
+
+
+def read_direct(path: str, key: str, offset: int, buffer: memoryview) -> None:
+    """Fills ``buffer`` from a file: from the page cache what is there, the rest past it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        cached = cached_length(descriptor, path, offset, len(buffer))
+        done = _read(descriptor, buffer[:cached], offset)
+        done += _read_past_cache(descriptor, buffer[done:], offset + done)
+        done += _read(descriptor, buffer[done:], offset + done)
+        _check_full(descriptor, key, offset, buffer, done)
+    finally:
+        os.close(descriptor)
+
+
+def _check_full(descriptor: int, key: str, offset: int, buffer: memoryview, done: int) -> None:
+    if done < len(buffer):
+        raise truncated(key, offset, len(buffer), os.fstat(descriptor).st_size)
+
+
+def _read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
+    start, stop = aligned_part(buffer, offset)
+    if stop == start or (done := _read(descriptor, buffer[:start], offset)) < start:
+        return 0
+    # One descriptor is switched over rather than the path opened twice, because the path may
+    # have got another file in between.
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return done
+    try:
+        middle = buffer[start:stop]
+        return done + _read(descriptor, middle, offset + start, stop_at=(errno.EINVAL,))
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+def _read(
+    descriptor: int,
+    buffer: memoryview,
+    offset: int,
+    stop_at: tuple[int, ...] = (),
+) -> int:
+    """Reads until the buffer is full, the file ends, or one of the errors ``stop_at`` comes."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            if error.errno not in stop_at:
+                raise
+            break
+        if not count:
+            break
+        done += count
+    return done

@@ -1,0 +1,118 @@
+"""The one seam at which errors of the operating system become errors of ckpipe."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ckpipe.errors import (
+    InvalidKey,
+    ObjectExists,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    TruncatedObject,
+)
+
+_Errors = Mapping[int, type[StoreError]]
+
+_COMMON: _Errors = {
+    errno.ENOSPC: StoreFull,
+    errno.EDQUOT: StoreFull,
+    errno.EFBIG: StoreFull,
+    errno.EACCES: PermissionDenied,
+    errno.EPERM: PermissionDenied,
+    errno.EROFS: PermissionDenied,
+    errno.EEXIST: ObjectExists,
+    errno.ENAMETOOLONG: InvalidKey,
+    errno.EILSEQ: InvalidKey,
+    errno.ELOOP: InvalidKey,
+    errno.ESTALE: StoreUnavailable,
+    errno.ETIMEDOUT: StoreUnavailable,
+    errno.EAGAIN: StoreUnavailable,
+    errno.EBUSY: StoreUnavailable,
+    errno.ENOTCONN: StoreUnavailable,
+    errno.EHOSTDOWN: StoreUnavailable,
+}
+# A key that runs through a file names nothing when it is read, and nothing possible when it is
+# written. A directory that is gone while a file is written in it is a fault of the store.
+_READING: _Errors = {
+    **_COMMON,
+    errno.ENOENT: ObjectNotFound,
+    errno.ENOTDIR: ObjectNotFound,
+    errno.EISDIR: ObjectNotFound,
+}
+_WRITING: _Errors = {
+    **_COMMON,
+    errno.EINVAL: InvalidKey,
+    errno.ENOTDIR: InvalidKey,
+    errno.EISDIR: InvalidKey,
+}
+
+_HINTS: Mapping[int, str] = {
+    errno.ENOSPC: "Free space on that file system, then try again",
+    errno.EDQUOT: "Free space within the quota of this user, then try again",
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or use another file system",
+    errno.EACCES: "Give this user access to the directory, or name another one",
+    errno.EPERM: "Give this user access to the directory, or name another one",
+    errno.EROFS: "Mount the file system for writing, or name another directory",
+    errno.ENOTDIR: "A part of the path is a file, so that nothing can lie below it",
+    errno.EISDIR: "The key names a directory that has objects below it",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n)",
+    errno.EIO: "The device fails: look at the kernel's log",
+}
+
+
+@contextmanager
+def reading(action: str, key: str | None = None) -> Iterator[None]:
+    """Translates what goes wrong while objects are read."""
+    try:
+        yield
+    except OSError as error:
+        raise _store_error(error, action, key, _READING) from error
+
+
+@contextmanager
+def writing(action: str, key: str | None = None) -> Iterator[None]:
+    """Translates what goes wrong while objects are written or deleted."""
+    try:
+        yield
+    except OSError as error:
+        raise _store_error(error, action, key, _WRITING) from error
+
+
+@contextmanager
+def opening(root: str) -> Iterator[None]:
+    """Translates what goes wrong while the root directory is created and probed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            message = f"The directory {root} cannot be created: a part of the path is a file"
+            raise StoreError(message, hint="Remove the file, or name another directory") from error
+        raise _root_error(error, root) from error
+
+
+def _store_error(error: OSError, action: str, key: str | None, errors: _Errors) -> StoreError:
+    code = error.errno or 0
+    text = os.strerror(code) if code else str(error)
+    kind = errors.get(code, StoreError)
+    return kind(f"Could not {action}: {text}", key=key, hint=_HINTS.get(code))
+
+
+def _root_error(error: OSError, root: str) -> StoreError:
+    code = error.errno or 0
+    kind = _WRITING.get(code, StoreError)
+    kind = StoreError if kind is InvalidKey else kind
+    hint = _HINTS.get(code, "Name a directory that can be created and written")
+    return kind(f"The directory {root} cannot be used: {os.strerror(code)}", hint=hint)
+
+
+def truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
+    """The error for a range that reaches beyond the end of an object."""
+    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
+    return TruncatedObject(message, key=key)

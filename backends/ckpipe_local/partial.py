@@ -1,0 +1,128 @@
+"""Files that have no name yet: written under a temporary one, then published in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+
+from ckpipe.backend import PutMode
+from ckpipe.errors import StoreError
+from ckpipe_local.direct_io import aligned_part, open_direct, write_all, write_direct
+from ckpipe_local.directories import create_temporary, sync_directory
+from ckpipe_local.system_calls import preallocate
+
+
+class PartialFile:
+    """A temporary file of fixed size that several threads write at once.
+
+    It is open twice: one descriptor goes through the page cache, the other, where the file
+    system has it, past it. Neither is closed while a thread writes through it, because its
+    number may be given to another file at once.
+    """
+
+    def __init__(self, buffered: int, temporary: str, final: str) -> None:
+        self.temporary = temporary
+        self.final = final
+        self._buffered = buffered
+        self._direct: int | None = None
+        self._refused = False
+        self._state = threading.Condition()
+        self._writers = 0
+        self._closed = False
+
+    def prepare(self, size: int, *, direct: bool) -> None:
+        """Reserves the space, and finds out whether the page cache can be passed by."""
+        preallocate(self._buffered, size)
+        if direct:
+            self._direct = open_direct(self.temporary)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes one range; several threads may do so at once."""
+        with self._state:
+            if self._closed:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            self._writers += 1
+        try:
+            self._write(offset, data)
+        finally:
+            with self._state:
+                self._writers -= 1
+                self._state.notify_all()
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        done = 0
+        if self._direct is not None and not self._refused:
+            start, stop = aligned_part(data, offset)
+            write_all(self._buffered, data[:start], offset)
+            done = start + write_direct(self._direct, data[start:stop], offset + start)
+            self._refused = done < stop
+        write_all(self._buffered, data[done:], offset + done)
+
+    def publish(self, mode: PutMode) -> None:
+        """Makes the data durable, then the name, and closes the file."""
+        os.fsync(self._buffered)
+        self.close()
+        if mode is PutMode.CREATE:
+            link_new(self.temporary, self.final)
+            os.unlink(self.temporary)
+        else:
+            os.rename(self.temporary, self.final)
+        sync_directory(os.path.dirname(self.final))
+
+    def close(self) -> None:
+        """Closes both descriptors once no thread writes through them."""
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            self._state.wait_for(lambda: not self._writers)
+        os.close(self._buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def discard(self) -> None:
+        """Closes and removes the file; the published object, if there is one, stays."""
+        self.close()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(self.temporary)
+
+
+def link_new(temporary: str, final: str) -> None:
+    """Gives a file a second name that nothing has yet; one of any number of racers wins."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError as error:
+        if os.path.isdir(final):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        message = f"The file system of {final} has no hard links, which create-only writes need"
+        raise StoreError(message, hint="Use another file system") from error
+
+
+def put_object(path: str, root: str, durable: set[str], data: bytes, mode: PutMode) -> None:
+    """Writes a small object at once."""
+    descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
+    file = PartialFile(descriptor, temporary, path)
+    try:
+        file.write(0, memoryview(data))
+        file.publish(mode)
+    except BaseException:
+        file.discard()
+        raise
+
+
+def begin_file(path: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
+    """Creates a large object's temporary file, with its space reserved."""
+    descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
+    file = PartialFile(descriptor, temporary, path)
+    try:
+        file.prepare(size, direct=direct)
+    except BaseException:
+        file.discard()
+        raise
+    return file

@@ -1,0 +1,62 @@
+"""What the page cache holds of a file: how much from an offset on, and a view of it.
+
+The kernel is asked through ``mincore``, because ``RWF_NOWAIT`` is not free of side effects: each
+such read of what is not there starts a read-ahead of up to several MiB into the page cache, which
+then competes with the direct read of the same bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from ckpipe_local.failures import truncated
+from ckpipe_local.system_calls import address_of, populate, resident_pages
+
+
+def cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
+    """How many bytes from ``offset`` on, at most ``size``, the page cache holds without a gap."""
+    size = min(size, os.fstat(descriptor).st_size - offset)
+    if size <= 0 or not _tells_residency(descriptor, path):
+        return 0
+    view, skipped = _map(descriptor, offset, size)
+    resident = resident_pages(address_of(view), len(view)) * mmap.PAGESIZE
+    return max(0, min(size, resident - skipped))
+
+
+def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | None:
+    """Maps a range of a file if the page cache holds all of it; None otherwise.
+
+    The pages are mapped at once. Should memory get so short that the kernel drops them again
+    before they are read, reading them costs a wait for the disk.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        length = os.fstat(descriptor).st_size
+        if offset + size > length:
+            raise truncated(key, offset, size, length)
+        if not size:
+            return memoryview(b"")
+        return _view(descriptor, offset, size) if _tells_residency(descriptor, path) else None
+    finally:
+        os.close(descriptor)
+
+
+def _view(descriptor: int, offset: int, size: int) -> memoryview | None:
+    view, skipped = _map(descriptor, offset, size)
+    address = address_of(view)
+    resident = resident_pages(address, len(view)) * mmap.PAGESIZE
+    return view[skipped:] if resident >= len(view) and populate(address, len(view)) else None
+
+
+def _map(descriptor: int, offset: int, size: int) -> tuple[memoryview, int]:
+    """Maps a range from the page on in which it begins; the mapping ends with its last view."""
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    length, start = skipped + size, offset - skipped
+    mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+    return memoryview(mapping), skipped
+
+
+def _tells_residency(descriptor: int, path: str) -> bool:
+    """Whether the kernel tells this user what is cached; to others it calls every page cached."""
+    return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)

@@ -1,0 +1,67 @@
+"""System calls that Python does not offer, or not without holding the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_MADV_POPULATE_READ = 22
+_PROBED_PAGES = 16
+
+
+def address_of(data: memoryview) -> int:
+    """Where a non-empty buffer begins in memory, read only or not."""
+    array: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    return int(array.__array_interface__["data"][0])
+
+
+def preallocate(descriptor: int, size: int) -> None:
+    """Gives a file its size, with its space reserved where the file system can.
+
+    ``posix_fallocate`` is not used because the C library imitates it, where it is not
+    supported, by writing into every block of the file.
+    """
+    while _libc.fallocate(descriptor, 0, 0, size):
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            os.ftruncate(descriptor, size)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def resident_pages(address: int, size: int) -> int:
+    """How many pages of a mapping, counted from its begin, are in memory without a gap."""
+    # A cold range is recognised by its first pages, for asking after all of them is not free.
+    first = min(size, _PROBED_PAGES * mmap.PAGESIZE)
+    found = _leading_pages(address, first)
+    return found if found * mmap.PAGESIZE < first else _leading_pages(address, size)
+
+
+def _leading_pages(address: int, size: int) -> int:
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    if _libc.mincore(address, size, pages.ctypes.data):
+        return 0
+    missing = np.flatnonzero(~pages & 1)
+    return int(missing[0]) if len(missing) else len(pages)
+
+
+def populate(address: int, size: int) -> bool:
+    """Maps all pages at once, so that reading them does not fault one by one.
+
+    Returns:
+        False if a page could not be read. A kernel older than this advice is no failure.
+    """
+    if _libc.madvise(address, size, _MADV_POPULATE_READ):
+        return ctypes.get_errno() == errno.EINVAL
+    return True

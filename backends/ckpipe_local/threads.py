@@ -1,0 +1,60 @@
+"""Worker threads whose end is always awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar, TypeVarTuple
+
+import anyio
+import anyio.to_thread
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+
+
+async def in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
+    """Runs a function in a worker thread and never returns while it still runs.
+
+    A cancelled anyio scope waits for the thread by itself. A task cancelled by asyncio's own
+    means does not: its caller would go on while the thread still reads the caller's memory.
+    So the end of the thread is awaited here in that case too, before the cancellation goes on.
+    """
+    call = _Call(lambda: function(*args))
+    try:
+        return await anyio.to_thread.run_sync(call.run)
+    except asyncio.CancelledError:
+        await call.ended_or_revoked()
+        raise
+
+
+class _Call(Generic[Result]):
+    """One call that either runs to its end or never begins."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._begun = False
+        self._revoked = False
+        self._ended = threading.Event()
+
+    def run(self) -> Result:
+        with self._lock:
+            if self._revoked:
+                raise RuntimeError("The call was cancelled before it began")
+            self._begun = True
+        try:
+            return self._function()
+        finally:
+            self._ended.set()
+
+    async def ended_or_revoked(self) -> None:
+        with self._lock:
+            self._revoked = not self._begun
+        while self._begun and not self._ended.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(self._ended.wait)
+            except asyncio.CancelledError:
+                continue  # The first cancellation is raised by our caller once the thread ended.

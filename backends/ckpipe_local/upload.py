@@ -1,0 +1,47 @@
+"""Large objects on their way to the local disk."""
+
+from __future__ import annotations
+
+import anyio
+
+from ckpipe.backend import PutMode, Upload
+from ckpipe.errors import UsageError
+from ckpipe_local.failures import writing
+from ckpipe_local.partial import PartialFile
+from ckpipe_local.threads import in_thread
+
+
+class LocalUpload(Upload):
+    """An upload into a preallocated temporary file, by parallel positional writes.
+
+    Completing syncs the file, links it to its name and syncs the directory, in this order. Every
+    call ends only when its worker thread is through with the caller's memory, cancelled or not.
+    """
+
+    def __init__(
+        self, key: str, size: int, file: PartialFile, unfinished: set[PartialFile]
+    ) -> None:
+        self._key = key
+        self._size = size
+        self._file = file
+        self._unfinished = unfinished
+
+    def __repr__(self) -> str:
+        return f"<LocalUpload {self._key} {self._size} bytes>"
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        if offset < 0 or offset + len(data) > self._size:
+            message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
+            raise UsageError(message, key=self._key)
+        with writing(f"write {self._file.final}", self._key):
+            await in_thread(self._file.write, offset, data)
+
+    async def complete(self) -> None:
+        with writing(f"complete {self._file.final}", self._key):
+            await in_thread(self._file.publish, PutMode.CREATE)
+        self._unfinished.discard(self._file)
+
+    async def abort(self) -> None:
+        with anyio.CancelScope(shield=True), writing(f"abort {self._file.final}", self._key):
+            await in_thread(self._file.discard)
+        self._unfinished.discard(self._file)

@@ -1,0 +1,305 @@
+"""What a store must offer: the contract that every backend, ours or a third party's, implements."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Self
+
+from ckpipe.errors import InvalidKey
+
+
+class PutMode(enum.Enum):
+    """The precondition of :meth:`Backend.put`."""
+
+    CREATE = "create"
+    """Succeed only if no object has the key; of any number of racers exactly one wins."""
+
+    OVERWRITE = "overwrite"
+    """Replace whatever has the key, atomically."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object on a store.
+
+    Args:
+        key: The object's key, relative to the backend's root, parts joined by ``/``.
+        size: Its size in bytes.
+        modified: When it was last written, by the store's own clock, in UTC.
+    """
+
+    key: str
+    size: int
+    modified: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """What lies directly below a prefix.
+
+    Args:
+        objects: The objects whose key is the prefix and one more part.
+        prefixes: The distinct next parts that have objects below them, each a whole prefix
+            that ends in ``/``.
+    """
+
+    objects: tuple[ObjectInfo, ...]
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """What a backend asks of the blocks of an upload.
+
+    Args:
+        min_block_bytes: The smallest size of a block that is not the last.
+        max_blocks: The largest number of blocks in one upload; blocks grow to stay below it.
+        alignment: Offsets and lengths of reads that are multiples of this are the fastest.
+    """
+
+    min_block_bytes: int = 1
+    max_blocks: int | None = None
+    alignment: int = 1
+
+
+class Upload(abc.ABC):
+    """One large object on its way to a store, written in blocks in any order.
+
+    **Atomicity.** Until :meth:`complete` has returned, the object is invisible under its key:
+    ``get``, ``stat`` and ``list`` behave as if it did not exist. Once it has returned, the
+    object is whole and durable: it survives a crash of this process and, as far as the store
+    can promise it, a loss of power. An upload that is aborted, or abandoned by a crash, never
+    becomes visible; what it leaves behind costs space only, and is removed by
+    :meth:`Backend.remove_stale_uploads`.
+
+    An upload is used by several tasks of one event loop at once. After :meth:`complete` or
+    :meth:`abort` no other method may be called.
+    """
+
+    @abc.abstractmethod
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Writes one block.
+
+        Calls for different blocks may run at the same time. The same block may be written
+        again with the same bytes, which is how a failed write is retried. ``data`` is read
+        until the call returns and never kept.
+
+        Args:
+            offset: Where the block begins, in bytes; a multiple of the ``block_bytes`` that the
+                upload was opened with.
+            data: The block, flat bytes; ``block_bytes`` long, the last one 1 to ``block_bytes``.
+
+        Raises:
+            StoreFull: If the store has no room left.
+            StoreError: If the store failed; see ``transient``.
+        """
+
+    @abc.abstractmethod
+    async def complete(self) -> None:
+        """Makes the object visible under its key, and durable.
+
+        May be called once every block has been written. If an object of the same key exists,
+        it is not replaced.
+
+        Raises:
+            ObjectExists: If the key is taken.
+            StoreFull: If the store has no room left.
+            StoreError: If the store failed. The object is then absent or whole, never partial.
+        """
+
+    @abc.abstractmethod
+    async def abort(self) -> None:
+        """Gives the upload up and frees what it holds. Does nothing after a failed complete
+        that did land. Never raises for an upload that is already gone."""
+
+
+class Backend(abc.ABC):
+    """A store of objects under one root.
+
+    **Atomicity.** :meth:`put` is all or nothing: a reader sees the old object, the new one or
+    none, never a part; when it returns, the object is durable. With :attr:`PutMode.CREATE`
+    exactly one of any number of racing writers succeeds, in any process on any machine, and
+    every other gets :class:`~ckpipe.errors.ObjectExists`. **Consistency.** A :meth:`list` that
+    begins after a write returned sees that write; lists come in no particular order.
+    **Errors.** Whatever the store's own client raises is translated to a
+    :class:`~ckpipe.errors.StoreError`; a call whose answer was lost may have succeeded, which
+    callers find out by reading back. **Cancellation.** Every method may be cancelled; what it
+    was doing has then happened or not, but is never half done.
+
+    Keys are non-empty parts joined by ``/``, relative to the root; a part is never ``.`` or
+    ``..``. A backend is an async context manager, is created and used on one event loop only,
+    and must not block that loop: blocking work belongs in worker threads.
+
+    Implementers register a subclass under the URL's scheme, through the entry-point group
+    ``ckpipe.backends`` or :func:`ckpipe.register_backend`; it is called as
+    ``cls(url, **options)``. :class:`ckpipe.testing.BackendConformance` tests this contract.
+    """
+
+    limits: UploadLimits = UploadLimits()
+
+    async def __aenter__(self) -> Self:
+        """Opens the store; creates the root if the store has such a thing.
+
+        Raises:
+            StoreError: If the root cannot be created or used.
+        """
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Frees what the backend holds."""
+        return None
+
+    @abc.abstractmethod
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        """Writes one small object at once, durably.
+
+        Raises:
+            ObjectExists: If ``mode`` is CREATE and the key is taken.
+            InvalidKey: If the store cannot hold the key.
+            StoreError: If the store failed; the object is then absent, old or new, never partial.
+        """
+
+    @abc.abstractmethod
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        """Begins a large object of exactly ``size`` bytes, written in blocks.
+
+        Args:
+            key: The object's key.
+            size: Its size in bytes, at least 1.
+            block_bytes: The size of all its blocks but the last, within :attr:`limits`.
+
+        Raises:
+            StoreFull: If the store can tell already that it has no room.
+            InvalidKey: If the store cannot hold the key.
+            StoreError: If the store failed.
+        """
+
+    @abc.abstractmethod
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        """Reads one small object whole.
+
+        Raises:
+            ObjectNotFound: If no object has the key.
+            StoreError: If the object is larger than ``max_bytes``, or the store failed.
+        """
+
+    @abc.abstractmethod
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` with the bytes of an object from ``offset`` on.
+
+        Calls may run at the same time. On failure the content of ``buffer`` is undefined.
+
+        Args:
+            key: The object's key.
+            offset: Where to begin, in bytes.
+            buffer: Writable flat bytes; all of it is filled.
+
+        Raises:
+            ObjectNotFound: If no object has the key.
+            TruncatedObject: If the object ends before the buffer is full.
+            StoreError: If the store failed.
+        """
+
+    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
+        """The bytes of an object without copying them, where they already are in memory.
+
+        An optional speed-up of :meth:`read_into`; the default has nothing to offer. The view
+        stays valid as long as it is referenced, and is read only.
+
+        Returns:
+            ``size`` bytes from ``offset`` on, or None where :meth:`read_into` is the better way.
+
+        Raises:
+            ObjectNotFound: If no object has the key.
+            StoreError: If the store failed.
+        """
+        return None
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """All objects whose key begins with ``prefix``, in no particular order.
+
+        Args:
+            prefix: Empty, or whole parts with a ``/`` at the end.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+
+    async def children(self, prefix: str = "") -> Children:
+        """What lies directly below a prefix: one level of a delimited list.
+
+        The default filters :meth:`list`, which is right and slow; a store that can delimit
+        by itself overrides it.
+
+        Args:
+            prefix: Empty, or whole parts with a ``/`` at the end.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        objects: list[ObjectInfo] = []
+        prefixes: set[str] = set()
+        async for info in self.list(prefix):
+            head, slash, _ = info.key[len(prefix) :].partition("/")
+            if slash:
+                prefixes.add(f"{prefix}{head}/")
+            else:
+                objects.append(info)
+        return Children(tuple(objects), tuple(sorted(prefixes)))
+
+    @abc.abstractmethod
+    async def stat(self, key: str) -> ObjectInfo:
+        """The size and time of an object.
+
+        Raises:
+            ObjectNotFound: If no object has the key.
+            StoreError: If the store failed.
+        """
+
+    @abc.abstractmethod
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects. A key that no object has is no error; deletions are not atomic together.
+
+        Raises:
+            StoreError: If the store failed; some of the objects may be gone.
+        """
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        """Removes what abandoned uploads below ``prefix`` left behind, begun before a time.
+
+        Args:
+            prefix: Empty, or whole parts with a ``/`` at the end.
+            before: By the store's own clock, in UTC.
+
+        Returns:
+            How many were removed. The default has none to remove.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        return 0
+
+
+def check_key(key: str) -> str:
+    """Returns the key if its form is one that the contract allows.
+
+    Raises:
+        InvalidKey: If a part is empty, ``.`` or ``..``, or holds a NUL.
+    """
+    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise InvalidKey("The key has an empty part, '.', '..' or a NUL", key=key)
+    return key
+
+
+__all__ = ["Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits", "check_key"]

@@ -1,0 +1,277 @@
+"""Every error ckpipe raises, grouped by what the caller does about it.
+
+::
+
+    CkpipeError
+    ├── UsageError                  change the call (also a ValueError)
+    │   ├── SettingsError           a setting is unknown or out of range
+    │   ├── UnsupportedState        an object in the state cannot be saved
+    │   ├── UnsupportedTopology     this number of ranks needs another set-up
+    │   ├── AttemptReused           this attempt id was already used on this root
+    │   ├── BackendNotFound         no backend is registered for the URL
+    │   ├── LockMisuse              the lock was used in a way that would deadlock
+    │   └── PipelineClosed          the pipeline is not open
+    ├── CheckpointNotFound          name another step
+    │   └── CheckpointIncomplete    it was begun and never completed
+    ├── TargetMismatch              change the load target or the arguments of load
+    │   ├── StructureMismatch       keys are missing or unexpected
+    │   ├── ShapeMismatch           a tensor has another shape
+    │   ├── DtypeMismatch           a tensor has another dtype and cast is off
+    │   ├── SharingConflict         the target shares bytes that differ in the checkpoint
+    │   └── PerRankValue            ranks saved different values under one name
+    ├── CorruptCheckpoint           load another one (``fallback=True`` does)
+    │   ├── ChecksumMismatch        bytes differ from what was saved
+    │   ├── TruncatedObject         an object is shorter than it was saved
+    │   ├── MissingObject           an object is gone
+    │   └── InvalidManifest         the metadata contradicts itself or the format
+    │       ├── UnsafePath          a name leaves its checkpoint
+    │       ├── InvalidExtent       an extent overlaps or lies outside its file
+    │       ├── DuplicateName       a name stands twice
+    │       ├── OversizedMetadata   a header or a decompressed body is too large
+    │       └── WrongWorldSize      ranks do not fit the world size
+    ├── UnsupportedVersion          upgrade ckpipe
+    ├── SaveFailed                  this save is lost; older ones and the pipeline are not
+    │   ├── SaveCancelled           the handle was cancelled
+    │   ├── PipelineBusy            no room, and on_busy is "fail"
+    │   ├── StateChanged            the state kept changing its structure
+    │   ├── StateLockTimeout        the lock was held for too long
+    │   ├── DrainTimeout            the pipeline closed before the save was through
+    │   ├── CommitConflict          another writer owns the name
+    │   └── CommitUnknown           whether the commit landed could not be found out
+    └── StoreError                  look at the store
+        ├── ObjectNotFound          no object has this key
+        ├── ObjectExists            an object already has this key
+        ├── PermissionDenied        the store refuses the operation
+        ├── StoreFull               no space or quota is left
+        ├── InvalidKey              the store cannot hold this key
+        └── StoreUnavailable        try again later (``transient`` is true)
+            └── Throttled           try again later, and slower
+
+Tests freeze this tree. Errors pickle, so that they cross process boundaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CkpipeError(Exception):
+    """Base of all errors of ckpipe.
+
+    Args:
+        message: What happened, as a sentence without its full stop.
+        step: The step concerned.
+        rank: The rank concerned.
+        key: The state key or object key concerned.
+        hint: What to do next, as a sentence without its full stop.
+    """
+
+    transient = False
+    """Whether the same operation may succeed when it is tried again."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        key: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message, self.step, self.rank, self.key, self.hint = message, step, rank, key, hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        named = (("step", self.step), ("rank", self.rank), ("key", self.key))
+        where = ", ".join(f"{name} {value!r}" for name, value in named if value is not None)
+        text = f"{self.message} [{where}]" if where else self.message
+        return f"{text}. {self.hint}." if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.message,), self.__dict__)
+
+    def located(self, *, step: int | None = None, rank: int | None = None) -> CkpipeError:
+        """Fills in the step and rank where they are not known yet, and returns itself."""
+        self.step = step if self.step is None else self.step
+        self.rank = rank if self.rank is None else self.rank
+        return self
+
+
+class UsageError(CkpipeError, ValueError):
+    """The call cannot work as it stands."""
+
+
+class SettingsError(UsageError):
+    """A setting is unknown or out of range."""
+
+
+class UnsupportedState(UsageError):
+    """An object in the state cannot be saved; ``key`` is its path in the state."""
+
+
+class UnsupportedTopology(UsageError):
+    """This number of ranks needs another set-up."""
+
+
+class AttemptReused(UsageError):
+    """The attempt id was already used on this root by this rank."""
+
+
+class BackendNotFound(UsageError):
+    """No backend is registered for the scheme of the URL."""
+
+
+class LockMisuse(UsageError):
+    """The state lock was used in a way that would deadlock."""
+
+
+class PipelineClosed(UsageError):
+    """The pipeline is not open: not entered yet, or closed."""
+
+
+class CheckpointNotFound(CkpipeError, LookupError):
+    """No complete checkpoint has this step or id."""
+
+
+class CheckpointIncomplete(CheckpointNotFound):
+    """The checkpoint was begun and never completed."""
+
+
+class TargetMismatch(CkpipeError):
+    """What was saved does not fit what it is loaded into. The target is untouched."""
+
+
+class StructureMismatch(TargetMismatch):
+    """Keys are missing in the checkpoint or unexpected in it."""
+
+
+class ShapeMismatch(TargetMismatch):
+    """A tensor has another shape in the checkpoint than in the target."""
+
+
+class DtypeMismatch(TargetMismatch):
+    """A tensor has another dtype in the checkpoint than in the target, and ``cast`` is off."""
+
+
+class SharingConflict(TargetMismatch):
+    """Target tensors share bytes for which the checkpoint holds different values."""
+
+
+class PerRankValue(TargetMismatch):
+    """Ranks saved different values under one name, and the world size is another now."""
+
+
+class CorruptCheckpoint(CkpipeError):
+    """What is on the store is not what was saved. Nothing unverified reached the target."""
+
+    target_touched = False
+    """Whether verified parts of the checkpoint had reached the target before the fault was found."""
+
+
+class ChecksumMismatch(CorruptCheckpoint):
+    """Bytes on the store differ from the bytes that were saved."""
+
+
+class TruncatedObject(CorruptCheckpoint):
+    """An object on the store is shorter than it was when it was saved."""
+
+
+class MissingObject(CorruptCheckpoint):
+    """An object that the checkpoint needs is not on the store."""
+
+
+class InvalidManifest(CorruptCheckpoint):
+    """A manifest, group object or index contradicts itself or the format."""
+
+
+class UnsafePath(InvalidManifest):
+    """A name in a manifest leaves its checkpoint."""
+
+
+class InvalidExtent(InvalidManifest):
+    """An extent overlaps another or lies outside its file, entry or tensor."""
+
+
+class DuplicateName(InvalidManifest):
+    """A name that must be unique stands twice."""
+
+
+class OversizedMetadata(InvalidManifest):
+    """A header, or a body once decompressed, is larger than the format allows."""
+
+
+class WrongWorldSize(InvalidManifest):
+    """The ranks in a manifest do not fit its world size."""
+
+
+class UnsupportedVersion(CkpipeError):
+    """The checkpoint was written in a newer format than this ckpipe reads."""
+
+
+class SaveFailed(CkpipeError):
+    """This save is lost; older checkpoints are intact and the pipeline goes on."""
+
+
+class SaveCancelled(SaveFailed):
+    """The save was cancelled through its handle, or its pipeline was torn down."""
+
+
+class PipelineBusy(SaveFailed):
+    """Earlier saves hold the staging memory, and ``on_busy`` is ``"fail"``."""
+
+
+class StateChanged(SaveFailed):
+    """The structure of the state changed again while the save was planned a second time."""
+
+
+class StateLockTimeout(SaveFailed):
+    """The state lock was not free in time; the message says who holds it and since when."""
+
+
+class DrainTimeout(SaveFailed):
+    """The pipeline had to close before the save was through."""
+
+
+class CommitConflict(SaveFailed):
+    """Another writer committed under the same name."""
+
+
+class CommitUnknown(SaveFailed):
+    """Whether the commit landed could not be found out. Nothing was deleted."""
+
+
+class StoreError(CkpipeError):
+    """The store refused or failed an operation; ``key`` is the object's key."""
+
+
+class ObjectNotFound(StoreError):
+    """No object has this key."""
+
+
+class ObjectExists(StoreError):
+    """An object already has this key and the mode was create-only."""
+
+
+class PermissionDenied(StoreError):
+    """The store refuses this operation to these credentials or this user."""
+
+
+class StoreFull(StoreError):
+    """No space or quota is left on the store."""
+
+
+class InvalidKey(StoreError):
+    """The store cannot hold an object of this key."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer, or answered that it cannot serve now."""
+
+    transient = True
+
+
+class Throttled(StoreUnavailable):
+    """The store asks for fewer requests."""
+
+    retry_after: float | None = None
+    """Seconds the store asked to wait, if it said so."""

@@ -1,0 +1,144 @@
+"""Keys of a state: their exact form in a manifest, and the labels that people read.
+
+A label names a tensor for people and for other readers of the data file. It is the path of keys
+joined by dots and need not tell ``{1: …}`` from ``{"1": …}``; the manifest does that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpipe.errors import InvalidManifest, UnsupportedState
+
+Json = Any
+"""What the json module reads and writes."""
+
+_PLAIN = re.compile(r"[^~@\ud800-\udfff]+")
+_SPECIAL = re.compile(r"[~@\ud800-\udfff]")
+MAX_SAFE_INT = 2**53
+"""Integers beyond this are written as text, since many JSON readers hold them as doubles."""
+
+
+def encode_key(key: object, label: str = "") -> Json:
+    """The JSON form of a dict key: strings, bools, None and small ints as they are.
+
+    Raises:
+        UnsupportedState: If the key is not a str, int, bool, float, None or a tuple of them.
+    """
+    kind = type(key)
+    if kind is str or kind is bool or key is None:
+        return key
+    if kind is int:
+        return key if abs(key) < MAX_SAFE_INT else {"int": str(key)}  # type: ignore[arg-type,operator]
+    if kind is float:
+        return {"float": encode_float(key)}  # type: ignore[arg-type]
+    if kind is tuple:
+        return {"tuple": [encode_key(part, label) for part in key]}  # type: ignore[attr-defined]
+    raise UnsupportedState(
+        f"A dict has a key of type {kind.__qualname__}: {key!r:.100}",
+        key=label or None,
+        hint="Keys may be str, int, bool, float, None or tuples of them",
+    )
+
+
+def decode_key(data: Json) -> Any:
+    """The key that :func:`encode_key` encoded.
+
+    Raises:
+        InvalidManifest: If it is not such a form.
+    """
+    if data is None or type(data) in (str, bool, int):
+        return data
+    if isinstance(data, dict) and len(data) == 1:
+        ((kind, value),) = data.items()
+        if kind == "int" and isinstance(value, str):
+            return decode_int(value)
+        if kind == "float":
+            return decode_float(value)
+        if kind == "tuple" and isinstance(value, list):
+            return tuple(decode_key(part) for part in value)
+    raise InvalidManifest(f"This is not a key: {data!r:.100}")
+
+
+def encode_float(value: float) -> float | str:
+    """A finite float as it is, any other as ``"nan"``, ``"inf"`` or ``"-inf"``."""
+    return value if math.isfinite(value) else repr(value)
+
+
+def decode_float(data: Json) -> float:
+    """The float that :func:`encode_float` encoded."""
+    if type(data) in (float, int) or data in ("nan", "inf", "-inf"):
+        return float(data)
+    raise InvalidManifest(f"This is not a float: {data!r:.100}")
+
+
+def decode_int(text: str) -> int:
+    """An integer written as decimal text; long ones are allowed up to 4,300 digits."""
+    if not re.fullmatch(r"-?\d{1,4300}", text):
+        raise InvalidManifest(f"This is not an integer: {text!r:.100}")
+    return int(text)
+
+
+def label_part(key: object) -> str:
+    """One key as it stands in a label: ``~`` becomes ``~0``, ``@`` becomes ``~1``.
+
+    ``@`` is kept free for the bounds of shards. A lone surrogate, which is not valid in UTF-8,
+    becomes ``~u`` and its four hex digits.
+    """
+    text = key if isinstance(key, str) else repr(key)
+    if _PLAIN.fullmatch(text):
+        return text
+    return _SPECIAL.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    char = match[0]
+    return {"~": "~0", "@": "~1"}.get(char) or f"~u{ord(char):04x}"
+
+
+def join(prefix: str, key: object) -> str:
+    """The label of what lies under ``key`` in the container labelled ``prefix``."""
+    return f"{prefix}.{label_part(key)}" if prefix else label_part(key)
+
+
+def unique_label(label: str, taken: set[str]) -> str:
+    """A label that is not taken yet and may stand in a safetensors header; it is taken then.
+
+    ``{1: a, "1": b}`` and ``{"a.b": x, "a": {"b": y}}`` make the same label twice: the second
+    gets ``~2``, which no key can spell since keys have their tildes escaped.
+    """
+    candidate = label or "~"
+    if candidate == "__metadata__":
+        candidate = "~__metadata__"
+    base, number = candidate, 2
+    while candidate in taken:
+        candidate = f"{base}~{number}"
+        number += 1
+    taken.add(candidate)
+    return candidate
+
+
+class LabelFilter:
+    """Selects labels by globs: a pattern matches a label, or everything below one.
+
+    Args:
+        include: Patterns of which one must match; None for all.
+        exclude: Patterns of which none may match.
+    """
+
+    def __init__(self, include: list[str] | None = None, exclude: list[str] | None = None) -> None:
+        self._include, self._exclude = include, exclude or []
+        self.selects_all = include is None and not exclude
+
+    def __call__(self, label: str) -> bool:
+        if self.selects_all:
+            return True
+        wanted = self._include is None or any(_matches(label, each) for each in self._include)
+        return wanted and not any(_matches(label, each) for each in self._exclude)
+
+
+def _matches(label: str, pattern: str) -> bool:
+    return fnmatchcase(label, pattern) or fnmatchcase(label, f"{pattern}.*")

@@ -1,0 +1,151 @@
+"""The rules of the state lock as a pure state machine: no threads, no clock, no waiting.
+
+A request arrives, is granted at once or later, and leaves. It leaves in the same way whether it
+was released, timed out or was cancelled, so that none of these can leave something behind that
+another would not. Who may hold what:
+
+* Any number of captures, or any number of mutations of one owner, never both.
+* A waiting mutation goes before every capture that is not granted yet, so that a step waits for
+  the captures that are already running and for no other.
+* Mutations are granted in the order in which they came.
+* An owner who holds a side gets it again at once, whoever waits, since those who wait cannot
+  be served before that owner is done.
+* Where several trainers hand the lock to each other without a gap, a capture would wait for
+  ever; after :data:`PATIENCE` of them have gone first, the waiting captures go once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+PATIENCE = 16
+"""How many mutations may be granted over the head of a waiting capture."""
+
+
+class Side(enum.Enum):
+    """What a request is for."""
+
+    MUTATING = "mutating"
+    """To change the state; excludes everybody else."""
+
+    CAPTURING = "capturing"
+    """To read the state; shared with other captures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One wish to hold the lock.
+
+    Args:
+        ticket: A number no other request has.
+        side: What it is for.
+        owner: Who holds the lock once it is granted; the same owner may hold a side repeatedly.
+        saver: Of a capture, the thread that asked for it and may be waiting for its end.
+        home: Of a capture, the thread without which it cannot be released.
+    """
+
+    ticket: int
+    side: Side
+    owner: Hashable
+    saver: Hashable = None
+    home: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class LockState:
+    """Who holds the lock and who waits for it.
+
+    Args:
+        holding: The granted requests, oldest first; all of one side.
+        waiting: The other requests, in the order in which they came.
+        passed: How many mutations were granted while a capture waited, since one was granted.
+    """
+
+    holding: tuple[Request, ...] = ()
+    waiting: tuple[Request, ...] = ()
+    passed: int = 0
+
+    @property
+    def mutator(self) -> Hashable | None:
+        """The owner of the mutating side, or None if nobody has it."""
+        first = self.holding[0] if self.holding else None
+        return first.owner if first is not None and first.side is Side.MUTATING else None
+
+    def holds(self, ticket: int) -> bool:
+        """Whether the request of this ticket is granted."""
+        return any(request.ticket == ticket for request in self.holding)
+
+    def waiting_for(self, side: Side) -> tuple[Request, ...]:
+        """The requests that wait for one side, in the order in which they came."""
+        return tuple(request for request in self.waiting if request.side is side)
+
+
+class Transition(NamedTuple):
+    """The state after an event, and the requests that the event let in."""
+
+    state: LockState
+    granted: tuple[Request, ...]
+
+
+def blocks_itself(state: LockState, request: Request) -> bool:
+    """Whether a request would wait for a thread that waits for the request: a deadlock."""
+    opposite = [held for held in state.holding if held.side is not request.side]
+    if request.side is Side.CAPTURING:
+        waits = {request.owner, request.saver, request.home} - {None}
+        return any(held.owner in waits for held in opposite)
+    return any(request.owner in (held.owner, held.home) for held in opposite)
+
+
+def arrive(state: LockState, request: Request) -> Transition:
+    """A request comes in: granted at once where that is possible, else it waits.
+
+    Args:
+        state: The state before.
+        request: Must not block itself; its ticket is new.
+    """
+    if any(held.owner == request.owner and held.side is request.side for held in state.holding):
+        return Transition(replace(state, holding=(*state.holding, request)), (request,))
+    return _settle(replace(state, waiting=(*state.waiting, request)))
+
+
+def leave(state: LockState, ticket: int) -> Transition:
+    """A request is over, in whatever way; does nothing if the ticket is not known (any more)."""
+    return _settle(
+        replace(
+            state,
+            holding=tuple(request for request in state.holding if request.ticket != ticket),
+            waiting=tuple(request for request in state.waiting if request.ticket != ticket),
+        )
+    )
+
+
+def _settle(state: LockState) -> Transition:
+    """Lets in whoever may come in now. One look is enough: letting one side in bars the other."""
+    trainers, captures = state.waiting_for(Side.MUTATING), state.waiting_for(Side.CAPTURING)
+    if not captures:
+        state = replace(state, passed=0)
+    if captures and state.mutator is None and (not trainers or state.passed >= PATIENCE):
+        return _grant(replace(state, passed=0), captures)
+    if trainers and not state.holding:
+        return _grant(replace(state, passed=state.passed + bool(captures)), trainers[:1])
+    return Transition(state, ())
+
+
+def _grant(state: LockState, granted: tuple[Request, ...]) -> Transition:
+    still = tuple(request for request in state.waiting if request not in granted)
+    return Transition(replace(state, holding=state.holding + granted, waiting=still), granted)
+
+
+__all__ = [
+    "PATIENCE",
+    "LockState",
+    "Request",
+    "Side",
+    "Transition",
+    "arrive",
+    "blocks_itself",
+    "leave",
+]

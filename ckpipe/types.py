@@ -1,0 +1,191 @@
+"""The plain data that callers of ckpipe see: names of checkpoints, what is known of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+SaveStatus = Literal[
+    "queued", "capturing", "staged", "uploading", "committed", "skipped", "failed", "cancelled"
+]
+"""Where a save stands, in this order; the last four are final."""
+
+_ATTEMPT = r"\d{8}T\d{9}Z-[0-9A-Za-z_-]{1,64}"
+_NAME = re.compile(rf"step-(\d{{12,}})\.({_ATTEMPT})\.(\d+)")
+_ATTEMPT_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointId:
+    """The name of one checkpoint. Ids compare by age: the newest is the greatest.
+
+    An attempt is one launch of a training run and begins with its start time at a fixed width,
+    so that a run resumed from step 500 makes the abandoned step 1000 of the launch before it
+    an older checkpoint, not a newer one.
+
+    Args:
+        attempt: Start time and id of the attempt, ``20261121T034205123Z-9f3a2c01``.
+        step: The training step, zero or more.
+        count: How often this step was saved before in this attempt.
+    """
+
+    attempt: str
+    step: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:012d}.{self.attempt}.{self.count}"
+
+    @classmethod
+    def parse(cls, name: str) -> CheckpointId | None:
+        """The id that a name spells, or None if ckpipe did not write such a name."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        parsed = cls(match[2], int(match[1]), int(match[3]))
+        return parsed if str(parsed) == name else None
+
+
+def attempt_name(started: datetime, attempt_id: str) -> str:
+    """The name of an attempt: its start in UTC to the millisecond, and its id.
+
+    Raises:
+        ValueError: If the id is not 1 to 64 letters, digits, ``_`` or ``-``.
+    """
+    if not _ATTEMPT_ID.fullmatch(attempt_id):
+        raise ValueError(f"an attempt id is 1 to 64 letters, digits, '_' or '-': {attempt_id!r}")
+    return f"{started:%Y%m%dT%H%M%S}{started.microsecond // 1000:03d}Z-{attempt_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What is known of one checkpoint on the store.
+
+    Args:
+        id: Its exact name; accepted wherever a step is.
+        step: The training step.
+        attempt: The launch that wrote it.
+        count: How often this step was saved before in that attempt.
+        complete: Whether it is whole, and can be loaded.
+        reason: Why it is not complete; empty if it is.
+        pinned: Whether it is protected from retention.
+        saved_at: When its index was written, by the store's clock, in UTC; None if there is none.
+    """
+
+    id: str
+    step: int
+    attempt: str
+    count: int
+    complete: bool
+    reason: str = ""
+    pinned: bool = False
+    saved_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a rank knows of a save it has just made durable.
+
+    Args:
+        info: The checkpoint.
+        rank: The rank that committed.
+        size: Bytes that the rank wrote: data files and metadata.
+    """
+
+    info: CheckpointInfo
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """How one stage of a save or load spent its time.
+
+    Args:
+        seconds: From when the stage began to when it ended; stages overlap.
+        bytes: Bytes that went through it.
+    """
+
+    seconds: float
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Seconds and bytes of one save.
+
+    Args:
+        stages: A report for each stage that ran, by name.
+        staged_seconds: From the call of ``save`` until training could go on.
+        durable_seconds: From the call of ``save`` until the commit; None until then.
+        bytes: Size of the data files.
+        tensors: How many tensors were saved.
+        planned: Whether the plan had to be made; False if the last one still fitted.
+    """
+
+    stages: Mapping[str, StageReport]
+    staged_seconds: float | None
+    durable_seconds: float | None
+    bytes: int
+    tensors: int
+    planned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Seconds and bytes of one load.
+
+    Args:
+        stages: A report for each stage, by name.
+        seconds: From the call of ``load`` until the state was in place.
+        bytes: Bytes read from data files.
+        reads: Requests for ranges of data files.
+    """
+
+    stages: Mapping[str, StageReport]
+    seconds: float
+    bytes: int
+    reads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """A loaded checkpoint.
+
+    Args:
+        id: Exact name of the checkpoint.
+        step: Its step.
+        state: The state: the target itself where it could be changed in place.
+        metadata: What ``save`` was given as metadata.
+        metrics: What ``save`` was given as metrics.
+        missing: Labels that the target has and the checkpoint has not.
+        unexpected: Labels that the checkpoint has and the target has not.
+        report: Seconds and bytes.
+    """
+
+    id: str
+    step: int
+    state: Any
+    metadata: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    report: LoadReport | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What ``verify`` read of a checkpoint that is whole.
+
+    Args:
+        id: Exact name of the checkpoint.
+        files: Data files read.
+        bytes: Bytes read and checked.
+    """
+
+    id: str
+    files: int
+    bytes: int

@@ -1,0 +1,207 @@
+"""Train a small GPT on the documentation of Python, and save checkpoints while it trains.
+
+Run it, stop it whenever you like (Ctrl-C, kill -9, a power cut), and run the same command
+again: it goes on from its newest complete checkpoint, and the losses that follow are the same,
+to the last bit, as if nothing had happened.
+
+    python examples/train_gpt.py --checkpoints /tmp/my-run --log /tmp/my-run.jsonl
+
+Everything that ckpipe needs is in `train`; the rest is an ordinary GPT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the name everybody uses)
+
+import ckpipe
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains from the newest complete checkpoint, or from scratch, to the last step."""
+    make_deterministic(options.seed)
+    text = english_text()
+    model = GPT(options.layers, options.width, options.context, options.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    scheduler = warmup_then_cosine(optimizer, options.steps)
+    progress = ckpipe.Progress(bytes_seen=0)
+
+    # All that the next step depends on. The random state belongs to it: it decides which text
+    # comes next and which neurons dropout silences.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "progress": progress,
+        "rng": ckpipe.RngState(),
+    }
+
+    with (
+        ckpipe.SyncPipeline(options.checkpoints, guard=optimizer) as pipeline,
+        open(options.log, "a", buffering=1) as log,
+    ):
+        restored = pipeline.load(state)
+        done = restored.step if restored else 0
+        say(f"resumed from step {done}" if restored else "no checkpoint yet: starting from scratch")
+
+        for step in range(done + 1, options.steps + 1):
+            began = time.perf_counter()
+            batch = random_batch(text, options.batch, options.context)
+            loss = train_step(model, optimizer, scheduler, batch)
+            progress.bytes_seen += batch.numel()
+            trained = time.perf_counter()
+
+            status = None
+            if step % options.save_every == 0:
+                handle = pipeline.save(state, step=step)  # returns once the state is copied
+                status = handle.status
+            blocked = time.perf_counter() - trained
+
+            record = {"step": step, "loss": loss.hex(), "step_seconds": trained - began}
+            if status:
+                record["blocked_seconds"] = blocked
+            log.write(json.dumps(record) + "\n")
+            if status:
+                say(f"saving step {step}: training paused {blocked * 1e3:.1f} ms, now {status}")
+            if step % 20 == 0 or step == options.steps:
+                say(f"step {step:4d}   loss {loss:.4f}")
+
+        # Leaving the `with` block waits for the saves that are still on their way.
+        log.write(json.dumps({"bytes_seen": progress.bytes_seen, "sha256": checksum(model)}) + "\n")
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    batch: Tensor,
+) -> float:
+    """Takes one optimizer step on a batch and returns its loss."""
+    logits = model(batch[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    return loss.item()
+
+
+class GPT(nn.Module):
+    """A byte-level transformer that predicts the next byte."""
+
+    def __init__(self, layers: int, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        self.head.weight = self.bytes.weight  # tied weights are saved once and stay tied
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(self.dropout(x))))
+        return logits
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a feed-forward network, each added to its input."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = width // 32
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_1(x)))
+        return x + self.dropout(self.mlp(self.norm_2(x)))
+
+    def attention(self, x: Tensor) -> Tensor:
+        # (batch, time, 3 × width) -> three of (batch, heads, time, width of a head)
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def english_text() -> Tensor:
+    """The help texts that ship with every Python: about 460 KB of English, as bytes."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+
+
+def random_batch(text: Tensor, batch: int, context: int) -> Tensor:
+    """Random pieces of the text: each `context` bytes, and one more to predict."""
+    starts = torch.randint(len(text) - context, (batch, 1))
+    return text[starts + torch.arange(context + 1)]
+
+
+def warmup_then_cosine(
+    optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning rate that rises for a twentieth of the steps, then falls along a cosine."""
+    warmup = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def make_deterministic(seed: int) -> None:
+    """Makes two runs equal to the last bit: sums depend on how work is split over threads."""
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(2)
+
+
+def checksum(model: nn.Module) -> str:
+    """The SHA-256 of all parameters, in order."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoints", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--log", type=Path, required=True, help="file for one JSON line per step")
+    parser.add_argument("--steps", type=int, default=360)
+    parser.add_argument("--save-every", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192, help="a multiple of 32")
+    parser.add_argument("--context", type=int, default=128, help="bytes the model looks back")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    train(parse_arguments())
