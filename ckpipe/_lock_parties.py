@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -30,6 +31,9 @@ class LockUse:
     ident: int | None
     purpose: str
     seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.side} by {self.thread!r} for {self.seconds:.1f} s ({self.purpose})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,31 @@ class Party:
         return LockUse(self.request.side.value, self.name, self.ident, self.purpose, seconds)
 
 
+class CaptureToken:
+    """One held capture; any thread may give it to :meth:`StateLock.release_capture`."""
+
+    __slots__ = ("owner", "ticket")
+
+    def __init__(self, request: Request) -> None:
+        self.ticket, self.owner = request.ticket, request.owner
+
+    def __repr__(self) -> str:
+        return f"<CaptureToken {self.ticket}>"
+
+
+class Deadline:
+    """An instant, given as seconds from now or as None for never."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = math.inf if timeout is None else timeout
+        self._at = time.monotonic() + self.timeout
+
+    @property
+    def seconds_left(self) -> float:
+        """How long it is until then; infinite for never."""
+        return self._at - time.monotonic()
+
+
 def timed_out(party: Party, timeout: float, holders: Iterable[Party]) -> StateLockTimeout:
     """The error for a request that was not granted in time: who has the lock, and since when."""
     held = "; ".join(
@@ -121,6 +150,8 @@ def mutation_misused(name: str, purpose: str) -> LockMisuse:
 
 
 __all__ = [
+    "CaptureToken",
+    "Deadline",
     "LockStatistics",
     "LockUse",
     "Party",

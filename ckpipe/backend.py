@@ -157,7 +157,7 @@ class Backend(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         """Frees what the backend holds."""
-        return None
+        return
 
     @abc.abstractmethod
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:

@@ -30,7 +30,8 @@
     │       ├── OversizedMetadata   a header or a decompressed body is too large
     │       └── WrongWorldSize      ranks do not fit the world size
     ├── UnsupportedVersion          upgrade ckpipe
-    ├── SaveFailed                  this save is lost; older ones and the pipeline are not
+    ├── SaveError                  this save is lost; older ones and the pipeline are not
+    │   ├── SaveSkipped             the settings ask for no checkpoint here
     │   ├── SaveCancelled           the handle was cancelled
     │   ├── PipelineBusy            no room, and on_busy is "fail"
     │   ├── StateChanged            the state kept changing its structure
@@ -165,7 +166,7 @@ class CorruptCheckpoint(CkpipeError):
     """What is on the store is not what was saved. Nothing unverified reached the target."""
 
     target_touched = False
-    """Whether verified parts of the checkpoint had reached the target before the fault was found."""
+    """Whether verified parts had reached the target before the fault was found."""
 
 
 class ChecksumMismatch(CorruptCheckpoint):
@@ -208,35 +209,39 @@ class UnsupportedVersion(CkpipeError):
     """The checkpoint was written in a newer format than this ckpipe reads."""
 
 
-class SaveFailed(CkpipeError):
+class SaveError(CkpipeError):
     """This save is lost; older checkpoints are intact and the pipeline goes on."""
 
 
-class SaveCancelled(SaveFailed):
+class SaveSkipped(SaveError):
+    """The save was not begun, as the settings ask; the handle's status is ``skipped``."""
+
+
+class SaveCancelled(SaveError):
     """The save was cancelled through its handle, or its pipeline was torn down."""
 
 
-class PipelineBusy(SaveFailed):
+class PipelineBusy(SaveError):
     """Earlier saves hold the staging memory, and ``on_busy`` is ``"fail"``."""
 
 
-class StateChanged(SaveFailed):
+class StateChanged(SaveError):
     """The structure of the state changed again while the save was planned a second time."""
 
 
-class StateLockTimeout(SaveFailed):
+class StateLockTimeout(SaveError):
     """The state lock was not free in time; the message says who holds it and since when."""
 
 
-class DrainTimeout(SaveFailed):
+class DrainTimeout(SaveError):
     """The pipeline had to close before the save was through."""
 
 
-class CommitConflict(SaveFailed):
+class CommitConflict(SaveError):
     """Another writer committed under the same name."""
 
 
-class CommitUnknown(SaveFailed):
+class CommitUnknown(SaveError):
     """Whether the commit landed could not be found out. Nothing was deleted."""
 
 

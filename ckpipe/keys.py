@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +33,7 @@ def encode_key(key: object, label: str = "") -> Json:
     if kind is str or kind is bool or key is None:
         return key
     if kind is int:
-        return key if abs(key) < MAX_SAFE_INT else {"int": str(key)}  # type: ignore[arg-type,operator]
+        return key if abs(key) < MAX_SAFE_INT else {"int": str(key)}  # type: ignore[arg-type]
     if kind is float:
         return {"float": encode_float(key)}  # type: ignore[arg-type]
     if kind is tuple:
@@ -138,6 +139,13 @@ class LabelFilter:
             return True
         wanted = self._include is None or any(_matches(label, each) for each in self._include)
         return wanted and not any(_matches(label, each) for each in self._exclude)
+
+
+def label_filter(
+    include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+) -> LabelFilter:
+    """The filter that ``include`` and ``exclude`` of a call ask for."""
+    return LabelFilter(None if include is None else list(include), list(exclude or ()))
 
 
 def _matches(label: str, pattern: str) -> bool:

@@ -15,12 +15,14 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 import anyio
 
 from ckpipe._lock_parties import (
+    CaptureToken,
+    Deadline,
     LockStatistics,
     LockUse,
     Party,
@@ -35,18 +37,6 @@ LOOK_SECONDS = 0.05
 """How often one who waits looks for holds that were left behind."""
 
 _BRACKET = "disallow_state_dict_read()"
-
-
-class CaptureToken:
-    """One held capture; any thread may give it to :meth:`StateLock.release_capture`."""
-
-    __slots__ = ("_owner", "_ticket")
-
-    def __init__(self, request: Request) -> None:
-        self._ticket, self._owner = request.ticket, request.owner
-
-    def __repr__(self) -> str:
-        return f"<CaptureToken {self._ticket}>"
 
 
 class StateLock:
@@ -155,10 +145,8 @@ class StateLock:
             LockMisuse: If the thread concerned is changing the state.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        owner = self._capture_owner()
-        if owner is None:
-            owner = threading.current_thread() if thread is None else object()
-        party = self._capture(owner, thread)
+        fresh = threading.current_thread() if thread is None else object()
+        party = self._capture(self._capture_owner() or fresh, thread)
         self._acquire(party, timeout)
         return CaptureToken(party.request)
 
@@ -183,7 +171,7 @@ class StateLock:
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
         party = self._capture(object(), thread, home=threading.current_thread())
-        ticket, deadline = party.request.ticket, _Deadline(timeout)
+        ticket, deadline = party.request.ticket, Deadline(timeout)
         wake, loop = asyncio.Event(), asyncio.get_running_loop()
         try:
             with self._changed:
@@ -214,7 +202,7 @@ class StateLock:
 
     def release_capture(self, token: CaptureToken) -> None:
         """Ends a capture. Does nothing if it has ended already."""
-        self._leave(token._ticket)
+        self._leave(token.ticket)
 
     @contextmanager
     def capturing_here(self, token: CaptureToken) -> Iterator[None]:
@@ -225,7 +213,7 @@ class StateLock:
         :meth:`mutating` raises instead of waiting for ever. Does not release the capture.
         """
         owners: list[object] = self._here.__dict__.setdefault("owners", [])
-        owners.append(token._owner)
+        owners.append(token.owner)
         try:
             yield
         finally:
@@ -248,9 +236,8 @@ class StateLock:
         """Whether the calling thread is doing a capture at this moment."""
         with self._changed:
             owners = (threading.current_thread(), self._capture_owner())
-            return any(
-                held.owner in owners and held.side is Side.CAPTURING for held in self._state.holding
-            )
+            held = (held for held in self._state.holding if held.side is Side.CAPTURING)
+            return any(request.owner in owners for request in held)
 
     # ---- optimizer steps ----
 
@@ -295,10 +282,7 @@ class StateLock:
 
     def __repr__(self) -> str:
         now = self.statistics()
-        text = ", ".join(
-            f"{use.side} by {use.thread!r} for {use.seconds:.1f} s ({use.purpose})"
-            for use in now.holders
-        )
+        text = ", ".join(map(str, now.holders))
         waiting = f" | {len(now.waiters)} waiting" if now.waiters else ""
         return f"<StateLock [{text or 'free'}{waiting}]>"
 
@@ -328,10 +312,8 @@ class StateLock:
         """The ticket of the calling thread's bracket: the hold itself is the only record of it."""
         me = threading.current_thread()
         with self._changed:
-            return next(
-                (t for t, p in self._parties.items() if p.purpose == _BRACKET and p.thread is me),
-                None,
-            )
+            mine = (t for t, p in self._parties.items() if p.purpose == _BRACKET and p.thread is me)
+            return next(mine, None)
 
     def _steps(self, key: object) -> list[Party]:
         me = threading.current_thread()
@@ -340,7 +322,7 @@ class StateLock:
     # ---- waiting ----
 
     def _acquire(self, party: Party, timeout: float | None) -> None:
-        deadline = _Deadline(timeout)
+        deadline = Deadline(timeout)
         with self._changed:
             try:
                 self._enter(party)
@@ -356,7 +338,7 @@ class StateLock:
         self._parties[party.request.ticket] = party
         self._apply(arrive(self._state, party.request))
 
-    def _look(self, party: Party, deadline: _Deadline) -> float | None:
+    def _look(self, party: Party, deadline: Deadline) -> float | None:
         """For how many seconds to wait before the next look; None once the request is granted.
 
         Raises:
@@ -404,22 +386,14 @@ class StateLock:
         # Everybody looks again, not only those who were let in: one who waits for captures
         # must begin to look for dead holds once a trainer has taken their place.
         self._changed.notify_all()
-        for wake in tuple(self._wakers.values()):
-            # The loop of one who waits may be closed; that must not fail the one who lets go.
-            with suppress(RuntimeError):
+        for ticket, wake in tuple(self._wakers.items()):
+            try:
                 wake()
-
-
-class _Deadline:
-    """An instant, given as seconds from now or as None for never."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = math.inf if timeout is None else timeout
-        self._at = time.monotonic() + self.timeout
-
-    @property
-    def seconds_left(self) -> float:
-        return self._at - time.monotonic()
+            except RuntimeError:
+                # The loop of one who waits was closed. That must not fail the one who lets go,
+                # and nothing may be granted to a task that will never run again.
+                del self._wakers[ticket]
+                self._leave(ticket)
 
 
 __all__ = ["LOOK_SECONDS", "CaptureToken", "LockStatistics", "LockUse", "StateLock"]

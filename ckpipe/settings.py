@@ -6,12 +6,13 @@ name, with ``__`` between a group and what is in it: ``CKPIPE_UPLOAD__LANES=8``.
 begin with ``[`` or ``{`` are read as JSON, and so is every value below ``CKPIPE_BACKENDS__``
 that is JSON. Empty variables count as unset. ``CKPIPE_TEST_…``, ``CKPIPE_BENCH_…`` and
 ``CKPIPE_DEMO_…`` are no settings: they belong to the project's own tests, benchmarks and demo.
+
+This module imports pydantic, which is why ``import ckpipe`` does not import it.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -26,19 +27,274 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ckpipe._settings_input import expanded, explained, merged, parse_size, read_environment
-from ckpipe._settings_input import read_toml as _read_toml
-from ckpipe.errors import SettingsError
+from ckpipe._settings_input import (
+    explained,
+    grouped,
+    merged,
+    parse_size,
+    read_environment,
+    read_toml,
+)
 from ckpipe.retention import KeepLast, Rule, from_data
 
-_KIB, _MIB = 1024, 1024 * 1024
-
-type_ = type
 Size = Annotated[int, BeforeValidator(parse_size)]
 """A number of bytes; also text such as ``"256MiB"`` or ``"4 GB"``."""
 
-BlockSize = Annotated[Size, Field(ge=64 * _KIB, multiple_of=4096)]
+BlockSize = Annotated[Size, Field(ge=64 * 1024, multiple_of=4096)]
 """The size of a block in bytes: a multiple of 4096, at least 64 KiB."""
 
-Rules = Annotated[Rule, PlainValidator(from_data), PlainSerializer(Rule.to_data, when_used="json")]
+RuleData = Annotated[
+    Rule, PlainValidator(from_data), PlainSerializer(lambda rule: rule.to_data(), return_type=Any)
+]
 """A retention rule, or its plain form as :func:`ckpipe.retention.from_data` reads it."""
+
+
+class _Group(BaseModel):
+    """A group of settings. Made by itself it raises pydantic's own ValidationError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Staging(_Group):
+    """Host memory that holds saves between the trainer's tensors and the store."""
+
+    bytes: Size | None = Field(None, ge=0)
+    """Host memory of all saves together, in bytes. By default the first save's size, rounded
+    up, and at most 40 % of the available memory. More saves in flight need more. At least one
+    block; also written ``staging_bytes=`` at the top level."""
+
+    block_bytes: BlockSize = 16 * 1024 * 1024
+    """The unit of staging and upload, in bytes. It grows where a store limits the number of
+    blocks in one upload."""
+
+    pinned: Literal["auto", "never"] = "auto"
+    """Whether staging memory is page-locked for fast copies from a GPU: ``auto`` does so where
+    CUDA is there."""
+
+    overlap: bool = True
+    """Whether upload starts while staging still runs. Without it ``save`` returns a little
+    sooner and the checkpoint is durable later."""
+
+    @model_validator(mode="after")
+    def _holds_a_block(self) -> Self:
+        if self.bytes is not None and self.bytes < self.block_bytes:
+            raise ValueError(
+                f"bytes ({self.bytes}) must hold at least one block (block_bytes is "
+                f"{self.block_bytes})"
+            )
+        return self
+
+
+class Upload(_Group):
+    """How data reaches the store, and the one policy of trying again."""
+
+    lanes: int = Field(4, ge=1)
+    """Blocks of one save under way to the store at the same time."""
+
+    retries: int = Field(5, ge=0)
+    """How often a request is tried again after an error that the backend calls transient."""
+
+    backoff_seconds: float = Field(0.2, ge=0)
+    """The longest wait before the first new try, in seconds. It doubles with each further one,
+    and the actual wait is drawn at random below it."""
+
+    backoff_max_seconds: float = Field(20.0, ge=0)
+    """The longest wait before any new try, in seconds. Not less than ``backoff_seconds``."""
+
+    attempt_timeout_seconds: float = Field(120.0, gt=0)
+    """How long one request may take, in seconds, before it counts as failed and is tried again."""
+
+    deadline_seconds: float | None = Field(None, gt=0)
+    """How long one save may take from staged to committed, in seconds, before it fails. None:
+    as long as it takes."""
+
+    @model_validator(mode="after")
+    def _backoff_grows(self) -> Self:
+        if self.backoff_max_seconds < self.backoff_seconds:
+            raise ValueError("backoff_max_seconds must not be less than backoff_seconds")
+        return self
+
+
+class Load(_Group):
+    """How a checkpoint is read."""
+
+    lanes: int = Field(4, ge=1)
+    """Reads under way at the same time."""
+
+    block_bytes: BlockSize = 16 * 1024 * 1024
+    """The most that one read asks for, in bytes."""
+
+
+class Lock(_Group):
+    """How long trainer and pipeline wait for each other."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    """How long a save waits until it may look at the state, in seconds, before it fails. The
+    training step goes on in any case."""
+
+    max_step_wait_seconds: float = Field(5.0, ge=0)
+    """How long an optimizer step waits for a save that is still copying, in seconds, before
+    that save fails and the step goes on."""
+
+
+class Retention(_Group):
+    """Which complete checkpoints stay. Without ``keep_last`` and ``rules`` all do."""
+
+    keep_last: int | None = Field(None, ge=0)
+    """How many of the newest to keep. 0 allows no intermediate checkpoints, only final ones.
+    Also written ``keep_last=`` at the top level."""
+
+    rules: RuleData | None = None
+    """What to keep besides: a rule such as ``KeepEvery(steps=1000) | KeepBest("loss")``, or its
+    plain form, ``[{keep = "every", steps = 1000}, {keep = "best", metric = "loss"}]``."""
+
+    sweep_after_seconds: float = Field(86_400.0, ge=0)
+    """The age, in seconds by the store's clock, at which leftovers of dead attempts may be swept
+    away."""
+
+    @model_validator(mode="after")
+    def _zero_stands_alone(self) -> Self:
+        if self.keep_last == 0 and self.rules is not None:
+            raise ValueError("keep_last=0 allows no intermediate checkpoints for rules to keep")
+        return self
+
+    @property
+    def rule(self) -> Rule | None:
+        """``keep_last`` and ``rules`` as one rule; None keeps all."""
+        if self.keep_last is None:
+            return self.rules
+        newest = KeepLast(self.keep_last)
+        return newest if self.rules is None else newest | self.rules
+
+
+class Settings(BaseSettings):
+    """The settings of a pipeline: checked when made, frozen from then on.
+
+    Args:
+        fields: The settings below. A group is given as a dict or as its class; of a group,
+            only what is named is set, and the rest comes from the environment or the defaults.
+            ``staging_bytes`` and ``keep_last`` are short for what they name in their groups,
+            and a retention rule may stand for the whole group ``retention``.
+
+    Raises:
+        SettingsError: If a name is unknown, which the message follows with the nearest valid
+            one, or a value is out of range. The environment is checked like the keywords.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    url: str | None = None
+    """Where the checkpoints lie: a URL such as ``s3://bucket/run-17``, or a plain path."""
+
+    attempt_id: str | None = Field(None, min_length=1)
+    """The name of this launch, the same on all its ranks and never used before on this root. By
+    default the ranks agree on one by themselves."""
+
+    solo: bool = False
+    """Whether this process saves alone although other ranks run."""
+
+    on_busy: Literal["wait", "skip", "fail"] = "wait"
+    """What ``save`` does while earlier saves hold the staging memory."""
+
+    on_error: Literal["raise", "warn"] = "raise"
+    """Whether a failed save that nobody waited for raises from the pipeline later, or warns."""
+
+    drain_timeout_seconds: float = Field(600.0, ge=0)
+    """How long leaving the pipeline on an exception waits for staged saves, in seconds."""
+
+    worker: Literal["auto", "thread"] = "auto"
+    """Where serializing, upload, commit and retention run."""
+
+    plan: Literal["local"] = "local"
+    """How ranks divide the writing: each by itself, from what it knows."""
+
+    replicated: Literal["auto"] | tuple[str, ...] = "auto"
+    """Which plain tensors are the same on all ranks: those marked as replicated, or those whose
+    path matches one of these globs."""
+
+    incomplete_after_seconds: float = Field(600.0, ge=0)
+    """The age of a checkpoint, in seconds, at which ranks that have not committed are reported."""
+
+    pickle: Literal["refuse", "allow"] = "refuse"
+    """Whether objects of types that ckpipe does not know are saved and loaded by pickle, which
+    runs code from the file. Needed at both ends."""
+
+    staging: Staging = Staging()
+    """Host memory for saves on their way."""
+
+    upload: Upload = Upload()
+    """Lanes, retries and deadlines."""
+
+    load: Load = Load()
+    """Lanes and block size of reads."""
+
+    lock: Lock = Lock()
+    """Waits between trainer and pipeline."""
+
+    retention: Retention = Retention()
+    """Which checkpoints stay."""
+
+    backends: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
+    """Options for backends, by URL scheme: ``{"file": {"direct": False}}``. They may hold
+    credentials, so neither ``repr`` nor error messages show them."""
+
+    def __init__(self, **fields: Any) -> None:
+        if isinstance(fields.get("url"), os.PathLike):
+            fields["url"] = os.fspath(fields["url"])
+        try:
+            super().__init__(**grouped(fields))
+        except ValidationError as error:
+            # The explanation has all of it, without the values that may be secret.
+            raise explained(error, type(self)) from None
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Reads settings from a TOML file, below keywords and environment. Blocks while reading.
+
+        Args:
+            path: The file; its tables are the groups.
+            overrides: Settings that win over the environment and the file.
+
+        Raises:
+            SettingsError: If the file cannot be read, is not TOML, or holds what is not valid.
+        """
+        file, given = grouped(read_toml(path)), grouped(overrides)
+        return cls(**merged(file, grouped(read_environment(os.environ)), given))
+
+    def override(self, **fields: Any) -> Self:
+        """New settings: these, with some of them changed.
+
+        Args:
+            fields: As for the class. Of a group, only what is named is changed.
+
+        Raises:
+            SettingsError: If a name is unknown or a value out of range.
+        """
+        # Not model_dump, which would need a plain form of every rule.
+        present = {name: dict(v) if isinstance(v, BaseModel) else v for name, v in self}
+        return type(self)(**merged(present, grouped(fields)))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keywords first, then the environment as this module reads it."""
+        return init_settings, _Environment(settings_cls)
+
+
+class _Environment(PydanticBaseSettingsSource):
+    """The environment, unknown names included, so that a misspelt variable is refused."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return grouped(read_environment(os.environ))
+
+
+__all__ = ["Load", "Lock", "Retention", "Settings", "Staging", "Upload"]

@@ -115,12 +115,11 @@ class _Walk:
         if not self.select(label):
             return None
         name = unique_label(label, self._labels)
-        is_array = isinstance(obj, np.ndarray)
-        leaf = numpy_leaf(obj, name) if is_array else tensor_leaf(obj, name)
+        leaf = numpy_leaf(obj, name) if isinstance(obj, np.ndarray) else tensor_leaf(obj, name)
         number = self._tensor_numbers[id(obj)] = len(self.tensors)
         self._alive.append(obj)
         self.tensors.append(leaf)
-        attributes = None if is_array else obj.__dict__
+        attributes = getattr(obj, "__dict__", None)
         if attributes:
             leaf.attributes = self.node(dict(attributes), join(label, "__dict__"))
         return ["tensor", number]
@@ -141,7 +140,7 @@ class _Walk:
             raise UnsupportedState(
                 f"An object of type {kind} cannot be saved",
                 key=label or None,
-                hint="Give it state_dict and load_state_dict, teach ckpipe.register_type its class, "
+                hint="Give it state_dict and load_state_dict, call ckpipe.register_type, "
                 'leave it out with exclude, or set pickle="allow"',
             )
         try:

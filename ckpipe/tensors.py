@@ -81,13 +81,19 @@ def tensor_leaf(tensor: torch.Tensor, label: str) -> TensorLeaf:
             f"This tensor {refused}", key=label, hint="Save a plain dense tensor, or leave it out"
         )
     kind, detail = _kind(tensor)
-    plain = tensor.detach() if kind == PLAIN else tensor.detach().as_subclass(torch.Tensor)
+    plain = tensor
+    if kind != PLAIN or tensor.requires_grad:
+        plain = tensor.detach().as_subclass(torch.Tensor)
     lazy = ("c" if plain.is_conj() else "") + ("n" if plain.is_neg() else "")
-    shape, stride = tuple(plain.shape), tuple(plain.stride())
+    shape, stride, device = tuple(plain.shape), plain.stride(), plain.device
+    window = _window(shape, stride, plain.itemsize)
     return TensorLeaf(
-        label, plain, dtype, shape, stride, str(plain.device), kind, detail,
-        tensor.requires_grad, lazy, plain.data_ptr(), _window(shape, stride, plain.itemsize),
+        label, plain, dtype, shape, stride, "cpu" if device == _CPU else str(device), kind, detail,
+        tensor.requires_grad, lazy, plain.data_ptr(), window,
     )  # fmt: skip
+
+
+_CPU = torch.device("cpu")
 
 
 def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:
@@ -95,13 +101,15 @@ def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:
         return f"has the layout {tensor.layout}"
     if tensor.is_nested:
         return "is nested"
-    if dtype is None or tensor.is_quantized:
+    if dtype is None:
         return f"has the quantized dtype {tensor.dtype}"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "is on the meta device and has no bytes"
+    if type(tensor) is torch.Tensor:
+        return ""
     if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
         return f"wraps others in the class {class_path(type(tensor))}"
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet"
     return ""
 
@@ -170,6 +178,9 @@ def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def _window(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
+    if len(shape) < 2:
+        n, step = (shape[0], stride[0]) if shape else (1, 1)
+        return ((n - 1) * step + 1) * itemsize if n else 0
     if 0 in shape:
         return 0
     return (sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * itemsize

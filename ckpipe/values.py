@@ -177,7 +177,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "ellipsis": lambda: ...,
     "enum": _decode_enum,
     "numpy": _decode_numpy,
-    **{name: kind for name, kind in _PATHS.items()},
+    **_PATHS,
 }
 
 
@@ -201,6 +201,6 @@ def resolve_class(path: str, base: type[Any]) -> Any:
     if not isinstance(found, type) or not issubclass(found, base):
         raise StructureMismatch(
             f"The checkpoint holds an object of the class {path!r:.200}, which is not defined here",
-            hint=f"Import {module_name!r:.200} before loading, or load into an object of that class",
+            hint=f"Import {module_name!r:.200} before loading",
         )
     return found

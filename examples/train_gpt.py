@@ -133,7 +133,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm_1(x)))
-        return x + self.dropout(self.mlp(self.norm_2(x)))
+        change: Tensor = self.dropout(self.mlp(self.norm_2(x)))
+        return x + change
 
     def attention(self, x: Tensor) -> Tensor:
         # (batch, time, 3 × width) -> three of (batch, heads, time, width of a head)
@@ -152,7 +153,8 @@ def english_text() -> Tensor:
 def random_batch(text: Tensor, batch: int, context: int) -> Tensor:
     """Random pieces of the text: each `context` bytes, and one more to predict."""
     starts = torch.randint(len(text) - context, (batch, 1))
-    return text[starts + torch.arange(context + 1)]
+    pieces: Tensor = text[starts + torch.arange(context + 1)]
+    return pieces
 
 
 def warmup_then_cosine(
@@ -192,7 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--log", type=Path, required=True, help="file for one JSON line per step")
-    parser.add_argument("--steps", type=int, default=360)
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--save-every", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)

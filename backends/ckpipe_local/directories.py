@@ -84,7 +84,7 @@ def create_temporary(directory: str, root: str, durable: set[str]) -> tuple[int,
             return os.open(path, flags, 0o666), path
         except FileNotFoundError:
             durable.clear()
-            if not remaining or not os.path.isdir(root):
+            if not remaining:
                 raise
     raise AssertionError("The last try returned or raised")
 

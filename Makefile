@@ -1,0 +1,71 @@
+# Every developer command, once. Each target does all it needs from a fresh clone;
+# another interpreter is chosen with make PYTHON=python3.12 <target>.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+DEMO   := .demo
+
+# Silences an advertisement of the documentation theme.
+export NO_MKDOCS_2_WARNING := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check docs bench-local format clean
+
+help:  ## Show these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## Train, kill, resume, and compare the two runs
+	@mkdir -p $(DEMO)
+	@$(BIN)/python examples/demo.py --picture $(DEMO)/losses.png
+	@echo "demo: the plot is $(abspath $(DEMO))/losses.png"
+
+test: check  ## All checks and the tests
+	@echo "test: pytest"
+	@$(BIN)/python -m pytest -q
+
+test-all: check  ## All checks and the tests in their long form
+	@echo "test: pytest, long form"
+	@CKPIPE_TEST_ALL=1 $(BIN)/python -m pytest -q
+
+check: $(READY)  ## Lint, formatting, types, layers, docs
+	@echo "check: ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || \
+		{ echo "check: some files are not formatted; make format does it" >&2; exit 1; }
+	@echo "check: mypy"
+	@$(BIN)/mypy --no-error-summary
+	@echo "check: import layers"
+	@$(BIN)/lint-imports --no-logo >$(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log >&2; exit 1; }
+	@echo "check: docs"
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+		$(BIN)/mkdocs build --strict --quiet --site-dir "$$site"
+
+docs: $(READY)  ## Build the documentation into site/
+	@$(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "docs: open $(abspath site)/index.html"
+
+bench-local: $(READY)  ## Measure saving and loading on this machine's disk
+	@$(BIN)/python benchmarks/local.py
+
+format: $(READY)  ## Format the code and apply safe fixes
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+clean:  ## Remove all that these targets made, the environment included
+	@rm -rf $(VENV) $(DEMO) site dist build .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "setup: no $(PYTHON) here; give one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "setup: ckpipe needs Python 3.11 or newer, and this is $$($(PYTHON) --version);" \
+		"give another with make PYTHON=..." >&2; exit 1; }
+	@echo "setup: $(VENV) with $$($(PYTHON) --version), which takes a minute"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev,docs,cli]'
+	@touch $@

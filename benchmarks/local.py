@@ -1,0 +1,254 @@
+"""ckpipe on local disk against the limits of the machine, interleaved in one run.
+
+    python benchmarks/local.py [--root DIR] [--rounds 7] [--json FILE]
+
+Every round measures each thing once, in turn, so that a machine whose speed drifts drifts for
+all of them; the table shows medians of the rounds, and the medians of each round's ratios.
+Preallocation is outside of the raw writes; unlink is outside of both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import raw
+import states
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpipe
+
+Times = dict[str, list[float]]
+
+
+def data_file(root: Path) -> Path:
+    """The newest data file below a root."""
+    return max(root.glob("step-*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def best_raw(path: Path, memory: Any, nbytes: int) -> tuple[int, int]:
+    """Lanes and block size of the fastest raw write."""
+    tried = {}
+    for lanes, mib in itertools.product((1, 2, 4, 8), (4, 16, 64)):
+        times = [raw.write(path, memory, nbytes, lanes, mib * raw.MIB) for _ in range(2)]
+        tried[lanes, mib * raw.MIB] = min(times)
+    return min(tried, key=lambda key: tried[key])
+
+
+def save_round(pipeline: Any, state: Any, step: int, times: Times, name: str) -> None:
+    """One save of ours; what it leaves behind is deleted outside of the clock."""
+    began = time.perf_counter()
+    handle = pipeline.save(state, step=step)
+    times[f"{name} staged"].append(time.perf_counter() - began)
+    handle.wait()
+    times[f"{name} durable"].append(time.perf_counter() - began)
+    for old in pipeline.steps()[:-1]:
+        pipeline.delete(old)
+
+
+def measure_saves(root: Path, state: Any, nbytes: int, rounds: int) -> tuple[Times, Path]:
+    """Copy, raw write and ours, with and without overlap."""
+    times: Times = defaultdict(list)
+    memory = raw.touched(nbytes)
+    source = torch.randn(nbytes // 4)
+    target = torch.frombuffer(memory, dtype=torch.float32)[: source.numel()]
+    scratch = root / "raw.bin"
+    lanes, block = best_raw(scratch, memory, nbytes)
+    print(f"raw writes: {lanes} lanes of {block >> 20} MiB are the fastest")
+    overlapped = ckpipe.SyncPipeline(root / "ours")
+    separate = ckpipe.SyncPipeline(root / "separate", staging={"overlap": False})
+    with overlapped, separate:
+        for step in range(-2, rounds):
+            into: Times = times if step >= 0 else defaultdict(list)
+            into["memcpy"].append(raw.seconds(lambda: target.copy_(source)))
+            into["raw write"].append(raw.write(scratch, memory, nbytes, lanes, block))
+            scratch.unlink()
+            save_round(overlapped, state, step + 2, into, "ours")
+            save_round(separate, state, step + 2, into, "separate")
+            if step >= 0:
+                shutil.rmtree(root / "dcp", ignore_errors=True)
+                plain = {name: each.state_dict() for name, each in state.items()}
+                into["dcp save"].append(
+                    raw.seconds(lambda s=plain: dcp.save(s, checkpoint_id=root / "dcp"))  # type: ignore[misc]
+                )
+    return times, data_file(root / "ours")
+
+
+def measure_loads(root: Path, state: Any, path: Path, rounds: int) -> Times:
+    """Raw reads and ours, past the page cache and from it."""
+    times: Times = defaultdict(list)
+    memory = raw.touched(path.stat().st_size)
+    with ckpipe.SyncPipeline(root / "ours") as pipeline:
+        for step in range(-1, rounds):
+            into: Times = times if step >= 0 else defaultdict(list)
+            for lanes, mib in ((4, 16), (8, 16)):
+                raw.drop_from_cache(path)
+                into[f"raw cold {lanes}"].append(
+                    raw.read(path, memory, lanes, mib * raw.MIB, direct=True)
+                )
+            raw.drop_from_cache(path)
+            into["ours cold"].append(raw.seconds(lambda: pipeline.load(state)))
+            raw.drop_from_cache(path)
+            raw.bring_into_cache(path)
+            for lanes, mib in ((2, 16), (4, 16)):
+                into[f"raw warm {lanes}"].append(
+                    raw.read(path, memory, lanes, mib * raw.MIB, direct=False)
+                )
+            into["ours warm"].append(raw.seconds(lambda: pipeline.load(state)))
+    for name in ("cold", "warm"):
+        pair = [times.pop(key) for key in list(times) if key.startswith(f"raw {name} ")]
+        times[f"raw {name}"] = [min(each) for each in zip(*pair, strict=True)]
+    return times
+
+
+def measure_tiny(root: Path, rounds: int) -> tuple[Times, int]:
+    """Twenty thousand tensors of 32 bytes: save and load, ours and DCP."""
+    times: Times = defaultdict(list)
+    state = states.tiny_tensors()
+    with ckpipe.SyncPipeline(root / "tiny") as pipeline:
+        for step in range(rounds):
+            times["tiny save"].append(
+                raw.seconds(lambda at=step: pipeline.save(state, step=at, until="committed"))  # type: ignore[misc]
+            )
+            times["tiny load"].append(raw.seconds(lambda: pipeline.load(state)))
+        newest = pipeline.latest()
+        assert newest is not None
+        files = [*(root / "tiny").glob(f"{newest.id}*"), *(root / "tiny" / newest.id).rglob("*")]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+    for _ in range(min(rounds, 3)):
+        shutil.rmtree(root / "dcp", ignore_errors=True)
+        times["tiny dcp save"].append(
+            raw.seconds(lambda: dcp.save(state, checkpoint_id=root / "dcp"))
+        )
+        times["tiny dcp load"].append(
+            raw.seconds(lambda: dcp.load(state, checkpoint_id=root / "dcp"))
+        )
+    return times, size
+
+
+MEMORY = """
+import resource, sys
+sys.path.insert(0, {here!r})
+import states, ckpipe, torch
+state = states.gpt2_with_adamw()
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+with ckpipe.SyncPipeline({root!r}{options}) as pipeline:
+    pipeline.save({{"warm": torch.zeros(1)}}, step=0, until="committed")
+    open("/proc/self/clear_refs", "w").write("5")
+    before = rss()
+    for step in range(1, 4):
+        pipeline.save(state, step=step, until="committed")
+    lines = open("/proc/self/status").read().splitlines()
+    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+print(peak - before)
+"""
+
+
+def measure_memory(root: Path, options: str) -> int:
+    """Peak host memory above the state over three saves, in bytes."""
+    code = MEMORY.format(here=str(Path(__file__).parent), root=str(root / "memory"), options=options)
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    shutil.rmtree(root / "memory", ignore_errors=True)
+    return int(printed.stdout)
+
+
+IMPORT = """
+import time, torch
+began = time.perf_counter()
+import ckpipe
+took = time.perf_counter() - began
+import sys
+assert not {"pydantic", "pydantic_settings", "aiobotocore", "awscrt"} & sys.modules.keys()
+print(took)
+"""
+
+
+def measure_import(rounds: int) -> float:
+    """Seconds that ``import ckpipe`` takes after ``import torch``."""
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True)
+        for _ in range(rounds)
+    ]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def ratio(times: Times, name: str, base: str) -> float:
+    """The median of the ratios of two things measured in the same rounds."""
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+
+def main() -> None:
+    """Runs everything and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="ckpipe-bench-", dir=arguments.root or Path.cwd())
+    try:
+        results = run(Path(folder), arguments.rounds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run(root: Path, rounds: int) -> dict[str, Any]:
+    """Measures all and returns what was measured."""
+    memory_whole = measure_memory(root, "")
+    memory_small = measure_memory(root, ", staging_bytes='256MiB'")
+    state = states.gpt2_with_adamw()
+    nbytes = states.state_bytes(state)
+    times, path = measure_saves(root, state, nbytes, rounds)
+    times.update(measure_loads(root, state, path, rounds))
+    del state
+    gc.collect()
+    tiny, tiny_bytes = measure_tiny(root, rounds)
+    times.update(tiny)
+    imported = measure_import(rounds)
+    rows = [
+        ("staged / memcpy", ratio(times, "ours staged", "memcpy"), 1.30),
+        ("staged / memcpy, overlap off", ratio(times, "separate staged", "memcpy"), 1.15),
+        ("durable / raw write + fsync", ratio(times, "ours durable", "raw write"), 1.20),
+        ("cold load / raw O_DIRECT read", ratio(times, "ours cold", "raw cold"), 1.20),
+        ("warm load / raw warm read", ratio(times, "ours warm", "raw warm"), 1.50),
+        ("tiny: MB on disk", tiny_bytes / 1e6, 6.0),
+        ("tiny: save s", statistics.median(times["tiny save"]), 0.6),
+        ("tiny: load s", statistics.median(times["tiny load"]), 0.6),
+        ("memory above state - 1.0 x state, MiB", (memory_whole - nbytes) / raw.MIB, 64.0),
+        ("memory above state, staging 256 MiB, MiB", memory_small / raw.MIB, 320.0),
+        ("import ckpipe after torch, ms", imported * 1e3, 60.0),
+    ]
+    for name, values in times.items():
+        spread = f"{min(values):.3f} to {max(values):.3f}"
+        print(f"{name:24s} median {statistics.median(values):7.3f} s   ({spread})")
+    print()
+    for name, value, goal in rows:
+        print(f"{name:42s} {value:9.2f}   to reach {goal:6.2f}   {'ok' if value <= goal else 'MISSED'}")
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "versions": {"ckpipe": ckpipe.__version__, "torch": torch.__version__},
+        "seconds": dict(times),
+        "figures": {name: {"value": value, "to reach": goal} for name, value, goal in rows},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""ckpipe: an asyncio-native checkpoint pipeline for PyTorch.
+
+Names are imported at first use, so that ``import ckpipe`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpipe.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from ckpipe.backend import Backend as Backend
+    from ckpipe.backend import Children as Children
+    from ckpipe.backend import ObjectInfo as ObjectInfo
+    from ckpipe.backend import PutMode as PutMode
+    from ckpipe.backend import Upload as Upload
+    from ckpipe.backend import UploadLimits as UploadLimits
+    from ckpipe.errors import CkpipeError as CkpipeError
+    from ckpipe.handles import SaveHandle as SaveHandle
+    from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
+    from ckpipe.lock import StateLock as StateLock
+    from ckpipe.pipeline import Pipeline as Pipeline
+    from ckpipe.planning import LocalPlanner as LocalPlanner
+    from ckpipe.planning import Planner as Planner
+    from ckpipe.registered_types import register_type as register_type
+    from ckpipe.registry import register_backend as register_backend
+    from ckpipe.retention import KeepBest as KeepBest
+    from ckpipe.retention import KeepEvery as KeepEvery
+    from ckpipe.retention import KeepIf as KeepIf
+    from ckpipe.retention import KeepLast as KeepLast
+    from ckpipe.retention import KeepWithin as KeepWithin
+    from ckpipe.settings import Settings as Settings
+    from ckpipe.state_helpers import Progress as Progress
+    from ckpipe.state_helpers import RngState as RngState
+    from ckpipe.sync import SyncPipeline as SyncPipeline
+    from ckpipe.types import CheckpointInfo as CheckpointInfo
+    from ckpipe.types import LoadReport as LoadReport
+    from ckpipe.types import LoadResult as LoadResult
+    from ckpipe.types import SaveReport as SaveReport
+    from ckpipe.types import VerifyResult as VerifyResult
+
+_HOMES = {
+    "Backend": "backend",
+    "Children": "backend",
+    "ObjectInfo": "backend",
+    "PutMode": "backend",
+    "Upload": "backend",
+    "UploadLimits": "backend",
+    "CkpipeError": "errors",
+    "SaveHandle": "handles",
+    "SyncSaveHandle": "handles",
+    "StateLock": "lock",
+    "Pipeline": "pipeline",
+    "LocalPlanner": "planning",
+    "Planner": "planning",
+    "register_type": "registered_types",
+    "register_backend": "registry",
+    "KeepBest": "retention",
+    "KeepEvery": "retention",
+    "KeepIf": "retention",
+    "KeepLast": "retention",
+    "KeepWithin": "retention",
+    "Settings": "settings",
+    "Progress": "state_helpers",
+    "RngState": "state_helpers",
+    "SyncPipeline": "sync",
+    "CheckpointInfo": "types",
+    "LoadReport": "types",
+    "LoadResult": "types",
+    "SaveReport": "types",
+    "VerifyResult": "types",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckpipe' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"ckpipe.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

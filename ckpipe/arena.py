@@ -1,0 +1,160 @@
+"""Host memory for staging: a pool of blocks that saves map their files onto, reused for ever.
+
+Fresh memory costs many times a copy into memory that was touched before, so blocks are kept
+between saves and handed out most recently used first: while an upload keeps up with the copy,
+even the first save touches few of them. A block belongs to one save from :meth:`Arena.take` to
+:meth:`Arena.give`; nothing is remembered about what it held.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpipe.pinning import Pinning
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A page-aligned piece of host memory.
+
+    Args:
+        view: Its bytes.
+        tensor: The same bytes as a tensor of uint8.
+        segment: What it is a part of.
+    """
+
+    view: memoryview
+    tensor: torch.Tensor
+    segment: _Segment
+
+    def touch(self) -> None:
+        """Has the system back every page with memory; blocking, for a worker thread."""
+        self.tensor[:: mmap.PAGESIZE].zero_()
+
+
+@dataclass(eq=False, slots=True)
+class _Segment:
+    memory: mmap.mmap
+    tensor: torch.Tensor
+    blocks: int
+    free: list[Block] = field(default_factory=list)
+
+
+class Arena:
+    """A pool of equal blocks, not safe for use by two threads at once.
+
+    Args:
+        block_bytes: The size of a block; a multiple of the page size.
+        pinning: Registers memory with CUDA, where that is wanted and there.
+    """
+
+    def __init__(self, block_bytes: int, pinning: Pinning | None = None) -> None:
+        self.block_bytes = block_bytes
+        self._pinning = pinning
+        self._segments: list[_Segment] = []
+        self._free: list[Block] = []
+        self._untouched: list[Block] = []
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are, free or not."""
+        return sum(segment.blocks for segment in self._segments)
+
+    @property
+    def free_blocks(self) -> int:
+        """How many blocks nobody holds."""
+        return len(self._free) + len(self._untouched)
+
+    @property
+    def touched_blocks(self) -> int:
+        """How many free blocks have been used before, so that writing to them costs no page."""
+        return len(self._free)
+
+    def take_untouched(self) -> Block | None:
+        """Hands out a block that was never used, to be touched ahead of time; None if all were."""
+        return self._untouched.pop() if self._untouched else None
+
+    def reserve(self, blocks: int) -> None:
+        """Grows until at least ``blocks`` blocks are free; their pages are not touched yet.
+
+        Raises:
+            MemoryError: If the system has no address space left.
+        """
+        missing = blocks - self.free_blocks
+        if missing > 0:
+            self._grow(missing)
+
+    def take(self) -> Block:
+        """Hands out a free block, one with touched pages before one without; grows if none is."""
+        if self._free:
+            return self._free.pop()
+        if not self._untouched:
+            self._grow(1)
+        return self._untouched.pop()
+
+    def give(self, block: Block) -> None:
+        """Takes a block back; the caller must not touch it any more."""
+        self._free.append(block)
+
+    def trim(self, keep: int) -> None:
+        """Returns memory to the system until about ``keep`` blocks are left.
+
+        Only segments without a block in use can go, the newest first.
+        """
+        for segment in reversed(self._segments):
+            if self.blocks - segment.blocks < keep:
+                continue
+            members = [each for each in self._all_free() if each.segment is segment]
+            if len(members) == segment.blocks:
+                self._drop(segment)
+
+    def close(self) -> None:
+        """Unpins and forgets all memory. It is unmapped once no view of it is referenced."""
+        for segment in list(self._segments):
+            self._drop(segment)
+
+    def _all_free(self) -> list[Block]:
+        return self._free + self._untouched
+
+    def _grow(self, blocks: int) -> None:
+        size = blocks * self.block_bytes
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= HUGE_PAGE_BYTES:
+            _advise(memory, "MADV_HUGEPAGE")
+        # A forked DataLoader worker would otherwise share, and on writes copy, the arena.
+        _advise(memory, "MADV_DONTFORK")
+        segment = _Segment(memory, torch.frombuffer(memory, dtype=torch.uint8), blocks)
+        if self._pinning is not None:
+            self._pinning.pin(segment.tensor)
+        view = memoryview(memory)
+        new = [
+            Block(
+                view[at : at + self.block_bytes],
+                segment.tensor[at : at + self.block_bytes],
+                segment,
+            )
+            for at in range(0, size, self.block_bytes)
+        ]
+        self._segments.append(segment)
+        self._untouched.extend(reversed(new))
+
+    def _drop(self, segment: _Segment) -> None:
+        if self._pinning is not None:
+            self._pinning.unpin(segment.tensor)
+        self._segments.remove(segment)
+        self._free = [block for block in self._free if block.segment is not segment]
+        self._untouched = [block for block in self._untouched if block.segment is not segment]
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError:  # the kernel was built without it; the memory serves all the same
+            return

@@ -1,0 +1,72 @@
+"""The name of a launch: unique for each start and restart, and claimed so that it stays so."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from datetime import UTC, datetime, timedelta
+
+from ckpipe.backend import Backend, PutMode
+from ckpipe.discovery import discover
+from ckpipe.errors import AttemptReused, InvalidManifest, ObjectExists, SettingsError
+from ckpipe.object_names import attempt_start_key, claim_key
+from ckpipe.types import attempt_name
+
+_FORMAT = "%Y%m%dT%H%M%S%f"
+
+
+async def open_attempt(backend: Backend, attempt_id: str | None, *, rank: int) -> str:
+    """Claims an attempt for a rank and returns its name, which begins with its start time.
+
+    All ranks that give the same id agree on one start: the first of them writes it. The start is
+    later than that of every attempt on the root, even if this machine's clock is behind.
+
+    Args:
+        backend: The store.
+        attempt_id: The user's own id; None for a random one.
+        rank: The rank that claims.
+
+    Raises:
+        AttemptReused: If this rank has claimed the attempt before.
+        SettingsError: If the id has characters that names cannot have.
+        StoreError: If the store failed.
+    """
+    chosen = attempt_id or secrets.token_hex(4)
+    try:
+        attempt_name(datetime.now(UTC), chosen)
+    except ValueError as error:
+        raise SettingsError(f"attempt_id is no name: {error}") from error
+    started = await _agree_on_start(backend, chosen)
+    try:
+        await backend.put(claim_key(chosen, rank), b"{}", PutMode.CREATE)
+    except ObjectExists:
+        raise AttemptReused(
+            f"The attempt id {chosen!r} was used here before",
+            rank=rank,
+            hint="Give every launch and restart an id of its own, or none to have one made up",
+        ) from None
+    return attempt_name(started, chosen)
+
+
+async def _agree_on_start(backend: Backend, attempt_id: str) -> datetime:
+    key = attempt_start_key(attempt_id)
+    started = await _after_all_others(backend)
+    try:
+        body = json.dumps({"started": started.strftime(_FORMAT)}).encode()
+        await backend.put(key, body, PutMode.CREATE)
+        return started
+    except ObjectExists:
+        data = await backend.get(key, max_bytes=4096)
+    try:
+        return datetime.strptime(json.loads(data)["started"], _FORMAT).replace(tzinfo=UTC)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidManifest("The start of the attempt cannot be read", key=key) from error
+
+
+async def _after_all_others(backend: Backend) -> datetime:
+    now = datetime.now(UTC)
+    latest = max((info.attempt for info in await discover(backend)), default=None)
+    if latest is not None:
+        other = datetime.strptime(latest.partition("Z-")[0] + "000", _FORMAT).replace(tzinfo=UTC)
+        now = max(now, other + timedelta(milliseconds=1))
+    return now

@@ -1,0 +1,267 @@
+"""How the blocks of a data file are filled from tensors: a program made once for each plan.
+
+Making the program is pure. Running it is one call for each block, in a worker thread: large
+tensors are copied by torch's own threads, and runs of small ones by one concatenation each,
+since a call for each of twenty thousand scalars would cost more than their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckpipe.arena import Block
+from ckpipe.boxes import flat_range_boxes
+from ckpipe.dtypes import DTYPES
+from ckpipe.planning import RankPlan, Source
+from ckpipe.tensors import TensorLeaf, is_contiguous
+
+SMALL_BYTES = 32 << 10
+"""Tensors up to this size are gathered into runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copies a part of one tensor's elements, in row-major order.
+
+    Args:
+        tensor: The number of the tensor.
+        lo: The first element.
+        hi: Behind the last element.
+        at: Where they go in the block, in bytes.
+    """
+
+    tensor: int
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Copies the elements of many small tensors of one dtype, one behind the other.
+
+    Args:
+        tensors: The numbers of the tensors.
+        at: Where they go in the block, in bytes.
+        nbytes: How many bytes they are.
+    """
+
+    tensors: tuple[int, ...]
+    at: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWindow:
+    """Copies a part of the memory that a tensor's elements lie in.
+
+    Args:
+        tensor: The number of the tensor.
+        lo: The first byte, from the tensor's first element on.
+        hi: Behind the last byte.
+        at: Where they go in the block, in bytes.
+    """
+
+    tensor: int
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Writes fixed bytes: a piece of the header, or zeros where nothing else is.
+
+    Args:
+        data: The bytes.
+        at: Where they go in the block, in bytes.
+    """
+
+    data: bytes
+    at: int
+
+
+Step = Copy | Gather | CopyWindow | Fill
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of an entry that lies in a block.
+
+    Args:
+        entry: The number of the entry.
+        lo: Its first byte, from the entry's start.
+        hi: Behind its last byte.
+        at: Where it is in the block, in bytes.
+    """
+
+    entry: int
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """One block of a data file.
+
+    Args:
+        file: The number of the file.
+        offset: Where the block begins in the file, in bytes.
+        nbytes: Its size; the last of a file may be smaller than the others.
+        steps: What fills it.
+        spans: The parts of entries in it, to be checksummed.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    steps: tuple[Step, ...]
+    spans: tuple[Span, ...]
+
+
+def plan_blocks(
+    plan: RankPlan, leaves: Sequence[TensorLeaf], block_bytes: int
+) -> tuple[BlockPlan, ...]:
+    """Cuts the files of a plan into blocks and says what fills each.
+
+    Args:
+        plan: The plan.
+        leaves: Tensors that the plan fits; only their layouts are looked at.
+        block_bytes: The size of a block.
+    """
+    blocks: list[BlockPlan] = []
+    for number, file in enumerate(plan.files):
+        cutter = _Cutter(leaves, block_bytes, -(-file.size // block_bytes))
+        cutter.fill(0, file.header)
+        for entry_number in file.entries:
+            entry = plan.layout.entries[entry_number]
+            start = len(file.header) + entry.offset
+            cutter.span(entry_number, start, entry.nbytes)
+            end = 0
+            for source in plan.sources[entry_number]:
+                if source.offset > end:
+                    cutter.fill(start + end, bytes(source.offset - end))
+                cutter.source(source, start + source.offset)
+                end = source.offset + source.nbytes
+        for index, (steps, spans) in enumerate(zip(cutter.steps, cutter.spans, strict=True)):
+            offset = index * block_bytes
+            nbytes = min(block_bytes, file.size - offset)
+            gathered = tuple(_gather(steps, leaves))
+            blocks.append(BlockPlan(number, offset, nbytes, gathered, tuple(spans)))
+    return tuple(blocks)
+
+
+class _Cutter:
+    def __init__(self, leaves: Sequence[TensorLeaf], block_bytes: int, blocks: int) -> None:
+        self._leaves, self._block_bytes = leaves, block_bytes
+        self.steps: list[list[Step]] = [[] for _ in range(blocks)]
+        self.spans: list[list[Span]] = [[] for _ in range(blocks)]
+
+    def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yields block, position in it, and bounds within the piece, for a piece of the file."""
+        done = 0
+        while done < nbytes:
+            block, at = divmod(start + done, self._block_bytes)
+            length = min(nbytes - done, self._block_bytes - at)
+            yield block, at, done, done + length
+            done += length
+
+    def fill(self, start: int, data: bytes) -> None:
+        for block, at, lo, hi in self._cut(start, len(data)):
+            self.steps[block].append(Fill(data[lo:hi], at))
+
+    def span(self, entry: int, start: int, nbytes: int) -> None:
+        for block, at, lo, hi in self._cut(start, nbytes):
+            self.spans[block].append(Span(entry, lo, hi, at))
+
+    def source(self, source: Source, start: int) -> None:
+        item = DTYPES[self._leaves[source.tensor].dtype].itemsize
+        for block, at, lo, hi in self._cut(start, source.nbytes):
+            step: Step
+            if source.skip is None:
+                step = Copy(source.tensor, lo // item, hi // item, at)
+            else:
+                step = CopyWindow(source.tensor, source.skip + lo, source.skip + hi, at)
+            self.steps[block].append(step)
+
+
+def _gather(steps: list[Step], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
+    run: list[Copy] = []
+    for step in steps:
+        if run and not (isinstance(step, Copy) and _continues(step, run[-1], leaves)):
+            yield from _close(run, leaves)
+            run = []
+        if isinstance(step, Copy) and _is_small(step, leaves[step.tensor]):
+            run.append(step)
+        else:
+            yield step
+    yield from _close(run, leaves)
+
+
+def _is_small(step: Copy, leaf: TensorLeaf) -> bool:
+    return (
+        leaf.nbytes <= SMALL_BYTES
+        and step.hi - step.lo == leaf.tensor.numel()
+        and leaf.device == "cpu"
+        and not leaf.lazy
+        and is_contiguous(leaf.shape, leaf.stride)
+    )
+
+
+def _continues(step: Copy, last: Copy, leaves: Sequence[TensorLeaf]) -> bool:
+    leaf = leaves[step.tensor]
+    return leaf.dtype == leaves[last.tensor].dtype and _is_small(step, leaf)
+
+
+def _close(run: list[Copy], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
+    if len(run) < 3:
+        yield from run
+        return
+    nbytes = sum(leaves[step.tensor].nbytes for step in run)
+    yield Gather(tuple(step.tensor for step in run), run[0].at, nbytes)
+
+
+def fill_block(plan: BlockPlan, leaves: Sequence[TensorLeaf], block: Block) -> None:
+    """Fills a block; copies from a device may still be on their way when it returns."""
+    for step in plan.steps:
+        match step:
+            case Copy():
+                _copy(step, leaves[step.tensor].tensor, block.tensor)
+            case Gather():
+                parts = [leaves[number].tensor.view(-1) for number in step.tensors]
+                target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
+                torch.cat(parts, out=target)
+            case CopyWindow():
+                window = _memory(leaves[step.tensor].tensor)[step.lo : step.hi]
+                block.tensor[step.at : step.at + step.hi - step.lo].copy_(window, non_blocking=True)
+            case Fill():
+                block.view[step.at : step.at + len(step.data)] = step.data
+
+
+def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:
+    end = step.at + (step.hi - step.lo) * tensor.itemsize
+    target = block[step.at : end].view(tensor.dtype)
+    if step.hi - step.lo == tensor.numel():
+        target.view(tensor.shape).copy_(tensor, non_blocking=True)
+    elif tensor.is_contiguous():
+        target.copy_(tensor.view(-1)[step.lo : step.hi], non_blocking=True)
+    else:
+        done = 0
+        for starts, sizes in flat_range_boxes(tensor.shape, step.lo, step.hi):
+            part = tensor
+            for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            target[done : done + part.numel()].view(part.shape).copy_(part, non_blocking=True)
+            done += part.numel()
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes from a tensor's first element to the end of its storage."""
+    storage = tensor.untyped_storage()
+    start = tensor.storage_offset() * tensor.itemsize
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(storage, start, (storage.nbytes() - start,), (1,))

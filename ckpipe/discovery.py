@@ -1,0 +1,91 @@
+"""Which checkpoints a root holds, and what the index of one says."""
+
+from __future__ import annotations
+
+import anyio
+
+from ckpipe.backend import Backend
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
+from ckpipe.manifest import Bundle
+from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.object_names import DELETED, PINS, index_id, index_key, pin_id, tombstone_id
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+DELETING = "it is being deleted"
+NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
+
+
+async def discover(backend: Backend) -> list[CheckpointInfo]:
+    """All checkpoints of a root, complete or not, the newest first.
+
+    Costs one delimited list of the root and one each of tombstones and pins.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    root = await backend.children()
+    deleted = {tombstone_id(each.key) for each in (await backend.children(DELETED)).objects}
+    pinned = {pin_id(each.key) for each in (await backend.children(PINS)).objects}
+    indexes = {index_id(each.key): each.modified for each in root.objects}
+    ids = {CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes} | indexes.keys()
+    found = []
+    for id in sorted((each for each in ids if each is not None), reverse=True):
+        reason = DELETING if id in deleted else "" if id in indexes else NO_INDEX
+        found.append(
+            CheckpointInfo(
+                str(id), id.step, id.attempt, id.count, complete=not reason, reason=reason,
+                pinned=id in pinned, saved_at=indexes.get(id),
+            )
+        )  # fmt: skip
+    return found
+
+
+async def find(backend: Backend, which: int | str) -> CheckpointInfo:
+    """The newest complete checkpoint of a step, or the one of an exact id.
+
+    Raises:
+        CheckpointIncomplete: If there is only an incomplete one.
+        CheckpointNotFound: If there is none.
+        StoreError: If the store failed.
+    """
+    everything = await discover(backend)
+    named = [each for each in everything if which in (each.id, each.step)]
+    for info in named:
+        if info.complete:
+            return info
+    step = which if isinstance(which, int) else None
+    if named:
+        raise CheckpointIncomplete(
+            f"The checkpoint {named[0].id} is not complete: {named[0].reason}",
+            step=named[0].step,
+            hint="Name another step, or none to load the newest complete one",
+        )
+    steps = sorted({each.step for each in everything if each.complete})
+    shown = ", ".join(map(str, steps[-10:])) or "none"
+    raise CheckpointNotFound(
+        f"There is no checkpoint {which!r} here; the newest complete steps are: {shown}",
+        step=step,
+        hint="Name one of those, or none to load the newest complete one",
+    )
+
+
+async def newest(backend: Backend) -> CheckpointInfo | None:
+    """The newest complete checkpoint of a root, or None."""
+    return next((each for each in await discover(backend) if each.complete), None)
+
+
+async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
+    """Reads and validates the index of a checkpoint.
+
+    Raises:
+        MissingObject: If there is no index.
+        CorruptCheckpoint: If it is damaged or hostile.
+        UnsupportedVersion: If it is of a newer format.
+        StoreError: If the store failed.
+    """
+    key = index_key(id)
+    try:
+        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+    except ObjectNotFound as error:
+        raise MissingObject("The index is gone", step=id.step, key=key) from error
+    return await anyio.to_thread.run_sync(lambda: decode_bundle(data, key=key, id=id, kind="index"))

@@ -1,0 +1,372 @@
+"""What a pipeline does on its own event loop: saves under way, loads, and housekeeping."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections import Counter
+
+import anyio
+from anyio.abc import TaskStatus
+
+from ckpipe import pruning
+from ckpipe.arena import Arena
+from ckpipe.attempts import open_attempt
+from ckpipe.backend import Backend
+from ckpipe.budget import ByteBudget
+from ckpipe.discovery import discover, find, newest, read_index
+from ckpipe.errors import (
+    CkpipeError,
+    CorruptCheckpoint,
+    DrainTimeout,
+    SaveCancelled,
+    SaveSkipped,
+    UsageError,
+)
+from ckpipe.events import EventBus, SaveFailed, SaveStarted
+from ckpipe.events import SaveSkipped as SkippedEvent
+from ckpipe.lock import StateLock
+from ckpipe.pinning import Pinning
+from ckpipe.planning import LocalPlanner
+from ckpipe.registry import create_backend, scheme_of
+from ckpipe.restore import LoadRequest, restore, verify
+from ckpipe.retention import Decision
+from ckpipe.save_run import run_save
+from ckpipe.saving import Save, SaveRequest, SkipSave, fail, resolve
+from ckpipe.settings import Settings
+from ckpipe.site import Site, initial_budget
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, VerifyResult
+
+logger = logging.getLogger("ckpipe")
+
+
+class Engine:
+    """Everything of one pipeline that lives on its loop.
+
+    Args:
+        settings: The settings; ``url`` is set.
+        lock: The state lock.
+        events: Where events go.
+    """
+
+    def __init__(self, settings: Settings, lock: StateLock, events: EventBus) -> None:
+        self._settings, self._lock, self._events = settings, lock, events
+        self._site: Site | None = None
+        self._active: dict[Save, anyio.Event] = {}
+        self._counts: Counter[int] = Counter()
+        self._next_step = 0
+        self._stop = anyio.Event()
+        self._background: list[Exception] = []
+        self._saved_final = False
+        self._warming = anyio.Lock()
+
+    @property
+    def site(self) -> Site:
+        """What stages work with; there once the engine serves."""
+        assert self._site is not None
+        return self._site
+
+    async def serve(self, *, task_status: TaskStatus[None]) -> None:
+        """Opens the store and serves until :meth:`stop`."""
+        backend = await anyio.to_thread.run_sync(self._create_backend)
+        async with backend:
+            attempt = await open_attempt(backend, self._settings.attempt_id, rank=0)
+            self._site = self._make_site(backend, attempt)
+            async with anyio.create_task_group() as self._tasks:
+                task_status.started()
+                await self._stop.wait()
+                self._tasks.cancel_scope.cancel()
+        self.site.arena.close()
+
+    def _create_backend(self) -> Backend:
+        url = self._settings.url
+        assert url is not None
+        return create_backend(url, self._settings.backends.get(scheme_of(url), {}))
+
+    def _make_site(self, backend: Backend, attempt: str) -> Site:
+        staging = self._settings.staging
+        return Site(
+            backend=backend,
+            settings=self._settings,
+            lock=self._lock,
+            events=self._events,
+            arena=Arena(staging.block_bytes, Pinning(staging.pinned)),
+            budget=ByteBudget(initial_budget(self._settings)),
+            planner=LocalPlanner(),
+            rank=0,
+            world_size=1,
+            attempt=attempt,
+            rule=self._settings.retention.rule,
+        )
+
+    # Saves
+
+    async def begin(self, request: SaveRequest, step: int | None) -> Save:
+        """Accepts a save and starts it."""
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        id = CheckpointId(self.site.attempt, step, self._counts[step])
+        self._counts[step] += 1
+        save = Save(id, self.site.rank, request)
+        self._events.emit(SaveStarted(save.name, step, save.rank))
+        if self._settings.retention.keep_last == 0 and not request.final:
+            self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
+            return save
+        self._saved_final |= request.final
+        self._active[save] = anyio.Event()
+        self._tasks.start_soon(self._run, save, name=f"save {save.name}")
+        return save
+
+    async def _run(self, save: Save) -> None:
+        try:
+            with anyio.CancelScope() as save.scope:
+                if save.cancel_requested:
+                    save.scope.cancel()
+                await self._guarded(save)
+            if save.scope.cancelled_caught:
+                self._cancelled(save)
+        finally:
+            self._active.pop(save).set()
+        self.site.trim()
+        async with self._warming:
+            await self.site.warm()
+
+    async def _guarded(self, save: Save) -> None:
+        try:
+            await run_save(save, self.site)
+        except Exception as group:
+            error = _first(group)
+            if isinstance(error, CkpipeError):
+                error.located(step=save.id.step, rank=save.rank)
+            if isinstance(error, SkipSave):
+                self._skip(save, str(error))
+            elif save.committed.done():
+                logger.error("Retention failed after %s: %s", save.name, error)
+                self._background.append(error)
+            else:
+                self._failed(save, error)
+
+    def _skip(self, save: Save, reason: str) -> None:
+        save.status, save.seen = "skipped", True
+        self._events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
+        resolve(save.staged, None)
+        fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
+
+    def _failed(self, save: Save, error: Exception) -> None:
+        save.status = "failed"
+        self._events.emit(SaveFailed(save.name, save.id.step, save.rank, repr(error)))
+        self._end(save, error)
+        if not save.seen:
+            self._background.append(error)
+
+    def _cancelled(self, save: Save) -> None:
+        if save.committed.done():
+            return
+        save.status, save.seen = "cancelled", True
+        self._events.emit(SaveFailed(save.name, save.id.step, save.rank, "it was cancelled"))
+        self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
+
+    def _end(self, save: Save, error: Exception) -> None:
+        save.forget_state()
+        fail(save.staged, error)
+        fail(save.committed, error)
+
+    async def cancel(self, save: Save) -> None:
+        """Cancels a save unless it is committed; returns when it has ended."""
+        ended = self._active.get(save)
+        if ended is None or save.committed.done():
+            return
+        save.cancel_requested = True
+        if save.scope is not None:
+            save.scope.cancel()
+        await ended.wait()
+
+    async def take_failures(self) -> list[Exception]:
+        """The failures of the background that nobody has seen yet; they count as seen then."""
+        taken, self._background = self._background, []
+        return taken
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether something failed that nobody has seen yet."""
+        return bool(self._background)
+
+    async def see(self, error: Exception) -> None:
+        """Notes that a caller was told of a failure."""
+        self._background = [each for each in self._background if each is not error]
+
+    async def drain(self, *, staged_only: bool) -> None:
+        """Waits until all saves have ended, for ``drain_timeout_seconds`` at most.
+
+        Args:
+            staged_only: Cancels the saves that still need the caller's state.
+        """
+        if staged_only:
+            for save in [each for each in self._active if not each.staged.done()]:
+                await self.cancel(save)
+        limit = self._settings.drain_timeout_seconds
+        with anyio.move_on_after(limit):
+            for ended in list(self._active.values()):
+                await ended.wait()
+        for save in list(self._active):
+            await self._give_up(save, limit)
+
+    async def _give_up(self, save: Save, limit: float) -> None:
+        if not save.committed.done():
+            error = DrainTimeout(
+                f"The save was not through {limit:g} s after the pipeline began to close",
+                step=save.id.step,
+                rank=save.rank,
+                hint="Raise drain_timeout_seconds, or wait for the handle before closing",
+            )
+            fail(save.committed, error)
+            save.status = "failed"
+            self._background.append(error)
+        if save.scope is not None:
+            save.scope.cancel()
+        if save in self._active:
+            await self._active[save].wait()
+
+    async def stop(self) -> None:
+        """Ends :meth:`serve`."""
+        if self._settings.retention.keep_last == 0 and self._counts and not self._saved_final:
+            warnings.warn(
+                "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._stop.set()
+
+    # Loads
+
+    async def load(
+        self, which: int | str | None, request: LoadRequest, *, fallback: bool
+    ) -> LoadResult | None:
+        """Loads a checkpoint; None if none was named and there is none."""
+        for save in [each for each in self._active if not each.staged.done()]:
+            await _quietly(save)
+        tried: list[CorruptCheckpoint] = []
+        for info in await self._choices(which, fallback=fallback):
+            try:
+                return await self._load(info, request)
+            except CorruptCheckpoint as error:
+                error.located(step=info.step)
+                if not fallback:
+                    raise
+                tried.append(error)
+                logger.error("Falling back from the damaged checkpoint %s: %s", info.id, error)
+                warnings.warn(f"{info.id} is damaged: {error}", RuntimeWarning, stacklevel=2)
+        if tried:
+            raise tried[0]
+        return None
+
+    async def _choices(self, which: int | str | None, *, fallback: bool) -> list[CheckpointInfo]:
+        if which is not None:
+            first = await find(self.site.backend, which)
+        else:
+            latest = await newest(self.site.backend)
+            if latest is None:
+                return []
+            first = latest
+        if not fallback:
+            return [first]
+        complete = [each for each in await discover(self.site.backend) if each.complete]
+        ids = [each.id for each in complete]
+        return complete[ids.index(first.id) :] if first.id in ids else [first]
+
+    async def _load(self, info: CheckpointInfo, request: LoadRequest) -> LoadResult:
+        site = self.site
+        site.loading[info.id] += 1
+        try:
+            bundle = await read_index(site.backend, _parsed(info))
+            result = await restore(
+                site.backend, bundle, request, site.arena, lanes=self._settings.load.lanes
+            )
+        finally:
+            site.loading[info.id] -= 1
+        site.resumed_from = info.id
+        self._next_step = info.step + 1
+        return result
+
+    # Discovery and housekeeping
+
+    async def steps(self) -> list[CheckpointInfo]:
+        """All checkpoints, the oldest first."""
+        return list(reversed(await discover(self.site.backend)))
+
+    async def latest(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint."""
+        return await newest(self.site.backend)
+
+    async def find(self, which: int | str) -> CheckpointInfo:
+        """The newest complete checkpoint of a step, or the one of an exact id."""
+        return await find(self.site.backend, which)
+
+    async def verify(self, which: int | str) -> VerifyResult:
+        """Reads and checks every byte of a checkpoint."""
+        site = self.site
+        info = await find(site.backend, which)
+        site.loading[info.id] += 1
+        try:
+            bundle = await read_index(site.backend, _parsed(info))
+            lanes = self._settings.load.lanes
+            return await verify(site.backend, bundle, site.arena, lanes=lanes)
+        except CorruptCheckpoint as error:
+            raise error.located(step=info.step) from error.__cause__
+        finally:
+            site.loading[info.id] -= 1
+
+    async def delete(self, which: int | str) -> None:
+        """Deletes a checkpoint, also an incomplete one if its exact id is given."""
+        id = CheckpointId.parse(which) if isinstance(which, str) else None
+        if id is None:
+            id = _parsed(await find(self.site.backend, which))
+        protected = self.site.protected().get(str(id))
+        writing = any(save.id == id for save in self._active)
+        if protected or writing:
+            raise UsageError(
+                f"{id} cannot be deleted now: {protected or 'it is being written'}", step=id.step
+            )
+        await pruning.delete(self.site.backend, id)
+
+    async def pin(self, which: int | str) -> None:
+        """Protects a checkpoint from retention."""
+        await pruning.pin(self.site.backend, _parsed(await find(self.site.backend, which)))
+
+    async def unpin(self, which: int | str) -> None:
+        """Ends the protection."""
+        await pruning.unpin(self.site.backend, _parsed(await find(self.site.backend, which)))
+
+    async def prune(self, *, dry_run: bool) -> Decision:
+        """Applies the retention rules now, or says what they would do."""
+        site = self.site
+        act = pruning.decide_on if dry_run else pruning.prune
+        return await act(site.backend, site.rule, site.protected(), site.facts)
+
+    def describe(self) -> str:
+        """What goes on, for a diagnostic."""
+        if self._site is None:
+            return "not open"
+        counts = Counter(save.status for save in list(self._active))
+        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        budget = self._site.budget
+        return f"[{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB]"
+
+
+def _parsed(info: CheckpointInfo) -> CheckpointId:
+    return CheckpointId(info.attempt, info.step, info.count)
+
+
+def _first(error: Exception) -> Exception:
+    """The error that a group of errors is about: of several, one of ckpipe's own if there is."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    leaves = [_first(each) for each in error.exceptions]
+    return next((each for each in leaves if isinstance(each, CkpipeError)), leaves[0])
+
+
+async def _quietly(save: Save) -> None:
+    done, loop = anyio.Event(), asyncio.get_running_loop()
+    save.staged.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    await done.wait()

@@ -1,0 +1,163 @@
+"""What happens in a pipeline, as typed events: the one source of logs, reports and progress."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpipe.types import CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to one save.
+
+    Args:
+        id: Exact name of the checkpoint.
+        step: Its step.
+        rank: The rank it happened on.
+    """
+
+    id: str
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStarted(Event):
+    """``save`` was called and accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped(Event):
+    """A save was not begun, since earlier ones hold the staging memory.
+
+    Args:
+        reason: Why, as a sentence.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Event):
+    """The state has been copied; training may go on.
+
+    Args:
+        seconds: Since ``save`` was called.
+        bytes: Size of the data files.
+    """
+
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUploaded(Event):
+    """A block has reached the store; it is durable only with its checkpoint.
+
+    Args:
+        bytes: Size of the block.
+        bytes_done: Bytes of this save that have reached the store.
+        bytes_total: Size of the data files.
+    """
+
+    bytes: int
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retrying(Event):
+    """An operation failed with an error that may pass, and will be tried again.
+
+    Args:
+        error: The error.
+        seconds: How long it waits before that.
+    """
+
+    error: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommitted(Event):
+    """This rank's part is durable.
+
+    Args:
+        seconds: Since ``save`` was called.
+        bytes: What the rank wrote, metadata included.
+    """
+
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completed(Event):
+    """The checkpoint is complete: every rank's part is durable.
+
+    Args:
+        info: The checkpoint.
+    """
+
+    info: CheckpointInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed(Event):
+    """A save failed or was cancelled; older checkpoints are intact.
+
+    Args:
+        error: What went wrong.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned(Event):
+    """Retention removed a checkpoint.
+
+    Args:
+        removed: Exact name of the checkpoint that was removed.
+        reason: Why it was not kept.
+    """
+
+    removed: str
+    reason: str
+
+
+Listener = Callable[[Event], None]
+
+
+class EventBus:
+    """Hands every event to the log and to all listeners, on the pipeline's own thread."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        """Has ``listener`` called with every event from now on. It must not block for long."""
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        """Logs an event and tells the listeners; one that raises is logged and stays."""
+        logger.log(_LEVELS.get(type(event), logging.DEBUG), "%s", event)
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("A listener failed on %s", event)
+
+
+_LEVELS: dict[type[Event], int] = {
+    SaveFailed: logging.ERROR,
+    SaveSkipped: logging.WARNING,
+    Retrying: logging.WARNING,
+    Completed: logging.INFO,
+    Pruned: logging.INFO,
+}

@@ -1,0 +1,119 @@
+"""Names of the objects below a root, as ``docs/format.md`` fixes them, and back.
+
+All names are relative to the root and use ``/``. None is ever overwritten.
+"""
+
+from __future__ import annotations
+
+from ckpipe.types import CheckpointId
+
+GROUP_SIZE = 100
+"""How many objects of one level of ``m/`` share a directory and are merged into one object."""
+
+INTERNAL = ".ckpipe/"
+"""Below this lies what ckpipe keeps besides checkpoints."""
+
+ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
+LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
+
+_LONGEST_NAME = 255
+
+
+def index_key(id: CheckpointId) -> str:
+    """The index: while it is there and no tombstone is, the checkpoint is complete."""
+    return f"{id}.json"
+
+
+def prefix(id: CheckpointId) -> str:
+    """What all other objects of a checkpoint begin with."""
+    return f"{id}/"
+
+
+def data_file_name(rank: int, number: int) -> str:
+    """The name of a rank's data file below the checkpoint's prefix; ``number`` from 0."""
+    tail = f".{number}" if number else ""
+    return f"rank-{rank:05d}{tail}.safetensors"
+
+
+def data_file_key(id: CheckpointId, name: str) -> str:
+    """The key of a data file whose name :func:`data_file_name` made."""
+    return prefix(id) + name
+
+
+def directory(id: CheckpointId, level: int, number: int) -> str:
+    """The prefix that the members of one group share: the place to list to see if it is full."""
+    return f"{prefix(id)}m/{level}/{number:03d}/"
+
+
+def manifest_key(id: CheckpointId, rank: int) -> str:
+    """The manifest of a rank: its commit."""
+    return f"{directory(id, 0, rank // GROUP_SIZE)}rank-{rank:05d}.json"
+
+
+def group_key(id: CheckpointId, level: int, number: int) -> str:
+    """A group object; the groups of manifests have level 1."""
+    return f"{directory(id, level, number // GROUP_SIZE)}group-{number:05d}.json"
+
+
+def member_key(id: CheckpointId, level: int, number: int) -> str:
+    """A manifest at level 0, a group object above."""
+    return group_key(id, level, number) if level else manifest_key(id, number)
+
+
+def tombstone_key(id: CheckpointId) -> str:
+    """The object that makes a checkpoint deleted."""
+    return f"{DELETED}{id}"
+
+
+def pin_key(id: CheckpointId) -> str:
+    """The object that protects a checkpoint from retention."""
+    return f"{PINS}{id}"
+
+
+def claim_key(attempt_id: str, rank: int) -> str:
+    """What a rank creates when it opens, so that no attempt id is used twice."""
+    return f"{ATTEMPTS}{attempt_id}/claim-{rank:05d}"
+
+
+def attempt_start_key(attempt_id: str) -> str:
+    """What fixes the start time of an attempt for all of its ranks."""
+    return f"{ATTEMPTS}{attempt_id}/start"
+
+
+def lease_key(subject: CheckpointId | str, holder: str, renewal: int = 0) -> str:
+    """A lease on a checkpoint or an attempt; each renewal is another object.
+
+    Args:
+        subject: The checkpoint that is being read, or the id of the attempt that is running.
+        holder: A random id of who holds it, of letters, digits, ``_`` and ``-``.
+        renewal: How often it was renewed before.
+    """
+    return f"{LEASES}{subject}/{holder}.{renewal}"
+
+
+def index_id(key: str) -> CheckpointId | None:
+    """The checkpoint whose index has this key; None if it is no index."""
+    stem = key.removesuffix(".json")
+    return None if stem == key else _parse(stem)
+
+
+def tombstone_id(key: str) -> CheckpointId | None:
+    """The checkpoint whose tombstone has this key; None if it is no tombstone."""
+    stem = key.removeprefix(DELETED)
+    return None if stem == key else _parse(stem)
+
+
+def pin_id(key: str) -> CheckpointId | None:
+    """The checkpoint whose pin has this key; None if it is no pin."""
+    stem = key.removeprefix(PINS)
+    return None if stem == key else _parse(stem)
+
+
+def owner_id(key: str) -> CheckpointId | None:
+    """The checkpoint below whose prefix a key lies; None if it lies below none."""
+    head, slash, _ = key.partition("/")
+    return _parse(head) if slash else None
+
+
+def _parse(name: str) -> CheckpointId | None:
+    return CheckpointId.parse(name) if len(name) <= _LONGEST_NAME and name.isascii() else None

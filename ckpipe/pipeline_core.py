@@ -1,0 +1,250 @@
+"""What the awaiting and the blocking pipeline have in common: everything but how they wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from ckpipe import cuda
+from ckpipe.engine import Engine
+from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.events import EventBus
+from ckpipe.guard import StepGuard, guard
+from ckpipe.keys import LabelFilter, encode_float
+from ckpipe.lock import StateLock
+from ckpipe.loop_thread import LoopThread
+from ckpipe.restore import LoadRequest
+from ckpipe.saving import Save, SaveRequest
+from ckpipe.settings import Settings
+from ckpipe.types import CheckpointInfo
+
+T = TypeVar("T")
+Which = int | str | CheckpointInfo
+"""A step, the exact id of a checkpoint, or what is known of one."""
+
+Guarded = Optimizer | Iterable[Optimizer] | None
+
+
+class PipelineCore:
+    """A pipeline's settings, lock and thread.
+
+    Args:
+        url: Where checkpoints lie.
+        guards: The optimizers to guard from the beginning.
+        settings: Settings to start from.
+        fields: Settings that go before those.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None,
+        guards: Guarded,
+        settings: Settings | None,
+        fields: Mapping[str, Any],
+    ) -> None:
+        given = dict(fields) if url is None else {"url": os.fspath(url), **fields}
+        base = (
+            {}
+            if settings is None
+            else {name: getattr(settings, name) for name in settings.model_fields_set}
+        )
+        self.settings = Settings(**{**base, **given})
+        if not self.settings.url:
+            raise SettingsError(
+                "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"
+            )
+        self.lock = StateLock()
+        self.events = EventBus()
+        self._guards: list[StepGuard] = []
+        self._loop: LoopThread | None = None
+        self._engine: Engine | None = None
+        self._served: Future[None] | None = None
+        self._guarded = _optimizers(guards)
+
+    # Life
+
+    def open(self) -> None:
+        """Starts the thread, opens the store and claims the attempt; blocking."""
+        if self._engine is not None:
+            raise PipelineClosed(
+                "A pipeline is entered once", hint="Make a new one to go on saving"
+            )
+        _check_topology(self.settings)
+        self._loop = LoopThread("ckpipe")
+        self._engine = Engine(self.settings, self.lock, self.events)
+        try:
+            self._served, _ = self._loop.portal.start_task(self._engine.serve)
+        except BaseException:
+            self._shut()
+            raise
+        if self._guarded:
+            self.guard(*self._guarded)
+
+    def close(self, *, failed: bool) -> list[Exception]:
+        """Lets saves finish and closes; returns failures that nobody has seen; blocking.
+
+        Args:
+            failed: Whether the caller leaves on an exception: only staged saves finish then.
+        """
+        if self._loop is None or self._engine is None or self._served is None:
+            return []
+        try:
+            self.submit(self._engine.drain, staged_only=failed).result()
+            failures = self.submit(self._engine.take_failures).result()
+            self.submit(self._engine.stop).result()
+            self._served.result()
+        finally:
+            self._shut()
+        return failures
+
+    def _shut(self) -> None:
+        for each in self._guards:
+            each.remove()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+    @property
+    def engine(self) -> Engine:
+        """What lives on the loop.
+
+        Raises:
+            PipelineClosed: If the pipeline is not open.
+        """
+        if self._loop is None or self._engine is None:
+            state = "is not open yet" if self._engine is None else "is closed"
+            raise PipelineClosed(
+                f"The pipeline {state}", hint="Use it inside its (async) with block"
+            )
+        return self._engine
+
+    def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
+        """Starts a coroutine function on the pipeline's loop."""
+        if self._loop is None:
+            raise PipelineClosed("The pipeline is closed", hint="Make a new one to go on")
+        return self._loop.submit(function, *args, **kwargs)
+
+    def guard(self, *optimizers: Optimizer) -> None:
+        """Has every step of these optimizers hold the lock's mutating side, until closing."""
+        self._guards.append(guard(self.lock, *optimizers))
+
+    def saw(self, save: Save, error: Exception) -> None:
+        """Notes that a caller was told of a save's failure."""
+        save.seen = True
+        if self._loop is not None and self._engine is not None:
+            self.submit(self._engine.see, error).result()
+
+    def report_failures(self) -> None:
+        """Raises, or warns of, failed saves that nobody has been told of."""
+        if self.engine.has_failures:
+            failures = self.submit(self.engine.take_failures).result()
+            raise_or_warn(failures, self.settings.on_error)
+
+    # Saves and loads
+
+    def request(
+        self,
+        state: Any,
+        *,
+        step: int | None,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        until: str,
+        final: bool,
+        select: LabelFilter,
+    ) -> SaveRequest:
+        """Checks what ``save`` was given, on the caller's thread."""
+        _ = self.engine
+        if until not in ("staged", "committed"):
+            raise UsageError(
+                f"until is 'staged' or 'committed', not {until!r}",
+                step=step,
+                hint="Saving without a pause, until='captured', is not there yet",
+            )
+        if step is not None and (type(step) is not int or not 0 <= step < 10**12):
+            raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
+        self.lock.check_capture_allowed()
+        return SaveRequest(
+            state,
+            select,
+            _metrics(metrics or {}, step),
+            _metadata(metadata or {}, step),
+            final,
+            threading.get_ident(),
+            cuda.fences(),
+        )
+
+    def load_request(
+        self, into: Any, select: LabelFilter, *, strict: bool, cast: bool, pickle: str
+    ) -> LoadRequest:
+        """Checks what ``load`` was given."""
+        if pickle not in ("refuse", "allow"):
+            raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
+        self.lock.check_capture_allowed()
+        return LoadRequest(into, select, strict, cast, pickle == "allow")
+
+    def __repr__(self) -> str:
+        inside = self._engine.describe() if self._engine and self._loop else "closed"
+        return f"{self.settings.url} {inside}"
+
+
+def which(checkpoint: Which) -> int | str:
+    """The step or id that names a checkpoint."""
+    return checkpoint.id if isinstance(checkpoint, CheckpointInfo) else checkpoint
+
+
+def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
+    """Brings failures of the background before the user."""
+    if on_error == "warn":
+        for each in failures:
+            warnings.warn(f"A checkpoint failed: {each}", RuntimeWarning, stacklevel=3)
+        return
+    if failures:
+        error = failures[0]
+        for other in failures[1:]:
+            error.add_note(f"Besides: {other!r}")
+        raise error
+
+
+def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:
+    if guards is None:
+        return ()
+    return (guards,) if isinstance(guards, Optimizer) else tuple(guards)
+
+
+def _check_topology(settings: Settings) -> None:
+    ranks = 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    if ranks > 1 and not settings.solo:
+        raise UnsupportedTopology(
+            f"This program runs on {ranks} ranks, and this version saves from one rank only",
+            rank=torch.distributed.get_rank(),
+            hint="Open a pipeline on rank 0 alone, with solo=True",
+        )
+
+
+def _metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
+    try:
+        return {str(name): encode_float(float(value)) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Metrics are numbers by name: {error}", step=step) from error
+
+
+def _metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    try:
+        plain = json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"Metadata must be plain JSON: {error}", step=step, hint="Put other things in the state"
+        ) from error
+    assert isinstance(plain, dict)
+    return plain

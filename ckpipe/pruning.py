@@ -1,0 +1,149 @@
+"""Deletion of checkpoints: one by name, or those that a rule does not keep.
+
+Theory. A tombstone is created first, and from then on the checkpoint does not count as complete,
+whoever looks and whatever is still there. Then the index goes, then manifests, then data, until a
+list shows nothing. A crash anywhere leaves a tombstone, by which the next prune finds what is
+left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
+cannot bring it back to life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+from ckpipe.backend import Backend, PutMode
+from ckpipe.discovery import discover, read_index
+from ckpipe.errors import CorruptCheckpoint, ObjectExists
+from ckpipe.keys import decode_float
+from ckpipe.object_names import DELETED, index_key, pin_key, prefix, tombstone_id, tombstone_key
+from ckpipe.retention import Candidate, Decision, Rule, decide
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+Facts = dict[str, tuple[Mapping[str, float], bool]]
+"""Metrics of a checkpoint and whether it is final, by id; read once and kept."""
+
+
+async def delete(backend: Backend, id: CheckpointId) -> None:
+    """Deletes a checkpoint; one that is gone or half deleted already is no error.
+
+    Raises:
+        StoreError: If the store failed; deleting again goes on where it stopped.
+    """
+    with contextlib.suppress(ObjectExists):
+        await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
+    await _remove(backend, id)
+
+
+async def _remove(backend: Backend, id: CheckpointId) -> None:
+    await backend.delete([index_key(id)])
+    below = prefix(id)
+    while keys := [each.key async for each in backend.list(below)]:
+        # What vouches for data goes before the data.
+        await backend.delete([key for key in keys if key.startswith(f"{below}m/")])
+        await backend.delete([key for key in keys if not key.startswith(f"{below}m/")])
+    await backend.delete([pin_key(id)])
+
+
+async def finish_deletions(backend: Backend, *, forget_before: datetime) -> None:
+    """Goes on with deletions that a crash cut short, and forgets old tombstones.
+
+    Args:
+        backend: The store.
+        forget_before: Tombstones older than this are removed, by the store's own clock.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    old = []
+    for each in (await backend.children(DELETED)).objects:
+        id = tombstone_id(each.key)
+        if id is None:
+            continue
+        await _remove(backend, id)
+        if each.modified < forget_before:
+            old.append(each.key)
+    if old:
+        await backend.delete(old)
+
+
+async def decide_on(
+    backend: Backend, rule: Rule | None, protected: Mapping[str, str], facts: Facts
+) -> Decision:
+    """Decides which checkpoints of a root stay, and changes nothing.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    complete = [each for each in await discover(backend) if each.complete]
+    keep = dict(protected) | {each.id: "it is pinned" for each in complete if each.pinned}
+    candidates = []
+    for info in complete:
+        known = await _facts(backend, info, facts)
+        if known is None:
+            keep.setdefault(info.id, "its index cannot be read, so nothing is known of it")
+        metrics, final = known or ({}, False)
+        created = info.saved_at or datetime.now(UTC)
+        candidates.append(
+            Candidate(info.id, info.step, info.attempt, info.count, created, metrics, final)
+        )
+    return decide(candidates, rule, now=datetime.now(UTC), protected=keep)
+
+
+async def _facts(
+    backend: Backend, info: CheckpointInfo, facts: Facts
+) -> tuple[Mapping[str, float], bool] | None:
+    if info.id not in facts:
+        id = CheckpointId.parse(info.id)
+        assert id is not None
+        try:
+            bundle = await read_index(backend, id)
+        except CorruptCheckpoint:
+            return None
+        metrics = {name: decode_float(value) for name, value in bundle.parts[0].metrics.items()}
+        facts[info.id] = (metrics, any(part.final for part in bundle.parts))
+    return facts[info.id]
+
+
+async def prune(
+    backend: Backend,
+    rule: Rule | None,
+    protected: Mapping[str, str],
+    facts: Facts,
+    *,
+    sweep_after: timedelta = timedelta(days=1),
+) -> Decision:
+    """Deletes what a rule does not keep; running it twice is as good as once.
+
+    Args:
+        backend: The store.
+        rule: What to keep; None keeps all.
+        protected: Ids that must stay, each with its reason.
+        facts: What is known of checkpoints already; added to.
+        sweep_after: How long tombstones stay.
+
+    Returns:
+        What was decided, and has been done.
+
+    Raises:
+        StoreError: If the store failed; pruning again goes on where it stopped.
+    """
+    await finish_deletions(backend, forget_before=datetime.now(UTC) - sweep_after)
+    decision = await decide_on(backend, rule, protected, facts)
+    for name in decision.remove:
+        id = CheckpointId.parse(name)
+        assert id is not None
+        await delete(backend, id)
+    return decision
+
+
+async def pin(backend: Backend, id: CheckpointId) -> None:
+    """Protects a checkpoint from retention until it is unpinned."""
+    with contextlib.suppress(ObjectExists):
+        await backend.put(pin_key(id), b"{}", PutMode.CREATE)
+
+
+async def unpin(backend: Backend, id: CheckpointId) -> None:
+    """Ends the protection of a checkpoint; one that is not pinned is no error."""
+    await backend.delete([pin_key(id)])

@@ -1,0 +1,140 @@
+"""Which backend serves which URL: registered in this process, or installed as an entry point."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import threading
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+from ckpipe.backend import Backend
+from ckpipe.errors import BackendNotFound, SettingsError, UsageError
+
+BackendFactory = Callable[..., Backend]
+"""What makes a backend: called as ``factory(url, **options)``, most often a class."""
+
+ENTRY_POINT_GROUP = "ckpipe.backends"
+"""The group of entry points under which installed packages offer backends; names are schemes."""
+
+_EXTRAS = {"s3": "s3", "gs": "gcs"}
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+
+_registered: dict[str, BackendFactory] = {}
+_lock = threading.Lock()
+
+
+def register_backend(scheme: str, factory: BackendFactory) -> None:
+    """Makes URLs of a scheme use a backend, in this process and from now on.
+
+    It goes before an installed entry point of the same scheme.
+
+    Args:
+        scheme: What stands before ``://``; letters, digits, ``+``, ``.`` and ``-``.
+        factory: Called as ``factory(url, **options)`` with the whole URL; returns the backend.
+
+    Raises:
+        UsageError: If it is no scheme, or is registered in this process already.
+    """
+    if not _SCHEME.fullmatch(scheme.lower()):
+        message = f"{scheme!r} cannot be the scheme of a URL"
+        raise UsageError(message, hint="Use letters, digits, '+', '.' and '-', a letter first")
+    with _lock:
+        if scheme.lower() in _registered:
+            message = f"A backend for {scheme!r} is registered in this process already"
+            raise UsageError(message, hint="Choose another scheme")
+        _registered[scheme.lower()] = factory
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a URL, in lower case; a plain path has ``file``."""
+    scheme, separator, _ = url.partition("://")
+    lowered = scheme.lower()
+    return lowered if separator and _SCHEME.fullmatch(lowered) else "file"
+
+
+def is_registered_here(url: str) -> bool:
+    """Whether the URL's backend was registered in this process, so that no other process has it."""
+    with _lock:
+        return scheme_of(url) in _registered
+
+
+def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backend:
+    """Makes the backend for a URL, not opened yet.
+
+    Blocks while it looks for installed packages and imports the backend's: on an event loop,
+    call it in a worker thread.
+
+    Args:
+        url: The URL, handed to the backend as it is; a plain path means ``file``.
+        options: The backend's own options.
+
+    Raises:
+        BackendNotFound: If no backend is known for the scheme, or it cannot be imported.
+        SettingsError: If the backend has no such option, or lacks one.
+        UsageError: If the URL is not one that the backend understands.
+    """
+    scheme = scheme_of(url)
+    with _lock:
+        factory = _registered.get(scheme)
+    factory = factory or _installed(scheme)
+    options = dict(options or {})
+    _check_options(scheme, factory, options)
+    return factory(url, **options)
+
+
+def _installed(scheme: str) -> BackendFactory:
+    found = set(metadata.entry_points(group=ENTRY_POINT_GROUP, name=scheme))
+    if not found:
+        raise _not_found(scheme)
+    if len({point.value for point in found}) > 1:
+        values = ", ".join(sorted(point.value for point in found))
+        message = f"Several installed packages offer a backend for {scheme!r}: {values}"
+        raise BackendNotFound(message, hint="Uninstall all but one, or register one by hand")
+    try:
+        factory: BackendFactory = found.pop().load()
+    except (ImportError, AttributeError) as error:
+        message = f"The backend for {scheme!r} cannot be imported: {error}"
+        raise BackendNotFound(message, hint=_install_hint(scheme)) from error
+    return factory
+
+
+def _not_found(scheme: str) -> BackendNotFound:
+    with _lock:
+        names = set(_registered)
+    names |= set(metadata.entry_points(group=ENTRY_POINT_GROUP).names)
+    known = ", ".join(repr(name) for name in sorted(names)) or "none"
+    message = f"There is no backend for {scheme!r}; known are {known}"
+    return BackendNotFound(message, hint=_install_hint(scheme))
+
+
+def _install_hint(scheme: str) -> str:
+    if scheme in _EXTRAS:
+        return f"Install it with: pip install 'ckpipe[{_EXTRAS[scheme]}]'"
+    return "Install the package that offers it, or call ckpipe.register_backend"
+
+
+def _check_options(scheme: str, factory: BackendFactory, options: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(factory).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    valid = [parameter.name for parameter in named]
+    for name in options:
+        if name not in valid:
+            raise _unknown_option(scheme, name, valid)
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise SettingsError(f"The backend for {scheme!r} needs the option {parameter.name!r}")
+
+
+def _unknown_option(scheme: str, name: str, valid: list[str]) -> SettingsError:
+    message = f"The backend for {scheme!r} has no option {name!r}"
+    if near := difflib.get_close_matches(name, valid, n=1):
+        return SettingsError(message, hint=f"Did you mean {near[0]!r}")
+    return SettingsError(message, hint=f"Its options are: {', '.join(valid) or 'none'}")
+
+
+__all__ = ["BackendFactory", "create_backend", "is_registered_here", "register_backend"]

@@ -1,0 +1,202 @@
+"""Loading a checkpoint into a state, and reading one through to verify it.
+
+A load has three steps. *Match* walks the target and the saved tree together, proves that they
+fit and that every element has bytes, and changes nothing. *Read* brings the bytes, each chunk
+verified before it reaches a tensor. *Apply* puts everything else in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+
+from ckpipe.arena import Arena
+from ckpipe.backend import Backend
+from ckpipe.errors import CkpipeError, CorruptCheckpoint, UnsupportedTopology
+from ckpipe.keys import LabelFilter, decode_float
+from ckpipe.load_planning import PartData
+from ckpipe.manifest import Bundle
+from ckpipe.matching import Matching
+from ckpipe.reading import Reader, ReadTally, lane_buffers
+from ckpipe.rebuild import Make, Rebuild
+from ckpipe.selecting import pruned
+from ckpipe.stored_tensors import StoredTensors
+from ckpipe.targets import Targets
+from ckpipe.types import LoadReport, LoadResult, StageReport, VerifyResult
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What the caller of ``load`` asked for.
+
+    Args:
+        into: The target; None for a fresh state.
+        select: Which labels to load.
+        strict: Whether plain containers must have the keys that were saved, and no others.
+        cast: Whether values may be converted to the dtype of a target tensor.
+        pickling: Whether pickled objects may be made.
+    """
+
+    into: Any | None
+    select: LabelFilter
+    strict: bool
+    cast: bool
+    pickling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """A load that can begin: where bytes go, and what to do once they are there."""
+
+    data: PartData
+    targets: Targets
+    make: Make
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+async def restore(
+    backend: Backend, bundle: Bundle, request: LoadRequest, arena: Arena, *, lanes: int
+) -> LoadResult:
+    """Loads a checkpoint of world size 1.
+
+    Nothing of the target is changed before everything was found to fit, and no byte reaches it
+    unverified.
+
+    Args:
+        backend: The store.
+        bundle: The checkpoint's index or manifest, validated.
+        request: What to load, and into what.
+        arena: Lends the blocks that are read into; used on the caller's thread only.
+        lanes: How many reads run at once.
+
+    Raises:
+        UnsupportedTopology: If several ranks wrote the checkpoint.
+        TargetMismatch: If the target does not fit; it is untouched.
+        UnsupportedState: If the checkpoint holds pickled objects and these are refused.
+        CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
+            whether parts had been loaded by then.
+        StoreError: If the store failed.
+    """
+    started = time.perf_counter()
+    if bundle.world_size != 1 or len(bundle.parts) != 1:
+        raise UnsupportedTopology(
+            f"The checkpoint was written by {bundle.world_size} ranks, which cannot be loaded yet",
+            step=bundle.id.step,
+            hint="Load it with a version of ckpipe that assembles the parts of several ranks",
+        )
+    rank = bundle.parts[0].rank
+    try:
+        matched = await anyio.to_thread.run_sync(_match, bundle, request)
+        read_from = time.perf_counter()
+        tally = await _read(
+            backend, bundle, matched, arena, lanes, in_place=request.into is not None
+        )
+        apply_from = time.perf_counter()
+        state = await anyio.to_thread.run_sync(_apply, matched)
+    except CkpipeError as error:
+        error.located(step=bundle.id.step, rank=rank)
+        raise
+    ended = time.perf_counter()
+    stages = {
+        "match": StageReport(read_from - started),
+        "read": StageReport(apply_from - read_from, tally.bytes),
+        "apply": StageReport(ended - apply_from),
+    }
+    return _result(
+        bundle, matched, state, LoadReport(stages, ended - started, tally.bytes, tally.reads)
+    )
+
+
+def _match(bundle: Bundle, request: LoadRequest) -> _Matched:
+    part = bundle.parts[0]
+    structure, layout = bundle.structures[part.structure], bundle.layouts[part.layout]
+    data = PartData(part, layout)
+    targets = Targets(StoredTensors(structure, layout, data), cast=request.cast)
+    rebuild = Rebuild(structure, part.values, targets, pickling=request.pickling)
+    tree = pruned(structure.tree, request.select)
+    missing: list[str] = []
+    unexpected: list[str] = []
+    if request.into is None:
+        make = rebuild.plan(tree, "")
+    else:
+        matching = Matching(rebuild, targets, request.select, strict=request.strict)
+        make = matching.plan(request.into, tree)
+        missing, unexpected = matching.missing, matching.unexpected
+    targets.settle()
+    return _Matched(data, targets, make, tuple(missing), tuple(unexpected))
+
+
+async def _read(
+    backend: Backend, bundle: Bundle, matched: _Matched, arena: Arena, lanes: int, *, in_place: bool
+) -> ReadTally:
+    data, targets = matched.data, matched.targets
+    with lane_buffers(arena, backend, lanes) as buffers:
+        reader = Reader(backend, bundle.id, buffers)
+        if targets.first_needs:
+            await reader.deliver(data, targets.first_needs, targets.filling.destinations)
+            await anyio.to_thread.run_sync(targets.check_disputed)
+        reader.tally.delivered = False
+        try:
+            await reader.deliver(data, targets.needs, targets.filling.destinations)
+        except CorruptCheckpoint as error:
+            error.target_touched = in_place and reader.tally.delivered
+            raise
+        return reader.tally
+
+
+def _apply(matched: _Matched) -> Any:
+    matched.targets.finish()
+    return matched.make()
+
+
+def _result(bundle: Bundle, matched: _Matched, state: Any, report: LoadReport) -> LoadResult:
+    part = bundle.parts[0]
+    return LoadResult(
+        id=str(bundle.id),
+        step=bundle.id.step,
+        state=state,
+        metadata=part.metadata,
+        metrics=_metrics(part.metrics),
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        report=report,
+    )
+
+
+def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: decode_float(value) for name, value in metrics.items()}
+
+
+async def verify(backend: Backend, bundle: Bundle, arena: Arena, *, lanes: int) -> VerifyResult:
+    """Reads every byte of every data file of a checkpoint and checks all of them.
+
+    Args:
+        backend: The store.
+        bundle: The checkpoint's index or manifest, validated.
+        arena: Lends the blocks that are read into; used on the caller's thread only.
+        lanes: How many reads run at once.
+
+    Raises:
+        ChecksumMismatch: If bytes differ from those that were saved, or a file is too long.
+        TruncatedObject: If a data file is too short.
+        MissingObject: If one is gone.
+        StoreError: If the store failed.
+    """
+    files = 0
+    with lane_buffers(arena, backend, lanes) as buffers:
+        reader = Reader(backend, bundle.id, buffers)
+        for part in bundle.parts:
+            make_data = partial(PartData, part, bundle.layouts[part.layout])
+            data = await anyio.to_thread.run_sync(make_data)
+            for number in range(len(data.files)):
+                await reader.size(data, number)
+                await reader.header(data, number)
+            await reader.deliver(data, data.all_needs(), {})
+            files += len(data.files)
+    return VerifyResult(str(bundle.id), files, sum(f.size for p in bundle.parts for f in p.files))

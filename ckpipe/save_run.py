@@ -1,0 +1,56 @@
+"""One save from beginning to end: the picture of the library.
+
+::
+
+    lock ──turns──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──▶ serialize
+                                                                             │ sealed
+    retention ◀──complete── commit ◀──stored── upload (lanes) ◀──────────────┘
+
+Streams hold nothing, so that a slow stage slows those before it; only ``filled`` takes as many
+blocks as come, since the save's ration of memory bounds those already.
+"""
+
+from __future__ import annotations
+
+import math
+
+from anyio import create_memory_object_stream, create_task_group
+
+from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, StoredFiles, Turn
+from ckpipe.site import Site
+from ckpipe.stages import commit, lock, plan, retention, serialize, stage, upload
+from ckpipe.types import CheckpointInfo
+
+
+async def run_save(save: Save, site: Site) -> None:
+    """Runs the seven stages of a save.
+
+    The save's futures are resolved by the stages; when this returns, retention is through too.
+
+    Raises:
+        ExceptionGroup: What went wrong in a stage; nothing of the save counts then, unless its
+            ``committed`` is resolved.
+    """
+    turns_out, turns = create_memory_object_stream[Turn](0)
+    states_out, states = create_memory_object_stream[CapturedState](0)
+    planned_out, planned = create_memory_object_stream[PlannedState](0)
+    filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
+    sealed_out, sealed = create_memory_object_stream[FilledBlock](0)
+    stored_out, stored = create_memory_object_stream[StoredFiles](0)
+    complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
+    try:
+        async with create_task_group() as tasks:
+            tasks.start_soon(lock.run, save, site, turns_out, name=f"lock {save.name}")
+            tasks.start_soon(stage.walk, save, site, turns, states_out, name=f"walk {save.name}")
+            tasks.start_soon(plan.run, save, site, states, planned_out, name=f"plan {save.name}")
+            tasks.start_soon(stage.copy, save, site, planned, filled_out, name=f"copy {save.name}")
+            tasks.start_soon(serialize.run, save, filled, sealed_out, name=f"serialize {save.name}")
+            tasks.start_soon(upload.run, save, site, sealed, stored_out, name=f"upload {save.name}")
+            tasks.start_soon(
+                commit.run, save, site, stored, complete_out, name=f"commit {save.name}"
+            )
+            tasks.start_soon(retention.run, save, site, complete, name=f"retention {save.name}")
+    finally:
+        if save.ration is not None:
+            save.ration.close()
+            save.ration = None

@@ -1,0 +1,159 @@
+"""What ``include`` and ``exclude`` leave of a saved tree, and of a target."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.errors import InvalidManifest
+from ckpipe.keys import LabelFilter, decode_key, join
+from ckpipe.structure import ABSENT, Node, is_stateful
+
+_MAPPINGS = ("dict", "ordered_dict", "default_dict")
+_SEQUENCES = ("list", "tuple", "deque")
+_SETS = ("set", "frozenset")
+
+
+def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
+    """The keys, nodes and labels of what a container node holds; nothing for other nodes."""
+    tag = node[0]
+    if tag in _MAPPINGS:
+        keys = [decode_key(key) for key in node[1]]
+        return [(key, child, join(label, key)) for key, child in zip(keys, node[2], strict=True)]
+    if tag in _SEQUENCES:
+        return [(key, child, join(label, key)) for key, child in enumerate(node[1])]
+    if tag in ("named_tuple", "dataclass"):
+        return [(k, child, join(label, k)) for k, child in zip(node[2], node[3], strict=True)]
+    return []
+
+
+def definitions_of(tree: Node) -> dict[int, Node]:
+    """The containers that references point to, by number.
+
+    Raises:
+        InvalidManifest: If one number is given twice.
+    """
+    found: dict[int, Node] = {}
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if node[0] == "shared":
+            if node[1] in found:
+                raise InvalidManifest(f"The tree has two containers of number {node[1]}")
+            found[node[1]] = node[2]
+        pending += inner_nodes(node)
+    return found
+
+
+def inner_nodes(node: Node) -> list[Node]:
+    """The nodes directly inside a node, without their keys."""
+    tag = node[0]
+    if tag in _MAPPINGS:
+        return [*node[2], *(node[3:] if tag == "ordered_dict" else ())]
+    if tag in _SEQUENCES:
+        return list(node[1])
+    if tag in ("named_tuple", "dataclass"):
+        return list(node[3])
+    if tag in ("shared", "registered"):
+        return [node[2]]
+    return [node[1]] if tag == "stateful" else []
+
+
+def leaf_labels(node: Node, label: str) -> Iterator[str]:
+    """The labels of the tensors, values and sets of a tree."""
+    tag = node[0]
+    if tag in ("tensor", "value", "ref", *_SETS):
+        yield label
+    elif tag in ("shared", "registered", "stateful"):
+        yield from leaf_labels(node[-1], label)
+    for _, child, where in children_of(node, label):
+        yield from leaf_labels(child, where)
+
+
+def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
+    """Whether the filter selects something of a live object, which is not looked into deeply."""
+    return select.selects_all or any(map(select, _live_labels(obj, label, set())))
+
+
+def _live_labels(obj: Any, label: str, above: set[int]) -> Iterator[str]:
+    children = _live_children(obj)
+    if children is None or id(obj) in above:
+        yield label
+        return
+    for key, child in children:
+        yield from _live_labels(child, join(label, key), {*above, id(obj)})
+
+
+def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(obj, torch.Tensor | np.ndarray | type):
+        return None
+    if is_stateful(obj):
+        return _live_children(obj.state_dict())
+    if isinstance(obj, Mapping):
+        return list(obj.items())
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return list(zip(obj._fields, obj, strict=True))
+    if isinstance(obj, list | tuple) and not isinstance(obj, torch.Size):
+        return list(enumerate(obj))
+    if dataclasses.is_dataclass(obj):
+        return [(f.name, getattr(obj, f.name, None)) for f in dataclasses.fields(obj)]
+    return None
+
+
+def pruned(tree: Node, select: LabelFilter) -> Node:
+    """The tree as it would be, had it been saved with a filter; a tree of nothing is absent."""
+    if select.selects_all:
+        return tree
+    return _Pruning(select, definitions_of(tree)).node(tree, "") or list(ABSENT)
+
+
+class _Pruning:
+    def __init__(self, select: LabelFilter, definitions: dict[int, Node]) -> None:
+        self._select, self._definitions = select, definitions
+        self._kept: set[int] = set()
+
+    def node(self, node: Node, label: str) -> Node | None:
+        """What is left of a node; None if nothing is."""
+        tag = node[0]
+        if tag in ("tensor", "value", *_SETS):
+            return node if self._select(label) else None
+        if tag == "shared":
+            return self._shared(node[1], label)
+        if tag == "ref":
+            return node if node[1] in self._kept else self._shared(node[1], label)
+        if tag in ("stateful", "registered"):
+            inner = self.node(node[-1], label)
+            return None if inner is None else [*node[:-1], inner]
+        if tag == "absent":
+            return None
+        return self._container(node, label)
+
+    def _shared(self, number: int, label: str) -> Node | None:
+        if number not in self._definitions:
+            raise InvalidManifest(f"The tree refers to container {number}, which it has not")
+        if number in self._kept:
+            return ["ref", number]
+        self._kept.add(number)
+        inner = self.node(self._definitions[number], label)
+        if inner is None:
+            self._kept.discard(number)
+            return None
+        return ["shared", number, inner]
+
+    def _container(self, node: Node, label: str) -> Node | None:
+        children = children_of(node, label)
+        kept = [self.node(child, where) for _, child, where in children]
+        if children and all(child is None for child in kept):
+            return None
+        tag = node[0]
+        if tag in _MAPPINGS or tag == "dataclass":
+            names = node[1] if tag in _MAPPINGS else node[2]
+            pairs = [(key, k) for key, k in zip(names, kept, strict=True) if k is not None]
+            table = [[key for key, _ in pairs], [child for _, child in pairs]]
+            return [tag, *table, *node[3:]] if tag in _MAPPINGS else [*node[:2], *table]
+        filled = [list(ABSENT) if child is None else child for child in kept]
+        return [*node[:3], filled] if tag == "named_tuple" else [tag, filled, *node[2:]]

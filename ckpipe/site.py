@@ -1,0 +1,153 @@
+"""What the stages of all saves of one pipeline work with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from ckpipe.arena import Arena
+from ckpipe.backend import Backend
+from ckpipe.budget import ByteBudget, Ration
+from ckpipe.copying import plan_blocks
+from ckpipe.errors import PipelineBusy
+from ckpipe.events import EventBus
+from ckpipe.lock import StateLock
+from ckpipe.planning import Planner, fingerprint
+from ckpipe.pruning import Facts
+from ckpipe.retention import Rule
+from ckpipe.saving import Program, Save, SkipSave
+from ckpipe.structure import Captured
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
+UNKNOWN_BYTES = 1 << 40
+"""What counts as available where the system does not say."""
+
+AVAILABLE_SHARE = 0.4
+"""The largest share of the available host memory that staging takes by itself."""
+
+
+@dataclass(slots=True)
+class Site:
+    """Backend, memory, lock and cached plan of one pipeline.
+
+    Args:
+        backend: Where checkpoints go; open.
+        settings: The settings.
+        lock: Keeps trainers and copies apart.
+        events: Where events go.
+        arena: Host memory.
+        budget: How much of it saves may hold.
+        planner: Makes plans.
+        rank: This process's rank.
+        world_size: How many ranks save together.
+        attempt: The name of this launch.
+    """
+
+    backend: Backend
+    settings: Settings
+    lock: StateLock
+    events: EventBus
+    arena: Arena
+    budget: ByteBudget
+    planner: Planner
+    rank: int
+    world_size: int
+    attempt: str
+    resumed_from: str | None = None
+    program: Program | None = None
+    recent_blocks: list[int] = field(default_factory=list)
+    rule: Rule | None = None
+    facts: Facts = field(default_factory=dict)
+    loading: Counter[str] = field(default_factory=Counter)
+
+    def protected(self) -> dict[str, str]:
+        """Ids that retention must not remove, each with its reason."""
+        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
+        if self.resumed_from is not None:
+            kept[self.resumed_from] = "this run resumed from it"
+        return kept
+
+    def fits(self, captured: Captured) -> bool:
+        """Whether the last plan serves a captured state."""
+        return self.program is not None and self.program.plan.fingerprint == fingerprint(captured)
+
+    def make_program(self, captured: Captured) -> Program:
+        """Plans a captured state; blocking, for a worker thread."""
+        plan = self.planner.plan(captured, rank=self.rank, world_size=self.world_size)
+        blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
+        return Program(plan, blocks, [entry.nbytes for entry in plan.layout.entries])
+
+    async def reserve(self, save: Save, blocks: int) -> None:
+        """Gives a save its ration of staging memory, for a file image of so many blocks.
+
+        Raises:
+            SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
+            PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
+        """
+        if save.ration is not None:
+            save.ration.close()
+            save.ration = None
+        size = self.arena.block_bytes
+        await self._fit_budget(blocks * size)
+        reserved = max(1, min(blocks, self.budget.capacity // size))
+        try:
+            self.budget.acquire_nowait(reserved * size)
+        except anyio.WouldBlock:
+            await self._wait(save, reserved * size)
+        save.ration = Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
+        self.recent_blocks = [*self.recent_blocks[-7:], reserved]
+
+    async def _wait(self, save: Save, amount: int) -> None:
+        reason = "Earlier saves hold the staging memory"
+        if self.settings.on_busy == "skip":
+            raise SkipSave(reason)
+        if self.settings.on_busy == "fail":
+            raise PipelineBusy(
+                reason,
+                step=save.id.step,
+                rank=self.rank,
+                hint='Save less often, raise staging_bytes, or set on_busy to "wait" or "skip"',
+            )
+        with save.clock.timing("wait"):
+            await self.budget.acquire(amount)
+
+    async def _fit_budget(self, wanted: int) -> None:
+        """Without a bound of the user's, lets the budget grow to one whole file image."""
+        if self.settings.staging.bytes is None and wanted > self.budget.capacity:
+            available = await anyio.to_thread.run_sync(available_bytes)
+            most = int(AVAILABLE_SHARE * (available + self.budget.capacity))
+            self.budget.raise_capacity(min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes)
+
+    def trim(self) -> None:
+        """Shrinks the arena to what the last saves needed."""
+        self.arena.trim(max(self.recent_blocks, default=0))
+
+    async def warm(self) -> None:
+        """Touches the memory that later saves will want, block by block, in a worker thread."""
+        while (block := self.arena.take_untouched()) is not None:
+            try:
+                await anyio.to_thread.run_sync(block.touch)
+            finally:
+                self.arena.give(block)
+
+
+def initial_budget(settings: Settings) -> int:
+    """What the budget begins with, in bytes, a whole number of blocks."""
+    block = settings.staging.block_bytes
+    return max(block, (settings.staging.bytes or 0) // block * block)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, in bytes, as the kernel estimates it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no such file outside Linux
+        return UNKNOWN_BYTES
+    sizes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)

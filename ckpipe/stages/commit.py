@@ -1,0 +1,150 @@
+"""Stage 6: makes the save count, by one small object that is created or not."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from datetime import UTC, datetime
+
+import anyio
+import torch
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from ckpipe.backend import PutMode
+from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotFound, StoreError
+from ckpipe.events import Completed, RankCommitted
+from ckpipe.keys import decode_float
+from ckpipe.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
+from ckpipe.object_names import index_key
+from ckpipe.planning import file_rows
+from ckpipe.saving import Save, StoredFiles, resolve
+from ckpipe.site import Site
+from ckpipe.types import CheckpointInfo
+from ckpipe.version import __version__
+
+
+async def run(
+    save: Save,
+    site: Site,
+    inbox: MemoryObjectReceiveStream[StoredFiles],
+    out: MemoryObjectSendStream[CheckpointInfo],
+) -> None:
+    """Writes the index, which with one rank is its manifest; the checkpoint is complete then.
+
+    Raises:
+        CommitConflict: If another writer owns the name.
+        CommitUnknown: If the answer was lost and the object cannot be read back.
+        StoreError: If the store failed and nothing was written.
+    """
+    async with inbox, out:
+        async for stored in inbox:
+            with save.clock.timing("commit"):
+                token = secrets.token_hex(16)
+                data = await anyio.to_thread.run_sync(_encode, save, site, stored, token)
+                await _create(save, site, data, token)
+            info = _info(save)
+            metrics = {name: decode_float(value) for name, value in save.request.metrics.items()}
+            site.facts[info.id] = (metrics, save.request.final)
+            save.durable_seconds = save.elapsed
+            save.status = "committed"
+            size = len(data) + (save.program.plan.size if save.program else 0)
+            resolve(save.committed, info)
+            where = (save.name, save.id.step, save.rank)
+            site.events.emit(RankCommitted(*where, save.durable_seconds, size))
+            site.events.emit(Completed(*where, info))
+            await out.send(info)
+
+
+def _info(save: Save) -> CheckpointInfo:
+    id = save.id
+    now = datetime.now(UTC)
+    return CheckpointInfo(str(id), id.step, id.attempt, id.count, complete=True, saved_at=now)
+
+
+def _encode(save: Save, site: Site, stored: StoredFiles, token: str) -> bytes:
+    captured, program, sums = save.captured, save.program, save.sums
+    assert captured is not None
+    assert program is not None
+    assert sums is not None
+    rows = tuple(
+        TensorRow(
+            leaf.label, leaf.dtype, leaf.shape, leaf.device.partition(":")[0], leaf.kind,
+            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )  # fmt: skip
+    part = Part(
+        rank=save.rank,
+        structure=0,
+        layout=0,
+        values=tuple(captured.values),
+        files=file_rows(program.plan, stored.header_sums),
+        checksums=tuple(sums.finished()),
+        token=token,
+        started=datetime.fromtimestamp(save.started_at, UTC).isoformat(timespec="milliseconds"),
+        writer={
+            "ckpipe": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        metadata=save.request.metadata,
+        metrics=save.request.metrics,
+        resumed_from=site.resumed_from,
+        final=save.request.final,
+    )
+    structure = Structure(captured.tree, rows, len(captured.values))
+    bundle = Bundle(
+        "index", save.id, site.world_size, (structure,), (program.plan.layout,), (part,)
+    )
+    return encode_bundle(bundle)
+
+
+async def _create(save: Save, site: Site, data: bytes, token: str) -> None:
+    """Creates the index once, and finds out what became of it if the answer was lost."""
+    key = index_key(save.id)
+    deadline = site.settings.upload.attempt_timeout_seconds
+    for last in (*[False] * site.settings.upload.retries, True):
+        try:
+            with anyio.fail_after(deadline):
+                await site.backend.put(key, data, PutMode.CREATE)
+            return
+        except (StoreError, TimeoutError) as error:
+            if await _landed(save, site, key, token, error):
+                return
+            if last or not (isinstance(error, TimeoutError) or error.transient):
+                raise
+        await anyio.sleep(site.settings.upload.backoff_seconds)
+
+
+async def _landed(save: Save, site: Site, key: str, token: str, cause: BaseException) -> bool:
+    """Reads the index back: True if it is ours, False if there is none.
+
+    Raises:
+        CommitConflict: If it is another writer's.
+        CommitUnknown: If it cannot be read.
+    """
+    try:
+        found = await site.backend.get(key, max_bytes=MAX_STORED_BYTES)
+        bundle = await anyio.to_thread.run_sync(
+            lambda: decode_bundle(found, key=key, id=save.id, kind="index")
+        )
+    except ObjectNotFound:
+        return False
+    except CkpipeError as error:
+        raise CommitUnknown(
+            f"Whether the commit landed is unknown: writing said {cause!r}, reading {error!r}",
+            step=save.id.step,
+            rank=save.rank,
+            key=key,
+            hint="Nothing was deleted. Look at the store; verify() tells whether it is complete",
+        ) from cause
+    if any(part.rank == save.rank and part.token == token for part in bundle.parts):
+        return True
+    raise CommitConflict(
+        "Another writer has committed under this name",
+        step=save.id.step,
+        rank=save.rank,
+        key=key,
+        hint="Two processes use one attempt id on this root; give each run its own root",
+    ) from cause

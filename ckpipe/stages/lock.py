@@ -1,0 +1,42 @@
+"""Stage 1: waits for a moment at which no trainer changes the state, and keeps it so."""
+
+from __future__ import annotations
+
+from anyio.streams.memory import MemoryObjectSendStream
+
+from ckpipe.errors import StateChanged
+from ckpipe.saving import Save, Turn
+from ckpipe.site import Site
+
+TURNS = 3
+"""A first walk to plan from, one to copy by, and one more if the structure changed between."""
+
+
+async def run(save: Save, site: Site, out: MemoryObjectSendStream[Turn]) -> None:
+    """Gives the save its turns on the state, one after the other, until one has been copied.
+
+    Raises:
+        StateLockTimeout: If trainers held the lock for too long.
+        StateChanged: If the structure changed in every turn.
+    """
+    async with out:
+        if site.program is not None:
+            # In a steady run the memory is there before trainers are held off.
+            await site.reserve(save, len(site.program.blocks))
+        for _ in range(TURNS):
+            with save.clock.timing("lock"):
+                token = await site.lock.acquire_capture_async(
+                    site.settings.lock.timeout_seconds, thread=save.request.thread
+                )
+            turn = Turn(site.lock, token)
+            try:
+                await out.send(turn)
+                await turn.ended.wait()
+            finally:
+                turn.end()
+            if turn.copied:
+                return
+    raise StateChanged(
+        "The structure of the state changed while it was being planned",
+        hint="Add, drop or resize tensors inside lock.mutating(), or between saves",
+    )

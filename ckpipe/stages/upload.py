@@ -1,0 +1,143 @@
+"""Stage 5: writes blocks to the store in parallel lanes, each straight from host memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from ckpipe.backend import Upload
+from ckpipe.checksum import crc32c
+from ckpipe.errors import CkpipeError, ObjectExists
+from ckpipe.events import BlockUploaded, Retrying
+from ckpipe.object_names import data_file_key
+from ckpipe.retrying import RetryPolicy, retrying
+from ckpipe.saving import FilledBlock, Program, Save, StoredFiles
+from ckpipe.site import Site
+
+
+async def run(
+    save: Save,
+    site: Site,
+    inbox: MemoryObjectReceiveStream[FilledBlock],
+    out: MemoryObjectSendStream[StoredFiles],
+) -> None:
+    """Uploads all data files. If it fails, what was uploaded is given up again.
+
+    Raises:
+        StoreError: If the store failed and retries did not help.
+    """
+    files = _Files(save, site)
+    async with inbox, out:
+        try:
+            async with anyio.create_task_group() as lanes:
+                for lane in range(site.settings.upload.lanes):
+                    lanes.start_soon(_lane, files, inbox.clone(), name=f"upload lane {lane}")
+            if save.program is None:
+                return  # the save ended before a block was filled
+            await files.complete()
+            await out.send(StoredFiles([crc32c(file.header) for file in save.program.plan.files]))
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await files.abort()
+            raise
+
+
+async def _lane(files: _Files, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
+    async with inbox:
+        async for filled in inbox:
+            await files.write(filled)
+
+
+class _Files:
+    """The data files of one save on their way."""
+
+    def __init__(self, save: Save, site: Site) -> None:
+        self._save, self._site = save, site
+        self._uploads: dict[int, Upload] = {}
+        self._opening = anyio.Lock()
+        self._written: Counter[int] = Counter()
+        self._bytes = 0
+        upload = site.settings.upload
+        self._policy = RetryPolicy(
+            upload.retries,
+            upload.backoff_seconds,
+            upload.backoff_max_seconds,
+            upload.attempt_timeout_seconds,
+            upload.deadline_seconds,
+            self._report,
+        )
+
+    @property
+    def _program(self) -> Program:
+        assert self._save.program is not None
+        return self._save.program
+
+    def _report(self, error: CkpipeError, seconds: float) -> None:
+        save = self._save
+        self._site.events.emit(
+            Retrying(
+                save.name, save.id.step, save.rank, f"{type(error).__name__}: {error}", seconds
+            )
+        )
+
+    async def write(self, filled: FilledBlock) -> None:
+        plan, save = filled.plan, self._save
+        upload = await self._upload(plan.file)
+        with save.clock.timing("upload", plan.nbytes):
+            await retrying(self._policy, lambda: upload.write(plan.offset, filled.data))
+        assert save.ration is not None
+        save.ration.give(filled.block)
+        self._written[plan.file] += 1
+        self._bytes += plan.nbytes
+        total = self._program.plan.size
+        self._site.events.emit(
+            BlockUploaded(save.name, save.id.step, save.rank, plan.nbytes, self._bytes, total)
+        )
+
+    async def _upload(self, number: int) -> Upload:
+        async with self._opening:
+            if number not in self._uploads:
+                file = self._program.plan.files[number]
+                key = data_file_key(self._save.id, file.name)
+                block_bytes = self._site.arena.block_bytes
+                with self._save.clock.timing("upload"):
+                    self._uploads[number] = await retrying(
+                        self._policy,
+                        lambda: self._site.backend.open_upload(
+                            key, size=file.size, block_bytes=block_bytes
+                        ),
+                    )
+            return self._uploads[number]
+
+    async def complete(self) -> None:
+        """Makes every file durable, one after the other."""
+        blocks = Counter(block.file for block in self._program.blocks)
+        assert self._written == blocks, "a block was never written"
+        for number, upload in list(self._uploads.items()):
+            with self._save.clock.timing("upload"):
+                await self._complete(number, upload)
+            del self._uploads[number]
+
+    async def _complete(self, number: int, upload: Upload) -> None:
+        file = self._program.plan.files[number]
+        key = data_file_key(self._save.id, file.name)
+        tries = 0
+
+        async def attempt() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                await upload.complete()
+            except ObjectExists:
+                # The name is ours alone, so after a lost answer the object is what we wrote.
+                if tries == 1 or (await self._site.backend.stat(key)).size != file.size:
+                    raise
+
+        await retrying(self._policy, attempt)
+
+    async def abort(self) -> None:
+        for upload in self._uploads.values():
+            await upload.abort()
+        self._uploads.clear()

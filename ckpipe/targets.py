@@ -1,0 +1,99 @@
+"""The tensors that a load fills: live ones of the target and fresh ones, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.filling import Filling
+from ckpipe.live_tensors import LiveTensor, writable_view
+from ckpipe.load_planning import Need
+from ckpipe.sharing import check_agreement, disputed_groups, distinct
+from ckpipe.stored_tensors import StoredTensors
+
+
+class Targets:
+    """Collects the tensors to fill, then says what to read, first and second.
+
+    The first round brings, into fresh tensors, what decides whether live tensors that overlap
+    agree; only the second fills live tensors. No entry is in both.
+
+    Args:
+        stored: The tensors of the checkpoint.
+        cast: Whether values may be converted to the dtype of a live tensor.
+    """
+
+    def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
+        self.stored, self.cast = stored, cast
+        self.filling = Filling(stored)
+        self._lives: list[LiveTensor] = []
+        self._disputed: list[list[LiveTensor]] = []
+        self._first: set[int] = set()
+
+    def fill(self, number: int, live: torch.Tensor | np.ndarray[Any, Any], label: str) -> bool:
+        """Notes that a live tensor is to be filled with a stored one that fits it.
+
+        Returns:
+            False if its memory cannot be written, so that a fresh one has to serve.
+        """
+        view = writable_view(live)
+        if view is None:
+            return False
+        self._lives.append(LiveTensor(self.stored[number], label, view, live))
+        return True
+
+    def settle(self) -> None:
+        """Gives every live tensor its place in a round; call it once all are known."""
+        lives = distinct(self._lives)
+        self._disputed = disputed_groups(lives)
+        self._first = self._entries_to_compare(lives)
+        for live in lives:
+            number = live.stored.number
+            if self._first and self._first.intersection(c.entry for c in live.stored.chunks):
+                self.filling.copy_later(number, live.tensor)
+            else:
+                self.filling.live(number, live.tensor)
+
+    def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
+        """The entries of disputed tensors, and all that tensors reach which they touch."""
+        entries = {
+            c.entry for group in self._disputed for live in group for c in live.stored.chunks
+        }
+        grown = bool(entries)
+        while grown:
+            before = len(entries)
+            for live in lives:
+                own = [chunk.entry for chunk in live.stored.chunks]
+                if not entries.isdisjoint(own):
+                    entries.update(own)
+            grown = len(entries) > before
+        return entries
+
+    @property
+    def first_needs(self) -> list[Need]:
+        """What to read before a live tensor is touched; usually nothing."""
+        return [need for need in self.filling.needs if need.entry in self._first]
+
+    @property
+    def needs(self) -> list[Need]:
+        """What to read then."""
+        return [need for need in self.filling.needs if need.entry not in self._first]
+
+    def check_disputed(self) -> None:
+        """Proves that live tensors which overlap are given the same bytes.
+
+        Raises:
+            SharingConflict: If they are not.
+        """
+        self.filling.resolve_fresh()
+        for group in self._disputed:
+            check_agreement(group, [self.filling.fresh(live.stored.number) for live in group])
+
+    def finish(self) -> None:
+        """Completes the tensors once all bytes are there, and tells autograd of the change."""
+        with torch.no_grad():
+            self.filling.finish()
+        changed = [live.owner for live in self._lives if isinstance(live.owner, torch.Tensor)]
+        torch.autograd.graph.increment_version([t for t in changed if not t.is_inference()])

@@ -1,0 +1,73 @@
+"""A training loop that is a coroutine, and saves checkpoints with `await`.
+
+    python examples/async_loop.py          (about ten seconds; run it again to train further)
+
+The training step is plain torch and never awaits, so it blocks this program's event loop. The
+saves do not mind: a pipeline works on an event loop of its own, in a thread of its own. The
+output shows it: each save was durable before this coroutine awaited anything again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the name everybody uses)
+
+import ckpipe
+
+CONTEXT = 24  # bytes the model looks back
+
+
+async def train(checkpoints: Path, steps: int, save_every: int) -> None:
+    """Trains some steps more than the newest checkpoint has, and saves now and then."""
+    torch.manual_seed(1)
+    text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
+    model = nn.Sequential(
+        nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 1024), nn.ReLU(),
+        nn.Linear(1024, 256),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "rng": ckpipe.RngState()}
+
+    async with ckpipe.Pipeline(checkpoints, guard=optimizer) as pipeline:
+        restored = await pipeline.load(state)  # in place; None if there is no checkpoint yet
+        done = restored.step if restored else 0
+        print(f"going on from step {done}" if restored else "starting from scratch")
+
+        handle = None
+        for step in range(done + 1, done + steps + 1):
+            loss = train_step(model, optimizer, text)  # blocks this event loop, and may
+            if step % save_every == 0:
+                if handle:
+                    print(f"    by now the save of step {handle.step} is {handle.status}")
+                handle = await pipeline.save(state, step=step)  # returns once the state is copied
+                print(f"step {step:5d}   loss {loss:.4f}   save: {handle.status}")
+
+        if handle:
+            info = await handle.committed()  # returns once the checkpoint is durable
+            print(f"done; the newest checkpoint is {info.id}")
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor) -> float:
+    """One ordinary optimizer step: predicts bytes from the bytes before them."""
+    starts = torch.randint(len(text) - CONTEXT, (512, 1))
+    pieces = text[starts + torch.arange(CONTEXT + 1)]
+    loss = F.cross_entropy(model(pieces[:, :-1]), pieces[:, -1])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoints", type=Path, default=Path("async-checkpoints"))
+    parser.add_argument("--steps", type=int, default=400, help="how many more steps to train")
+    parser.add_argument("--save-every", type=int, default=50)
+    options = parser.parse_args()
+    asyncio.run(train(options.checkpoints, options.steps, options.save_every))

@@ -1,0 +1,59 @@
+"""What all tests share: nothing blocks an event loop, and buffers are aligned when asked for."""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from blockbuster import BlockBuster, BlockBusterFunction
+from hypothesis import settings
+
+import ckpipe.pipeline  # noqa: F401  names of ckpipe are imported at first use, which blocks
+
+settings.register_profile("ckpipe", deadline=None, print_blob=True)
+settings.load_profile("ckpipe")
+
+# A run that hangs shows where each of its threads is when it gets this signal.
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+_LIBRARY = ["ckpipe", "ckpipe_local"]
+_MORE_BLOCKING_CALLS = (
+    "os.open",
+    "os.pread",
+    "os.preadv",
+    "os.pwrite",
+    "os.fsync",
+    "os.ftruncate",
+    "os.posix_fallocate",
+)
+# Locks that are held for a few instructions only may be taken on a loop.
+_NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loops_never_blocked() -> Iterator[None]:
+    """Makes blocking calls of library code fail on any thread that runs an event loop.
+
+    The tests themselves may block: they run beside the library, not in it.
+    """
+    guard = BlockBuster(_LIBRARY)
+    for name in _MORE_BLOCKING_CALLS:
+        guard.functions[name] = BlockBusterFunction(None, name, scanned_modules=_LIBRARY)
+    for name in _NOT_BLOCKING:
+        del guard.functions[name]
+    guard.activate()
+    yield
+    guard.deactivate()
+
+
+@pytest.fixture(scope="session")
+def aligned_buffer() -> Callable[[int], memoryview]:
+    """Makes writable memory that begins at a page."""
+
+    def make(size: int) -> memoryview:
+        return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+    return make

@@ -1,0 +1,111 @@
+"""Puts a state on a store without a pipeline, for tests of what reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import anyio
+import torch
+
+from ckpipe.arena import Arena, Block
+from ckpipe.backend import Backend
+from ckpipe.checksum import ChunkSums, crc32c
+from ckpipe.copying import fill_block, plan_blocks
+from ckpipe.keys import LabelFilter
+from ckpipe.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.object_names import data_file_key
+from ckpipe.planning import LocalPlanner, RankPlan, file_rows
+from ckpipe.restore import LoadRequest, restore
+from ckpipe.structure import Captured, capture
+from ckpipe.testing import MemoryBackend
+from ckpipe.types import CheckpointId, LoadResult
+
+ID = CheckpointId("20261121T034205123Z-tests", 7, 0)
+ALL = LabelFilter()
+BLOCK_BYTES = 2 << 20
+
+
+async def store(state: Any, backend: Backend, *, pickling: bool = False) -> Bundle:
+    """Writes the data files of a state and returns what its manifest would say."""
+    captured = capture(state, pickling=pickling)
+    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
+    sums = ChunkSums([entry.nbytes for entry in plan.layout.entries])
+    images = _images(captured, plan, sums)
+    for file, image in zip(plan.files, images, strict=True):
+        upload = await backend.open_upload(
+            data_file_key(ID, file.name), size=len(image), block_bytes=len(image)
+        )
+        await upload.write(0, memoryview(image))
+        await upload.complete()
+    return _bundle(captured, plan, sums)
+
+
+def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearray]:
+    images = [bytearray(file.size) for file in plan.files]
+    memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    block = Block(memoryview(memory.numpy()).cast("B"), memory, None)  # type: ignore[arg-type]
+    for step in plan_blocks(plan, captured.tensors, BLOCK_BYTES):
+        fill_block(step, captured.tensors, block)
+        images[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
+    for number, entry in enumerate(plan.layout.entries):
+        begin = len(plan.files[entry.file].header) + entry.offset
+        for lo in range(0, entry.nbytes, 1 << 20):
+            hi = min(lo + (1 << 20), entry.nbytes)
+            data = memoryview(images[entry.file])[begin + lo : begin + hi]
+            sums.add(number, lo, hi, crc32c(data))
+    return images
+
+
+def _bundle(captured: Captured, plan: RankPlan, sums: ChunkSums) -> Bundle:
+    rows = tuple(
+        TensorRow(
+            leaf.label, leaf.dtype, leaf.shape, torch.device(leaf.device).type, leaf.kind,
+            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )  # fmt: skip
+    part = Part(
+        rank=0,
+        structure=0,
+        layout=0,
+        values=tuple(captured.values),
+        files=file_rows(plan, [crc32c(file.header) for file in plan.files]),
+        checksums=tuple(sums.finished()),
+        token="token",
+        started="2026-11-21T03:42:05Z",
+        writer={},
+    )
+    structure = Structure(captured.tree, rows, len(captured.values))
+    return Bundle("index", ID, 1, (structure,), (plan.layout,), (part,))
+
+
+def request(into: Any = None, **changes: Any) -> LoadRequest:
+    """A strict load of everything, changed as named."""
+    plain = LoadRequest(into, ALL, strict=True, cast=False, pickling=False)
+    return dataclasses.replace(plain, **changes)
+
+
+async def load(backend: Backend, bundle: Bundle, into: Any = None, **changes: Any) -> LoadResult:
+    """Loads with two lanes and blocks of 2 MiB."""
+    arena = Arena(BLOCK_BYTES)
+    try:
+        return await restore(backend, bundle, request(into, **changes), arena, lanes=2)
+    finally:
+        assert arena.free_blocks == arena.blocks
+
+
+async def round_trip(state: Any, into: Any = None, *, save_pickled: bool = False, **changes: Any) -> LoadResult:
+    """What a state is after it was stored and loaded."""
+    backend = MemoryBackend()
+    bundle = await store(state, backend, pickling=save_pickled)
+    return await load(backend, bundle, into, **changes)
+
+
+def run_round_trip(state: Any, into: Any = None, **changes: Any) -> LoadResult:
+    """The same for tests that are not coroutines."""
+
+    async def main() -> LoadResult:
+        return await round_trip(state, into, **changes)
+
+    return anyio.run(main)

@@ -1,0 +1,601 @@
+"""The local backend beyond the contract: direct I/O, temporary files, crashes, full disks."""
+
+# Tests look at the disk on their own loop, where nothing else waits.
+# ruff: noqa: ASYNC220, ASYNC230, ASYNC240
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpipe.backend import PutMode
+from ckpipe.errors import (
+    InvalidKey,
+    ObjectExists,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    TruncatedObject,
+    UsageError,
+)
+from ckpipe.testing.conformance import pattern
+from ckpipe_local import LocalBackend, direct_io
+from ckpipe_local.backend import path_of
+from ckpipe_local.directories import TEMPORARY_PREFIX
+from ckpipe_local.failures import reading, writing
+from ckpipe_local.partial import begin_file
+from ckpipe_local.threads import _Call, in_thread
+
+PAGE = direct_io.ALIGNMENT
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
+    async with LocalBackend(str(tmp_path)) as backend:
+        yield backend
+
+
+def files_below(directory: str | Path) -> list[str]:
+    """All files, temporary ones included, relative to the directory."""
+    found = [
+        os.path.relpath(os.path.join(at, name), directory)
+        for at, _, names in os.walk(directory)
+        for name in names
+    ]
+    return sorted(found)
+
+
+def skewed(make: Callable[[int], memoryview], data: bytes, skew: int) -> memoryview:
+    """A copy of the data that begins ``skew`` bytes after a page boundary."""
+    buffer = make(len(data) + skew)[skew:]
+    buffer[:] = data
+    return buffer
+
+
+async def upload(backend: LocalBackend, key: str, data: memoryview, block_bytes: int) -> None:
+    """Uploads all blocks of the data at the same time."""
+    begun = await backend.open_upload(key, size=len(data), block_bytes=block_bytes)
+    async with anyio.create_task_group() as tasks:
+        for offset in range(0, len(data), block_bytes):
+            tasks.start_soon(begun.write, offset, data[offset : offset + block_bytes])
+    await begun.complete()
+
+
+# Paths and the root
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("/a/b", "/a/b"),
+        ("relative/path", "relative/path"),
+        ("a%20b", "a%20b"),
+        ("file:///a/b", "/a/b"),
+        ("FILE://localhost/a", "/a"),
+        ("file:///with%20space/%C3%BC", "/with space/ü"),
+        ("file:///run#1?x", "/run#1?x"),
+        ("dir/odd://name", "dir/odd://name"),
+    ],
+)
+def test_paths_of_urls(url: str, path: str) -> None:
+    assert path_of(url) == path
+
+
+@pytest.mark.parametrize(
+    "url", ["", "file://", "file://host/a", "file://host", "file:/a", "s3://a/b", "/a\0b"]
+)
+def test_urls_that_name_no_directory(url: str) -> None:
+    with pytest.raises(UsageError):
+        path_of(url)
+
+
+async def test_root_is_made_with_its_parents(tmp_path: Path) -> None:
+    async with LocalBackend((tmp_path / "a b" / "c").as_uri()) as backend:
+        await backend.put("key", b"x", PutMode.CREATE)
+    assert files_below(tmp_path) == ["a b/c/key"]
+
+
+@pytest.mark.parametrize("below", ["file", "file/deeper/still"])
+async def test_root_cannot_be_below_a_file(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match=rf"{tmp_path}.*is a file"):
+        await LocalBackend(str(tmp_path / below)).__aenter__()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a small file system in memory with the given options."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        target = tmp_path / f"mount-{len(mounted)}"
+        target.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
+        if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("Mounting a file system needs more rights than these")
+        mounted.append(target)
+        return target
+
+    yield mount
+    for target in mounted:
+        subprocess.run(["umount", "--lazy", str(target)], check=True)
+
+
+async def test_root_on_a_read_only_mount(mount: Callable[[str], Path]) -> None:
+    root = mount("ro,size=1m")
+    with pytest.raises(PermissionDenied, match=str(root)):
+        await LocalBackend(str(root)).__aenter__()
+    with pytest.raises(PermissionDenied, match="Mount the file system for writing"):
+        await LocalBackend(str(root / "new")).__aenter__()
+
+
+async def test_root_without_permission(tmp_path: Path) -> None:
+    if not os.geteuid():
+        pytest.skip("Nothing is forbidden to this user")
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionDenied, match=str(tmp_path)):
+        await LocalBackend(str(tmp_path / "new")).__aenter__()
+
+
+async def test_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
+    async with LocalBackend(str(tmp_path / "root")) as backend:
+        shutil.rmtree(tmp_path / "root")
+        with pytest.raises(StoreError, match="No such file"):
+            await backend.put("a/b", b"x", PutMode.CREATE)
+        with pytest.raises(StoreError, match="No such file"):
+            await backend.open_upload("a/b", size=1, block_bytes=1)
+    assert not (tmp_path / "root").exists()
+
+
+# Direct I/O
+
+
+def write_and_read(
+    size: int, block_bytes: int, skew: int, offset: int, *, direct: bool
+) -> tuple[bytes, bytes]:
+    """What a file holds after an upload, and what reading it from an offset on gives."""
+    make = memoryview_maker()
+
+    async def main(root: str) -> tuple[bytes, bytes]:
+        async with LocalBackend(root, direct=direct) as backend:
+            await upload(backend, "d/f", skewed(make, pattern(size), skew), block_bytes)
+            buffer = make(size - offset + skew)[skew:]
+            await backend.read_into("d/f", offset, buffer)
+        return Path(root, "d/f").read_bytes(), bytes(buffer)
+
+    with tempfile.TemporaryDirectory() as root:
+        return anyio.run(main, root)
+
+
+def memoryview_maker() -> Callable[[int], memoryview]:
+    import mmap
+
+    return lambda size: memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "skew", "part"),
+    [
+        (3 * PAGE, 0, 0, (0, 3 * PAGE)),
+        (3 * PAGE + 5, PAGE, 0, (0, 3 * PAGE)),
+        (3 * PAGE, 2 * PAGE - 3, PAGE - 3, (3, 2 * PAGE + 3)),
+        (3 * PAGE, 0, 8, (0, 0)),
+        (3 * PAGE, 8, 0, (0, 0)),
+        (PAGE - 1, 0, 0, (0, 0)),
+        (2, PAGE - 1, 0, (0, 0)),
+        (0, 0, 0, (0, 0)),
+    ],
+)
+def test_aligned_part(
+    aligned_buffer: Callable[[int], memoryview],
+    size: int,
+    offset: int,
+    skew: int,
+    part: tuple[int, int],
+) -> None:
+    assert direct_io.aligned_part(aligned_buffer(size + skew)[skew:], offset) == part
+
+
+NEAR_PAGES = st.builds(
+    lambda pages, rest: max(1, pages * PAGE + rest),
+    st.integers(0, 12),
+    st.one_of(st.integers(-3, 3), st.integers(-PAGE, PAGE)),
+)
+
+
+@settings(max_examples=60)
+@given(
+    size=NEAR_PAGES,
+    block_bytes=NEAR_PAGES,
+    skew=st.sampled_from([0, 0, 1, 512, PAGE - 1]),
+    share=st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)),
+    direct=st.booleans(),
+)
+def test_every_path_gives_the_same_bytes(
+    size: int, block_bytes: int, skew: int, share: float, direct: bool
+) -> None:
+    offset = int(size * share)
+    block_bytes = max(block_bytes, size // 50)
+    written, read = write_and_read(size, block_bytes, skew, offset, direct=direct)
+    assert written == pattern(size)
+    assert read == pattern(size)[offset:]
+
+
+@pytest.fixture
+def passes_cache(tmp_path: Path) -> None:
+    """Skips where the file system cannot pass the page cache by, or keeps nothing else."""
+    (tmp_path / "probe").write_bytes(b"")
+    descriptor = direct_io.open_direct(str(tmp_path / "probe"))
+    (tmp_path / "probe").unlink()
+    if descriptor is None or shutil.disk_usage(tmp_path) == shutil.disk_usage("/dev/shm"):
+        pytest.skip("The file system of the temporary directory has no direct I/O")
+    os.close(descriptor)
+
+
+@pytest.mark.usefixtures("passes_cache")
+async def test_bulk_data_stays_out_of_the_page_cache(
+    backend: LocalBackend, aligned_buffer: Callable[[int], memoryview]
+) -> None:
+    size = 1 << 20
+    await upload(backend, "f", skewed(aligned_buffer, pattern(size), 0), size // 4)
+    assert await backend.view("f", 0, size) is None
+    await backend.read_into("f", 0, aligned_buffer(size))
+    assert await backend.view("f", 0, size) is None
+
+
+async def test_cached_data_is_viewed(tmp_path: Path, backend: LocalBackend) -> None:
+    (tmp_path / "f").write_bytes(pattern(100_000))
+    view = await backend.view("f", 5000, 90_000)
+    assert view is not None
+    assert view.readonly
+    assert view == pattern(100_000)[5000:95_000]
+
+
+@pytest.mark.usefixtures("passes_cache")
+async def test_half_cached_data_is_read_whole(
+    tmp_path: Path, backend: LocalBackend, aligned_buffer: Callable[[int], memoryview]
+) -> None:
+    size = 1 << 20
+    await upload(backend, "f", skewed(aligned_buffer, pattern(size), 0), size)
+    with open(tmp_path / "f", "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read(40 * PAGE)
+    buffer = aligned_buffer(size)
+    await backend.read_into("f", 0, buffer)
+    assert buffer == pattern(size)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 100_001])
+async def test_view_beyond_the_end(backend: LocalBackend, size: int) -> None:
+    await backend.put("f", pattern(size), PutMode.CREATE)
+    with pytest.raises(TruncatedObject, match=str(size)):
+        await backend.view("f", 0, size + 1)
+    with pytest.raises(TruncatedObject, match=str(size)):
+        await backend.view("f", 10 * size, 1)
+
+
+@pytest.mark.usefixtures("passes_cache")
+async def test_refused_direct_io_falls_back(
+    tmp_path: Path,
+    backend: LocalBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    aligned_buffer: Callable[[int], memoryview],
+) -> None:
+    # With an alignment that is too small for the disk the kernel refuses what we then ask for.
+    monkeypatch.setattr(direct_io, "ALIGNMENT", 16)
+    data = skewed(aligned_buffer, pattern(100_000), 16)
+    await upload(backend, "f", data, 20_000)
+    with open(tmp_path / "f", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    buffer = aligned_buffer(100_016)[16:]
+    await backend.read_into("f", 0, buffer)
+    assert buffer == data
+
+
+@pytest.mark.usefixtures("passes_cache")
+def test_writer_reports_what_was_refused(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    descriptor = direct_io.open_direct(str(tmp_path / "f"))
+    assert descriptor is not None
+    assert direct_io.write_direct(descriptor, memoryview(bytes(100)), 3) == 0
+    os.close(descriptor)
+
+
+async def test_block_outside_of_the_object(backend: LocalBackend) -> None:
+    begun = await backend.open_upload("f", size=10, block_bytes=8)
+    with pytest.raises(UsageError, match="10 bytes"):
+        await begun.write(8, memoryview(bytes(3)))
+    await begun.abort()
+
+
+# Temporary files and directories
+
+
+async def test_temporary_files_are_hidden(tmp_path: Path, backend: LocalBackend) -> None:
+    begun = await backend.open_upload("a/f", size=10, block_bytes=10)
+    (name,) = files_below(tmp_path)
+    assert os.path.basename(name).startswith(TEMPORARY_PREFIX)
+    assert [info async for info in backend.list()] == []
+    assert (await backend.children()).prefixes == ()
+    assert (await backend.children("a/")).objects == ()
+    for refused in (backend.stat(name), backend.delete([name]), backend.get(name, max_bytes=10)):
+        with pytest.raises(InvalidKey):
+            await refused
+    await begun.abort()
+
+
+async def test_abort_twice_and_after_complete(tmp_path: Path, backend: LocalBackend) -> None:
+    begun = await backend.open_upload("a/f", size=1, block_bytes=1)
+    await begun.write(0, memoryview(b"x"))
+    await begun.complete()
+    await begun.abort()
+    await begun.abort()
+    assert files_below(tmp_path) == ["a/f"]
+
+
+async def test_closing_gives_up_open_uploads(tmp_path: Path) -> None:
+    async with LocalBackend(str(tmp_path)) as backend:
+        before = len(os.listdir("/proc/self/fd"))
+        await backend.open_upload("a/f", size=1, block_bytes=1)
+        await backend.open_upload("a/g", size=PAGE, block_bytes=PAGE)
+    assert files_below(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_delete_removes_empty_directories(tmp_path: Path, backend: LocalBackend) -> None:
+    for key in ("a/b/c/one", "a/b/two"):
+        await backend.put(key, b"x", PutMode.CREATE)
+    await backend.delete(["a/b/c/one"])
+    assert not (tmp_path / "a/b/c").exists()
+    await backend.delete(["a/b/two"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("age", "left"), [(60, True), (2 * 3600, False)])
+async def test_delete_clears_abandoned_uploads(
+    tmp_path: Path, backend: LocalBackend, age: int, left: bool
+) -> None:
+    await backend.put("a/one", b"x", PutMode.CREATE)
+    abandoned = tmp_path / "a" / f"{TEMPORARY_PREFIX}1234"
+    abandoned.write_bytes(b"")
+    when = datetime.now(UTC).timestamp() - age
+    os.utime(abandoned, (when, when))
+    await backend.delete(["a/one"])
+    assert abandoned.exists() is left
+    assert (tmp_path / "a").exists() is left
+
+
+async def test_stale_uploads_go_by_their_time(tmp_path: Path, backend: LocalBackend) -> None:
+    now = datetime.now(UTC)
+    for name, age in (("a/old", 3000), ("a/new", 10), ("b/old", 3000)):
+        path = tmp_path / os.path.dirname(name) / (TEMPORARY_PREFIX + os.path.basename(name))
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+        os.utime(path, (now.timestamp() - age, now.timestamp() - age))
+    before = now - timedelta(seconds=1000)
+    assert await backend.remove_stale_uploads("a/", before=before) == 1
+    assert await backend.remove_stale_uploads("", before=before) == 1
+    assert files_below(tmp_path) == [f"a/{TEMPORARY_PREFIX}new"]
+    assert not (tmp_path / "b").exists()
+
+
+async def test_upload_whose_directory_was_removed(tmp_path: Path, backend: LocalBackend) -> None:
+    begun = await backend.open_upload("a/f", size=1, block_bytes=1)
+    await begun.write(0, memoryview(b"x"))
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(StoreError, match="No such file"):
+        await begun.complete()
+    await begun.abort()
+    await backend.put("a/f", b"y", PutMode.CREATE)
+    assert await backend.get("a/f", max_bytes=1) == b"y"
+
+
+async def test_keys_that_clash_with_directories(backend: LocalBackend) -> None:
+    await backend.put("object", b"x", PutMode.CREATE)
+    await backend.put("directory/object", b"x", PutMode.CREATE)
+    for mode in PutMode:
+        with pytest.raises(InvalidKey, match="is a file"):
+            await backend.put("object/below", b"x", mode)
+        with pytest.raises(InvalidKey, match="names a directory"):
+            await backend.put("directory", b"x", mode)
+    with pytest.raises(InvalidKey, match="too long"):
+        await backend.put("x" * 256, b"x", PutMode.CREATE)
+    with pytest.raises(InvalidKey):
+        _ = [info async for info in backend.list("../")]
+
+
+@pytest.mark.parametrize(
+    ("code", "read", "write"),
+    [
+        (errno.ENOSPC, StoreFull, StoreFull),
+        (errno.EDQUOT, StoreFull, StoreFull),
+        (errno.EACCES, PermissionDenied, PermissionDenied),
+        (errno.EROFS, PermissionDenied, PermissionDenied),
+        (errno.ENOENT, ObjectNotFound, StoreError),
+        (errno.EEXIST, ObjectExists, ObjectExists),
+        (errno.ENAMETOOLONG, InvalidKey, InvalidKey),
+        (errno.EIO, StoreError, StoreError),
+        (errno.ESTALE, StoreUnavailable, StoreUnavailable),
+        (errno.EAGAIN, StoreUnavailable, StoreUnavailable),
+        (errno.EINVAL, StoreError, InvalidKey),
+    ],
+)
+def test_errors_are_translated(code: int, read: type[StoreError], write: type[StoreError]) -> None:
+    for translated, kind in ((reading, read), (writing, write)):
+        with pytest.raises(kind, match=os.strerror(code)) as caught, translated("do it", "a key"):
+            raise OSError(code, os.strerror(code))
+        assert type(caught.value) is kind
+        assert caught.value.key == "a key"
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+# Full disks, cancellation, crashes, races
+
+
+async def test_full_disk(mount: Callable[[str], Path]) -> None:
+    root = mount("size=1m")
+    async with LocalBackend(str(root)) as backend:
+        await backend.put("older", pattern(100_000), PutMode.CREATE)
+        with pytest.raises(StoreFull, match="No space left"):
+            await backend.open_upload("a/f", size=4 << 20, block_bytes=1 << 20)
+        with pytest.raises(StoreFull, match="Free space"):
+            await backend.put("b/g", bytes(4 << 20), PutMode.CREATE)
+        assert files_below(root) == ["older"]
+        assert await backend.get("older", max_bytes=100_000) == pattern(100_000)
+        await backend.put("b/g", pattern(1000), PutMode.CREATE)
+        assert await backend.get("b/g", max_bytes=1000) == pattern(1000)
+
+
+@pytest.mark.parametrize("native", [True, False])
+async def test_cancelled_call_waits_for_its_thread(native: bool) -> None:
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert release.wait(30)
+        ended.set()
+
+    scope = anyio.CancelScope()
+
+    async def call() -> None:
+        with scope:
+            await in_thread(work)
+
+    task = asyncio.create_task(call())
+    await anyio.to_thread.run_sync(begun.wait)
+    for _ in range(3):
+        if native:
+            task.cancel()
+        else:
+            scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert not task.done()
+    release.set()
+    await asyncio.wait([task])
+    assert ended.is_set()
+    assert task.cancelled() is native
+
+
+async def test_call_cancelled_before_it_begins_never_runs() -> None:
+    ran = threading.Event()
+    task = asyncio.create_task(in_thread(ran.set))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await in_thread(lambda: 7) == 7
+    assert not ran.is_set()
+
+
+async def test_revoked_call_never_runs() -> None:
+    ran = threading.Event()
+    call = _Call(ran.set)
+    await call.ended_or_revoked()
+    with pytest.raises(RuntimeError, match="cancelled before it began"):
+        call.run()
+    assert not ran.is_set()
+
+
+def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def write_late(descriptor: int, data: memoryview, offset: int) -> None:
+        begun.set()
+        assert release.wait(30)
+        direct_io.write_all(descriptor, data, offset)
+
+    monkeypatch.setattr("ckpipe_local.partial.write_all", write_late)
+    file = begin_file(str(tmp_path / "f"), str(tmp_path), set(), 3, False)
+    writer = threading.Thread(target=file.write, args=(0, memoryview(b"abc")))
+    closer = threading.Thread(target=file.close)
+    writer.start()
+    assert begun.wait(30)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    release.set()
+    closer.join(30)
+    assert Path(file.temporary).read_bytes() == b"abc"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.write(0, memoryview(b"abc"))
+
+
+UPLOADER = """
+import anyio, sys
+from ckpipe_local import LocalBackend
+
+async def main():
+    async with LocalBackend(sys.argv[1]) as backend:
+        upload = await backend.open_upload("a/b/f", size=1 << 22, block_bytes=1 << 20)
+        for number in range(3):
+            await upload.write(number << 20, memoryview(bytes(1 << 20)))
+        print("written", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_killed_upload_leaves_nothing_visible(tmp_path: Path, backend: LocalBackend) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", UPLOADER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+        process.send_signal(signal.SIGKILL)
+    assert len(files_below(tmp_path)) == 1
+    assert [info async for info in backend.list()] == []
+    assert (await backend.children()).prefixes == ()
+    before = datetime.now(UTC) + timedelta(seconds=60)
+    assert await backend.remove_stale_uploads("", before=before) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def create_all(root: str, number: int, keys: int) -> list[int]:
+    """Tries to create each of a number of keys, and returns those it won."""
+
+    async def main() -> list[int]:
+        won: list[int] = []
+        async with LocalBackend(root) as backend:
+            for key in range(keys):
+                try:
+                    data = f"{number:06}".encode()
+                    await backend.put(f"d{key % 3}/{key}", data, PutMode.CREATE)
+                except ObjectExists:
+                    continue
+                won.append(key)
+        return won
+
+    return anyio.run(main)
+
+
+def test_create_only_between_processes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(3) as pool:
+        race = partial(create_all, str(tmp_path), keys=40)
+        won = pool.map(race, range(3), chunksize=1)
+        pool.close()
+        pool.join()
+    assert sorted(key for keys in won for key in keys) == list(range(40))
+    for number, keys in enumerate(won):
+        for key in keys:
+            assert (tmp_path / f"d{key % 3}/{key}").read_text() == f"{number:06}"
+    assert len(files_below(tmp_path)) == 40

@@ -1,0 +1,426 @@
+"""The state lock between real threads and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import threading
+from concurrent.futures import Future
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
+
+from ckpipe.errors import LockMisuse, StateLockTimeout
+from ckpipe.lock import StateLock
+
+
+@pytest.fixture
+def lock() -> StateLock:
+    return StateLock()
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    return DaemonThreads()
+
+
+def test_captures_share_the_lock(lock: StateLock, threads: DaemonThreads) -> None:
+    together = threading.Barrier(3)
+
+    def capture() -> None:
+        with lock.capturing():
+            together.wait(PATIENCE)
+
+    for future in [threads.submit(capture) for _ in range(3)]:
+        future.result(PATIENCE)
+    assert is_free(lock)
+
+
+def test_a_trainer_waits_for_the_running_capture_and_goes_before_the_next(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    order: list[str] = []
+    running = Held(threads, lock.capturing)
+    waiting: list[Future[None]] = []
+    for name in ("first trainer", "capture", "second trainer"):
+        side = lock.capturing if name == "capture" else lock.mutating
+        waiting.append(threads.submit(noted, side(), order, name))
+        until(lock, waiters=len(waiting))
+    assert order == []
+    running.end()
+    for future in waiting:
+        future.result(PATIENCE)
+    assert order == ["first trainer", "second trainer", "capture"]
+
+
+def test_a_thread_enters_its_own_side_again(lock: StateLock, threads: DaemonThreads) -> None:
+    with lock.mutating(), lock.mutating(timeout=0):
+        capture = threads.submit(noted, lock.capturing(), [], "")
+        until(lock, waiters=1)
+    capture.result(PATIENCE)
+    with lock.capturing():
+        trainer = threads.submit(noted, lock.mutating(), [], "")
+        until(lock, waiters=1)
+        with lock.capturing(timeout=0):
+            pass
+        assert not trainer.done()
+    trainer.result(PATIENCE)
+
+
+def test_an_exception_inside_leaves_nothing_held(lock: StateLock) -> None:
+    for hold in (lock.mutating, lock.capturing):
+        with pytest.raises(KeyError, match="x"), hold():
+            raise KeyError("x")
+        assert is_free(lock)
+
+
+def test_a_capture_that_times_out_says_who_is_in_the_way(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    trainer = Held(threads, lock.mutating)
+    with pytest.raises(StateLockTimeout) as caught, lock.capturing(timeout=0.01):
+        pass
+    text = str(caught.value)
+    assert "within 0.01 s" in text
+    assert re.search(r"'trainer_0' has been mutating for \d+\.\d s \(mutating\(\)\)", text)
+    assert "more time" in text
+    assert not lock.statistics().waiters
+    trainer.end()
+    with lock.capturing(timeout=0):
+        pass
+
+
+def test_a_trainer_times_out_only_when_it_asks_to(lock: StateLock, threads: DaemonThreads) -> None:
+    capture = Held(threads, lock.capturing)
+    with pytest.raises(StateLockTimeout, match="has been capturing"), lock.mutating(timeout=0.01):
+        pass
+    assert not lock.statistics().waiters
+    with lock.capturing(timeout=0):
+        pass
+    capture.end()
+
+
+def test_saving_inside_a_mutation_of_the_same_thread_raises(lock: StateLock) -> None:
+    with lock.mutating():
+        with pytest.raises(LockMisuse, match=r"'MainThread'.*\(mutating\(\)\)"):
+            lock.check_capture_allowed()
+        with pytest.raises(LockMisuse), lock.capturing():
+            pass
+        lock.check_capture_allowed(thread=-1)
+    lock.check_capture_allowed()
+    assert is_free(lock)
+
+
+def test_capturing_for_a_thread_that_is_mutating_raises(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    trainer = Held(threads, lock.mutating)
+    with pytest.raises(LockMisuse, match="trainer_0"):
+        lock.acquire_capture(thread=trainer.ident)
+    with pytest.raises(LockMisuse, match="trainer_0"):
+        lock.check_capture_allowed(trainer.ident)
+    trainer.end()
+    assert is_free(lock)
+
+
+def test_mutating_inside_a_capture_of_the_same_thread_raises(lock: StateLock) -> None:
+    with lock.capturing():
+        with pytest.raises(LockMisuse, match="MainThread"), lock.mutating():
+            pass
+        with pytest.raises(LockMisuse, match="MainThread"):
+            lock.disallow_state_dict_read()
+        assert lock.state_dict_read_allowed
+    assert is_free(lock)
+
+
+def test_a_token_is_released_from_any_thread_and_once(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    saver = threading.get_ident()
+    token = threads.submit(lock.acquire_capture, thread=saver).result(PATIENCE)
+    other = threads.submit(lock.acquire_capture, thread=saver).result(PATIENCE)
+    # The saver goes on training while the copy runs elsewhere: it waits, which is no misuse.
+    with pytest.raises(StateLockTimeout), lock.mutating(timeout=0):
+        pass
+    lock.release_capture(token)
+    lock.release_capture(token)
+    with pytest.raises(StateLockTimeout), lock.mutating(timeout=0):
+        pass
+    threads.submit(lock.release_capture, other).result(PATIENCE)
+    with lock.mutating(timeout=0):
+        lock.release_capture(other)
+        assert lock.statistics().holders
+
+
+def test_a_thread_that_works_for_a_capture_counts_as_capturing(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    token = threads.submit(lock.acquire_capture, thread=-1).result(PATIENCE)
+    trainer = threads.submit(noted, lock.mutating(), [], "")
+    until(lock, waiters=1)
+    assert not lock.captures_here()
+    with lock.capturing_here(token):
+        assert lock.captures_here()
+        with lock.capturing(timeout=0):
+            pass
+        with pytest.raises(LockMisuse), lock.mutating():
+            pass
+    assert not lock.captures_here()
+    lock.release_capture(token)
+    trainer.result(PATIENCE)
+    with lock.capturing_here(token):
+        assert not lock.captures_here()
+
+
+# ---- the trainer's own brackets ----
+
+
+def test_disallowing_reads_holds_captures_off_until_allowed(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    lock.allow_state_dict_read()
+    lock.disallow_state_dict_read()
+    lock.disallow_state_dict_read()
+    assert not lock.state_dict_read_allowed
+    with lock.mutating():
+        pass
+    with pytest.raises(LockMisuse, match="disallow_state_dict_read"):
+        lock.check_capture_allowed()
+    capture = threads.submit(noted, lock.capturing(), [], "")
+    until(lock, waiters=1)
+    lock.allow_state_dict_read()
+    lock.allow_state_dict_read()
+    capture.result(PATIENCE)
+    assert lock.state_dict_read_allowed
+    assert is_free(lock)
+
+
+def test_disallowing_again_after_a_timeout_is_no_empty_gesture(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    capture = Held(threads, lock.capturing)
+    with pytest.raises(StateLockTimeout):
+        lock.disallow_state_dict_read(timeout=0.01)
+    assert lock.state_dict_read_allowed
+    lock.allow_state_dict_read()
+    retry = threads.submit(lock.disallow_state_dict_read)
+    until(lock, waiters=1)
+    capture.end()
+    retry.result(PATIENCE)
+    (holder,) = lock.statistics().holders
+    assert (holder.side, holder.purpose) == ("mutating", "disallow_state_dict_read()")
+
+
+def test_each_thread_has_its_own_bracket(lock: StateLock, threads: DaemonThreads) -> None:
+    lock.disallow_state_dict_read()
+    assert threads.submit(lambda: lock.state_dict_read_allowed).result(PATIENCE)
+    threads.submit(lock.allow_state_dict_read).result(PATIENCE)
+    assert not lock.state_dict_read_allowed
+    other = threads.submit(lock.disallow_state_dict_read)
+    until(lock, waiters=1)
+    lock.allow_state_dict_read()
+    other.result(PATIENCE)
+
+
+def test_a_thread_that_ends_lets_go(lock: StateLock, threads: DaemonThreads) -> None:
+    held, end = threading.Event(), threading.Event()
+
+    def train() -> None:
+        lock.disallow_state_dict_read()
+        held.set()
+        assert end.wait(PATIENCE)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    assert held.wait(PATIENCE)
+    capture = threads.submit(noted, lock.capturing(), [], "")
+    until(lock, waiters=1)
+    assert not capture.done()
+    end.set()
+    # Nobody tells the lock: the capture itself has to find out while it waits.
+    capture.result(PATIENCE)
+    trainer.join(PATIENCE)
+    assert is_free(lock)
+
+
+# ---- tasks ----
+
+
+async def test_a_task_waits_for_a_trainer(lock: StateLock, threads: DaemonThreads) -> None:
+    trainer = Held(threads, lock.mutating)
+    order: list[str] = []
+
+    async def capture() -> None:
+        async with lock.capturing_async(PATIENCE):
+            order.append("captured")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(capture)
+        await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+        assert order == []
+        await anyio.to_thread.run_sync(trainer.end)
+    assert order == ["captured"]
+    assert is_free(lock)
+
+
+async def test_a_task_times_out_and_is_gone(lock: StateLock, threads: DaemonThreads) -> None:
+    trainer = Held(threads, lock.mutating)
+    with pytest.raises(StateLockTimeout, match="trainer_0"):
+        await lock.acquire_capture_async(0.01)
+    assert not lock.statistics().waiters
+    assert not lock._wakers
+    trainer.end()
+
+
+async def test_a_cancelled_task_leaves_no_ghost(lock: StateLock, threads: DaemonThreads) -> None:
+    trainer = Held(threads, lock.mutating)
+    waiting = asyncio.create_task(lock.acquire_capture_async())
+    await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not lock.statistics().waiters
+    assert not lock._wakers
+    trainer.end()
+    assert is_free(lock)
+
+
+async def test_a_task_cancelled_as_it_is_granted_holds_nothing(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    trainer = Held(threads, lock.mutating)
+    waiting = asyncio.create_task(lock.acquire_capture_async())
+    await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+    # The grant happens while this coroutine keeps the loop, so the task cannot have seen it.
+    trainer.end()
+    assert [use.side for use in lock.statistics().holders] == ["capturing"]
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert is_free(lock)
+
+
+async def test_a_task_sees_the_misuse_of_its_own_thread(lock: StateLock) -> None:
+    with lock.mutating(), pytest.raises(LockMisuse):
+        await lock.acquire_capture_async()
+    async with lock.capturing_async():
+        with pytest.raises(LockMisuse), lock.mutating():
+            pass
+        # A guarded step here would deadlock as well, but it is not part of the capture.
+        assert not lock.captures_here()
+    assert is_free(lock)
+
+
+def test_a_closed_loop_does_not_fail_the_trainer(lock: StateLock) -> None:
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+
+    async def begin() -> asyncio.Task[object]:
+        waiting: asyncio.Task[object] = asyncio.create_task(lock.acquire_capture_async(thread=-1))
+        await asyncio.sleep(0)
+        return waiting
+
+    held = threading.Event()
+    release = threading.Event()
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            with lock.mutating():
+                held.set()
+                assert release.wait(PATIENCE)
+        except BaseException as error:
+            errors.append(error)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    assert held.wait(PATIENCE)
+    task = loop.run_until_complete(begin())
+    assert lock.statistics().waiters
+    loop.close()
+    release.set()
+    trainer.join(PATIENCE)
+    assert errors == []
+    assert not task.done()
+    del task
+    gc.collect()
+    assert is_free(lock)
+
+
+# ---- what a person sees ----
+
+
+def test_repr_and_statistics_tell_who_and_why(lock: StateLock, threads: DaemonThreads) -> None:
+    assert repr(lock) == "<StateLock [free]>"
+    trainer = Held(threads, lock.mutating)
+    capture = threads.submit(noted, lock.capturing(), [], "")
+    until(lock, waiters=1)
+    assert re.fullmatch(
+        r"<StateLock \[mutating by 'trainer_0' for \d+\.\d s \(mutating\(\)\) \| 1 waiting\]>",
+        repr(lock),
+    )
+    now = lock.statistics()
+    (holder,), (waiter,) = now.holders, now.waiters
+    assert (holder.thread, holder.ident) == ("trainer_0", trainer.ident)
+    assert (waiter.side, waiter.thread, waiter.purpose) == ("capturing", "trainer_1", "capture")
+    assert 0 <= holder.seconds < PATIENCE
+    trainer.end()
+    capture.result(PATIENCE)
+
+
+# ---- all at once ----
+
+
+class Soak:
+    """Trainers that write one number into every tensor, captures that must find one number."""
+
+    def __init__(self, lock: StateLock) -> None:
+        self.lock = lock
+        self.tensors = [torch.zeros(257) for _ in range(6)]
+        self.stop = threading.Event()
+        self.written = 0
+        self.captured = 0
+
+    def train(self) -> None:
+        while not self.stop.is_set():
+            with self.lock.mutating():
+                self.written += 1
+                for tensor in self.tensors:
+                    tensor.fill_(self.written)
+
+    def copy(self) -> None:
+        seen = {value for tensor in self.tensors for value in tensor.clone().tolist()}
+        assert len(seen) == 1, f"a capture saw {sorted(seen)}"
+        self.captured += 1
+
+    def capture(self) -> None:
+        while not self.stop.is_set():
+            with self.lock.capturing(PATIENCE):
+                self.copy()
+
+    async def capture_in_tasks(self, rounds: int) -> None:
+        for _ in range(rounds):
+            async with self.lock.capturing_async(PATIENCE):
+                self.copy()
+            with anyio.move_on_after(0):
+                async with self.lock.capturing_async(PATIENCE):
+                    self.copy()
+
+
+async def test_no_capture_sees_half_a_step(lock: StateLock, threads: DaemonThreads) -> None:
+    soak = Soak(lock)
+    work = [threads.submit(soak.train) for _ in range(3)]
+    work += [threads.submit(soak.capture) for _ in range(2)]
+    try:
+        await soak.capture_in_tasks(rounds=60)
+    finally:
+        soak.stop.set()
+    for future in work:
+        future.result(PATIENCE)
+    assert is_free(lock)
+    assert soak.written > 60
+    assert soak.captured > 120

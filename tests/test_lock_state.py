@@ -1,0 +1,178 @@
+"""The state machine of the state lock, under any order of events."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from ckpipe.lock_state import (
+    PATIENCE,
+    LockState,
+    Request,
+    Side,
+    Transition,
+    arrive,
+    blocks_itself,
+    leave,
+)
+
+OWNERS = st.integers(0, 4)
+
+
+class LockMachine(RuleBasedStateMachine):
+    """Owners arrive and leave as they like; what each event let in is judged at once.
+
+    Leaving stands for a release, a timeout and a cancellation, which are one event.
+    """
+
+    tickets = Bundle("tickets")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = LockState()
+        self.next_ticket = 0
+        self.arrived: list[Request] = []
+
+    def arrival(self, side: Side, owner: int) -> int:
+        self.next_ticket += 1
+        request = Request(self.next_ticket, side, owner)
+        if blocks_itself(self.state, request) or self.is_waiting(owner):
+            return self.next_ticket
+        before = self.state
+        self.arrived.append(request)
+        self.judge(before, arrive(before, request))
+        return self.next_ticket
+
+    def is_waiting(self, owner: int) -> bool:
+        return any(request.owner == owner for request in self.state.waiting)
+
+    @rule(target=tickets, owner=OWNERS)
+    def trainer_comes(self, owner: int) -> int:
+        return self.arrival(Side.MUTATING, owner)
+
+    @rule(target=tickets, owner=OWNERS)
+    def capture_comes(self, owner: int) -> int:
+        return self.arrival(Side.CAPTURING, owner)
+
+    @rule(ticket=tickets)
+    def anyone_leaves(self, ticket: int) -> None:
+        before = self.state
+        self.arrived = [request for request in self.arrived if request.ticket != ticket]
+        self.judge(before, leave(before, ticket))
+        everyone = (*self.state.holding, *self.state.waiting)
+        assert all(request.ticket != ticket for request in everyone)
+
+    @precondition(lambda self: self.state.holding)
+    @rule()
+    def oldest_holder_leaves(self) -> None:
+        self.anyone_leaves(self.state.holding[0].ticket)
+
+    def judge(self, before: LockState, transition: Transition) -> None:
+        self.state, granted = transition
+        newly = set(self.state.holding) - set(before.holding)
+        assert newly == set(granted)
+        owners_before = {held.owner for held in before.holding}
+        entering = [request for request in granted if request.owner not in owners_before]
+        waited = before.waiting_for(Side.MUTATING)
+        for request in entering:
+            if request.side is Side.CAPTURING and waited:
+                left = set(waited) & set(self.state.waiting)
+                assert not left or before.passed >= PATIENCE, "a capture overtook a trainer"
+            if request.side is Side.MUTATING and waited:
+                still = [other for other in waited if other in self.arrived]
+                assert request == still[0], "trainers were not served in their order"
+
+    @invariant()
+    def sides_exclude_each_other(self) -> None:
+        trainers = {held.owner for held in self.state.holding if held.side is Side.MUTATING}
+        captures = [held for held in self.state.holding if held.side is Side.CAPTURING]
+        assert len(trainers) <= 1
+        assert not (trainers and captures)
+        assert self.state.mutator == next(iter(trainers), None)
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        """Who waits has a reason to, and everybody who came and did not leave is known."""
+        trainers = self.state.waiting_for(Side.MUTATING)
+        captures = self.state.waiting_for(Side.CAPTURING)
+        if trainers or captures:
+            assert self.state.holding
+        if captures and self.state.mutator is None:
+            assert trainers
+        known = {*self.state.holding, *self.state.waiting}
+        assert known == set(self.arrived)
+
+    def teardown(self) -> None:
+        for request in list(self.arrived):
+            self.anyone_leaves(request.ticket)
+        assert self.state == LockState()
+
+
+TestLockMachine = LockMachine.TestCase
+TestLockMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def after(*events: Request | int, state: LockState | None = None) -> LockState:
+    """The state after arrivals (requests) and departures (tickets)."""
+    state = state or LockState()
+    for event in events:
+        state = (leave(state, event) if isinstance(event, int) else arrive(state, event)).state
+    return state
+
+
+def trainer(ticket: int, owner: str) -> Request:
+    return Request(ticket, Side.MUTATING, owner)
+
+
+def capture(ticket: int, owner: str, **threads: str) -> Request:
+    return Request(ticket, Side.CAPTURING, owner, **threads)
+
+
+def held(state: LockState) -> list[int]:
+    return [request.ticket for request in state.holding]
+
+
+def test_captures_share_and_a_trainer_waits_for_those_that_run_only() -> None:
+    state = after(capture(1, "a"), capture(2, "b"), trainer(3, "t"), capture(4, "c"))
+    assert held(state) == [1, 2]
+    assert held(after(1, state=state)) == [2]
+    assert held(after(1, 2, state=state)) == [3]
+    assert held(after(1, 2, 3, state=state)) == [4]
+
+
+def test_a_trainer_that_gives_up_lets_the_captures_behind_it_in() -> None:
+    state = after(capture(1, "a"), trainer(2, "t"), capture(3, "b"))
+    assert held(after(2, state=state)) == [1, 3]
+
+
+def test_an_owner_enters_again_past_those_who_wait() -> None:
+    assert held(after(trainer(1, "t"), trainer(2, "u"), trainer(3, "t"))) == [1, 3]
+    assert held(after(capture(1, "a"), trainer(2, "t"), capture(3, "a"))) == [1, 3]
+
+
+def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:
+    state = after(trainer(1, "t1"), capture(1000, "a"))
+    turns = 0
+    while not state.holds(1000):
+        current = state.holding[0].ticket
+        state = after(trainer(current + 1, f"t{current + 1}"), current, state=state)
+        turns += 1
+        assert turns <= PATIENCE + 1
+    assert turns == PATIENCE + 1
+    waiting = state.waiting_for(Side.MUTATING)
+    after_capture = after(capture(1001, "b"), 1000, state=state)
+    assert after_capture.mutator == waiting[0].owner
+
+
+def test_waiting_for_oneself_is_seen() -> None:
+    mutating = after(trainer(1, "t"))
+    assert blocks_itself(mutating, capture(2, "t"))
+    assert blocks_itself(mutating, capture(2, "worker", saver="t"))
+    assert blocks_itself(mutating, capture(2, "task", home="t"))
+    assert not blocks_itself(mutating, capture(2, "worker", saver="u"))
+    assert not blocks_itself(mutating, trainer(2, "t"))
+    capturing = after(capture(1, "worker", saver="t", home="loop"))
+    assert blocks_itself(capturing, trainer(2, "worker"))
+    assert blocks_itself(capturing, trainer(2, "loop"))
+    assert not blocks_itself(capturing, trainer(2, "t"))

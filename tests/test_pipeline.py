@@ -1,0 +1,430 @@
+"""Saving and loading through the whole pipeline, awaiting and blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, same, small_state, stores
+
+import ckpipe
+from ckpipe import errors, events
+
+
+@pytest.fixture
+def store() -> Any:
+    with stores() as made:
+        yield made
+
+
+async def test_saves_and_loads_the_same_bits(tmp_path: Path) -> None:
+    state = small_state()
+    async with ckpipe.Pipeline(tmp_path / "run") as pipeline:
+        handle = await pipeline.save(state, step=7, metrics={"loss": math.nan}, metadata={"a": [1]})
+        info = await handle
+        assert (info.step, info.complete, info.id) == (7, True, handle.id)
+        result = await pipeline.load()
+        assert result is not None
+        assert same(result.state, state)
+        assert result.step == 7
+        assert math.isnan(result.metrics["loss"])
+        assert result.metadata == {"a": [1]}
+
+
+def test_blocking_pipeline_does_the_same(tmp_path: Path) -> None:
+    state = small_state()
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        handle = pipeline.save(state, step=7)
+        assert handle.wait().step == 7
+        assert handle.wait_complete().complete
+        assert handle.status == "committed"
+        result = pipeline.load()
+        assert result is not None
+        assert same(result.state, state)
+
+
+def test_data_file_opens_with_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save(small_state(), step=1, until="committed")
+    (path,) = (tmp_path / "run").glob("step-*/rank-00000.safetensors")
+    assert torch.equal(load_file(path)["turned"], small_state()["turned"])
+
+
+def test_state_may_change_as_soon_as_save_returns(store: Stores) -> None:
+    state = {"weight": torch.zeros(100_000)}
+    store.slow.hold("write")
+    with ckpipe.SyncPipeline(store.url, staging_bytes="1MiB", staging={"block_bytes": 65536}) as p:
+        handle = p.save(state, step=0)
+        state["weight"].fill_(1)
+        assert handle.status == "uploading"
+        store.slow.release()
+        handle.wait()
+        loaded = p.load()
+        assert loaded is not None
+        assert torch.equal(loaded.state["weight"], torch.zeros(100_000))
+
+
+def test_steps_count_on_from_the_last(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert pipeline.save({"a": 1}).step == 0
+        assert pipeline.save({"a": 2}, step=10).step == 10
+        assert pipeline.save({"a": 3}, until="committed").step == 11
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        loaded = pipeline.load()
+        assert loaded is not None
+        assert (loaded.step, loaded.state) == (11, {"a": 3})
+        assert pipeline.save({"a": 4}).step == 12
+
+
+def test_same_step_twice_makes_two_checkpoints(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        first = pipeline.save({"a": 1}, step=5, until="committed")
+        second = pipeline.save({"a": 2}, step=5, until="committed")
+        assert first.id != second.id
+        newest = pipeline.load(step=5)
+        older = pipeline.load(step=first.id)
+        assert newest is not None
+        assert older is not None
+        assert (newest.state, older.state) == ({"a": 2}, {"a": 1})
+
+
+def test_newest_is_of_the_newest_attempt(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in (500, 1000):
+            pipeline.save({"step": step}, step=step, until="committed")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.load(step=500)
+        pipeline.save({"step": 501}, step=501, until="committed")
+        latest = pipeline.latest()
+        assert latest is not None
+        assert latest.step == 501
+
+
+async def test_empty_root_loads_nothing_and_named_step_raises(tmp_path: Path) -> None:
+    async with ckpipe.Pipeline(tmp_path) as pipeline:
+        assert await pipeline.load({"a": 1}) is None
+        assert await pipeline.latest() is None
+        with pytest.raises(errors.CheckpointNotFound, match="none"):
+            await pipeline.load(step=3)
+
+
+async def test_training_that_blocks_its_coroutine_stops_no_upload(store: Stores) -> None:
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        committed = threading.Event()
+        pipeline.events.add(
+            lambda event: committed.set() if isinstance(event, events.Completed) else None
+        )
+        handle = await pipeline.save({"a": torch.ones(1000)}, step=0)
+        assert committed.wait(30)  # this coroutine's loop is blocked here
+        assert (await handle.committed()).step == 0
+
+
+async def test_a_waiter_may_be_cancelled_without_cancelling_the_save(store: Stores) -> None:
+    store.slow.hold("write")
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        handle = await pipeline.save({"a": torch.ones(1000)}, step=0)
+        waiter = asyncio.create_task(handle.committed())
+        await asyncio.to_thread(store.slow.gate.wait_until_held)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        store.slow.release()
+        assert (await handle).complete
+
+
+async def test_cancelling_a_save_leaves_nothing_and_the_next_one_works(store: Stores) -> None:
+    store.slow.hold("write")
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        handle = await pipeline.save({"a": torch.ones(1000)}, step=0)
+        await asyncio.to_thread(store.slow.gate.wait_until_held)
+        await handle.cancel()
+        assert handle.status == "cancelled"
+        with pytest.raises(errors.SaveCancelled):
+            await handle
+        store.slow.release()
+        assert await pipeline.steps() == []
+        info = await (await pipeline.save({"a": torch.ones(1000)}, step=1))
+        assert [each.id for each in await pipeline.steps()] == [info.id]
+        assert await store.memory.children() != ()
+
+
+async def test_cancelling_a_committed_save_changes_nothing(tmp_path: Path) -> None:
+    async with ckpipe.Pipeline(tmp_path) as pipeline:
+        handle = await pipeline.save({"a": 1}, step=0, until="committed")
+        await handle.cancel()
+        assert handle.status == "committed"
+        assert (await handle.committed()).complete
+
+
+class TestBusy:
+    """Two saves, and memory for one."""
+
+    SETTINGS: dict[str, Any] = {"staging": {"bytes": 65536, "block_bytes": 65536}}  # noqa: RUF012
+    STATE: dict[str, Any] = {"a": torch.ones(1000)}  # noqa: RUF012
+
+    def test_skip_says_so_and_loses_nothing(self, store: Stores) -> None:
+        with ckpipe.SyncPipeline(store.url, on_busy="skip", **self.SETTINGS) as pipeline:
+            pipeline.save(self.STATE, step=0, until="committed")
+            store.slow.hold("write")
+            first = pipeline.save(self.STATE, step=1)
+            second = pipeline.save(self.STATE, step=2)
+            assert second.status == "skipped"
+            with pytest.raises(errors.SaveSkipped, match="memory"):
+                second.wait()
+            store.slow.release()
+            assert first.wait().step == 1
+            assert [each.step for each in pipeline.steps()] == [0, 1]
+
+    def test_fail_raises_and_the_pipeline_goes_on(self, store: Stores) -> None:
+        with ckpipe.SyncPipeline(store.url, on_busy="fail", **self.SETTINGS) as pipeline:
+            store.slow.hold("write")
+            first = pipeline.save(self.STATE, step=1)
+            with pytest.raises(errors.PipelineBusy, match="step 2"):
+                pipeline.save(self.STATE, step=2)
+            store.slow.release()
+            first.wait()
+            pipeline.save(self.STATE, step=3, until="committed")
+
+    def test_wait_stages_the_second_once_the_first_is_written(self, store: Stores) -> None:
+        with ckpipe.SyncPipeline(store.url, **self.SETTINGS) as pipeline:
+            store.slow.hold("write")
+            first = pipeline.save(self.STATE, step=1)
+            made: list[ckpipe.SyncSaveHandle] = []
+            saver = threading.Thread(target=lambda: made.append(pipeline.save(self.STATE, step=2)))
+            saver.start()
+            store.slow.gate.wait_until_held()
+            assert not made
+            store.slow.release()
+            saver.join(30)
+            assert first.wait().step == 1
+            assert made[0].wait().step == 2
+
+    def test_several_saves_are_in_flight_within_the_budget(self, store: Stores) -> None:
+        settings: dict[str, Any] = {"staging": {"bytes": 3 * 65536, "block_bytes": 65536}}
+        with ckpipe.SyncPipeline(store.url, **settings) as pipeline:
+            store.slow.hold("write")
+            handles = [pipeline.save(self.STATE, step=step) for step in range(3)]
+            assert [each.status for each in handles] == ["uploading"] * 3
+            store.slow.release()
+            assert [each.wait().step for each in handles] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_state_larger_than_the_budget_streams_through_it(tmp_path: Path, overlap: bool) -> None:
+    state = {f"w{n}": torch.randn(30_000 + n, generator=torch.Generator()) for n in range(20)}
+    staging = {"bytes": 4 * 65536, "block_bytes": 65536, "overlap": overlap}
+    with ckpipe.SyncPipeline(tmp_path, staging=staging) as pipeline:
+        for step in range(3):
+            pipeline.save(state, step=step, until="committed")
+            assert pipeline._core.engine.site.arena.blocks <= 4
+        result = pipeline.load()
+        assert result is not None
+        assert same(result.state, state)
+
+
+def test_one_pipeline_follows_a_state_that_changes_its_shape(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = [
+        {"a": torch.ones(5)},
+        {"a": torch.ones(5)},
+        {"a": torch.ones(5000), "b": torch.zeros(3)},
+        {"b": torch.zeros(3), "c": None},
+        {"a": torch.ones(5).double()},
+    ]
+    tied = torch.ones(4)
+    states += [{"a": tied, "b": tied.clone()}, {"a": tied, "b": tied[:]}]
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        planned = []
+        for step, state in enumerate(states):
+            handle = pipeline.save(state, step=step, until="committed")
+            planned.append(handle.report.planned)
+        for step, state in enumerate(states):
+            result = pipeline.load(step=step)
+            assert result is not None
+            assert same(result.state, state)
+        assert planned == [True, False, True, True, True, True, True]
+        last = pipeline.load(step=6)
+        assert last is not None
+        assert last.state["a"].data_ptr() == last.state["b"].data_ptr()
+
+
+def test_include_and_exclude_select_by_label(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "opt": [1, 2], "epoch": 3}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save(state, step=0, include=["model", "epoch"], exclude=["*.b"], until="committed")
+        result = pipeline.load()
+        assert result is not None
+        assert same(result.state, {"model": {"a": torch.ones(2)}, "epoch": 3})
+
+
+def test_settings_and_topology_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(errors.SettingsError, match="on_busy"):
+        ckpipe.SyncPipeline(tmp_path, on_bussy="wait")
+    with pytest.raises(errors.SettingsError, match="url"):
+        ckpipe.SyncPipeline()
+    with pytest.raises(errors.BackendNotFound, match="nosuch"):
+        ckpipe.SyncPipeline("nosuch://x").__enter__()
+
+
+def test_saving_before_entering_and_after_closing_raises(tmp_path: Path) -> None:
+    pipeline = ckpipe.SyncPipeline(tmp_path)
+    with pytest.raises(errors.PipelineClosed, match="not open"):
+        pipeline.save({"a": 1}, step=0)
+    with pipeline:
+        pipeline.save({"a": 1}, step=0)
+    with pytest.raises(errors.PipelineClosed, match="closed"):
+        pipeline.save({"a": 1}, step=1)
+    with pytest.raises(errors.PipelineClosed, match="once"), pipeline:
+        pass
+    with ckpipe.SyncPipeline(tmp_path) as reopened:
+        assert [each.step for each in reopened.steps()] == [0]
+
+
+def test_reused_attempt_id_is_refused(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1") as pipeline:
+        pipeline.save({"a": 1}, step=0, until="committed")
+    with pytest.raises(errors.AttemptReused, match="launch-1"):
+        ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1").__enter__()
+    with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-2") as pipeline:
+        assert pipeline.load() is not None
+
+
+def test_saving_inside_mutating_raises_at_once(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pipeline.lock.mutating(), pytest.raises(errors.LockMisuse):
+            pipeline.save({"a": 1}, step=0)
+        pipeline.save({"a": 1}, step=0, until="committed")
+
+
+def test_a_trainer_that_holds_the_lock_fails_the_save_not_the_step(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, lock={"timeout_seconds": 0.05}) as pipeline:
+        held, done = threading.Event(), threading.Event()
+
+        def train() -> None:
+            with pipeline.lock.mutating():
+                held.set()
+                done.wait(30)
+
+        trainer = threading.Thread(target=train, name="trainer-7")
+        trainer.start()
+        held.wait(30)
+        with pytest.raises(errors.StateLockTimeout, match="trainer-7"):
+            pipeline.save({"a": 1}, step=0)
+        done.set()
+        trainer.join()
+        pipeline.save({"a": 1}, step=1, until="committed")
+
+
+def test_unsupported_object_is_named_by_its_path(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(errors.UnsupportedState, match=r"outer\.inner\.1") as caught:
+            pipeline.save({"outer": {"inner": [1, object()]}}, step=4)
+        assert caught.value.step == 4
+        assert pipeline.steps() == []
+        pipeline.save({"a": 1}, step=5, until="committed")
+
+
+def test_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
+        handle = pipeline.save({"a": torch.ones(10)}, step=0)
+        with pytest.raises(errors.StoreFull):
+            handle._save.committed.result()
+        with pytest.raises(errors.StoreFull, match="step 0"):
+            pipeline.save({"a": torch.ones(10)}, step=1)
+        pipeline.save({"a": torch.ones(10)}, step=2, until="committed")
+
+
+def test_failure_that_nobody_waited_for_is_raised_on_leaving(store: Stores) -> None:
+    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
+    with pytest.raises(errors.StoreFull), ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"a": torch.ones(10)}, step=0)
+
+
+def test_failure_only_warns_if_asked_to(store: Stores) -> None:
+    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
+    with pytest.warns(RuntimeWarning, match="no room"):  # noqa: SIM117
+        with ckpipe.SyncPipeline(store.url, on_error="warn") as pipeline:
+            pipeline.save({"a": torch.ones(10)}, step=0)
+
+
+def test_failure_that_was_seen_is_not_raised_again(store: Stores) -> None:
+    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        handle = pipeline.save({"a": torch.ones(10)}, step=0)
+        with pytest.raises(errors.StoreFull):
+            handle.wait()
+
+
+def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None:
+    store.slow.hold("write")
+    with pytest.raises(ZeroDivisionError), ckpipe.SyncPipeline(store.url) as pipeline:  # noqa: PT012
+        pipeline.save({"a": torch.ones(10)}, step=0)
+        threading.Thread(
+            target=lambda: (store.slow.gate.wait_until_held(), store.slow.release())
+        ).start()
+        raise ZeroDivisionError
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        assert [each.step for each in pipeline.steps() if each.complete] == [0]
+
+
+def test_closing_gives_up_after_the_drain_timeout(store: Stores) -> None:
+    store.slow.hold("write")
+    with pytest.raises(errors.DrainTimeout, match="step 0"):  # noqa: SIM117
+        with ckpipe.SyncPipeline(store.url, drain_timeout_seconds=0.05) as pipeline:
+            pipeline.save({"a": torch.ones(10)}, step=0)
+
+
+def test_keep_last_zero_saves_only_what_is_final(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=0) as pipeline:
+        assert pipeline.save({"a": 1}, step=0).status == "skipped"
+        pipeline.save({"a": 2}, step=1, final=True, until="committed")
+        assert [each.step for each in pipeline.steps()] == [1]
+    with pytest.warns(RuntimeWarning, match="final"):  # noqa: SIM117
+        with ckpipe.SyncPipeline(tmp_path, keep_last=0) as pipeline:
+            pipeline.save({"a": 1}, step=0)
+
+
+def test_retention_keeps_the_newest_and_what_was_resumed_and_pinned(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in range(4):
+            pipeline.save({"step": step}, step=step, until="committed")
+    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
+        pipeline.load(step=0)
+        pipeline.pin(1)
+        for step in range(10, 14):
+            pipeline.save({"step": step}, step=step, until="committed")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert [each.step for each in pipeline.steps()] == [0, 1, 12, 13]
+        for info in pipeline.steps():
+            pipeline.verify(info)
+    assert not [path for path in tmp_path.glob("step-*") if "000000000011" in path.name]
+
+
+def test_repr_is_a_diagnostic(store: Stores) -> None:
+    pipeline = ckpipe.SyncPipeline(store.url)
+    assert "closed" in repr(pipeline)
+    with pipeline:
+        store.slow.hold("write")
+        handle = pipeline.save({"a": torch.ones(10)}, step=0)
+        assert "1 uploading" in repr(pipeline)
+        assert "step-000000000000" in repr(handle)
+        store.slow.release()
+
+
+def test_report_has_every_stage(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        handle = pipeline.save({"a": torch.ones(1000)}, step=0, until="committed")
+        report = handle.report
+        stages = {"lock", "walk", "plan", "stage", "serialize", "upload", "commit"}
+        assert stages <= report.stages.keys()
+        assert report.stages["upload"].bytes == report.bytes > 4000
+        assert report.staged_seconds is not None
+        assert report.durable_seconds is not None
+        assert report.durable_seconds >= report.staged_seconds
