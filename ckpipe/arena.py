@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpipe.pinning import Pinning
+from ckpipe.raw_memory import populate
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -25,16 +26,21 @@ class Block:
     Args:
         view: Its bytes.
         tensor: The same bytes as a tensor of uint8.
+        address: Where they begin.
         segment: What it is a part of.
     """
 
     view: memoryview
     tensor: torch.Tensor
+    address: int
     segment: _Segment
 
     def touch(self) -> None:
-        """Has the system back every page with memory; blocking, for a worker thread."""
-        self.tensor[:: mmap.PAGESIZE].zero_()
+        """Has the system back every page with memory; blocking, for a worker thread.
+
+        What the block holds does not change, so it may be in use meanwhile.
+        """
+        populate(self.address, len(self.view))
 
 
 @dataclass(eq=False, slots=True)
@@ -75,9 +81,16 @@ class Arena:
         """How many free blocks have been used before, so that writing to them costs no page."""
         return len(self._free)
 
-    def take_untouched(self) -> Block | None:
-        """Hands out a block that was never used, to be touched ahead of time; None if all were."""
-        return self._untouched.pop() if self._untouched else None
+    @property
+    def next_untouched(self) -> Block | None:
+        """A free block that was never used, to be touched ahead of time; None if all were."""
+        return self._untouched[-1] if self._untouched else None
+
+    def mark_touched(self, block: Block) -> None:
+        """Counts a block as touched, unless somebody has taken it meanwhile."""
+        if block in self._untouched:
+            self._untouched.remove(block)
+            self._free.insert(0, block)
 
     def reserve(self, blocks: int) -> None:
         """Grows until at least ``blocks`` blocks are free; their pages are not touched yet.
@@ -132,14 +145,11 @@ class Arena:
         if self._pinning is not None:
             self._pinning.pin(segment.tensor)
         view = memoryview(memory)
-        new = [
-            Block(
-                view[at : at + self.block_bytes],
-                segment.tensor[at : at + self.block_bytes],
-                segment,
-            )
-            for at in range(0, size, self.block_bytes)
-        ]
+        new = []
+        for at in range(0, size, self.block_bytes):
+            tensor = segment.tensor[at : at + self.block_bytes]
+            piece = view[at : at + self.block_bytes]
+            new.append(Block(piece, tensor, tensor.data_ptr(), segment))
         self._segments.append(segment)
         self._untouched.extend(reversed(new))
 

@@ -1,8 +1,11 @@
 """How the blocks of a data file are filled from tensors: a program made once for each plan.
 
-Making the program is pure. Running it is one call for each block, in a worker thread: large
-tensors are copied by torch's own threads, and runs of small ones by one concatenation each,
-since a call for each of twenty thousand scalars would cost more than their bytes.
+Making the program is pure. Running it is one call for each block, in one of several worker
+threads. Bytes that lie in host memory as the file wants them are moved by ``memmove``: torch's
+own parallel copy waits for its slowest thread at every tensor, and loses more than a core's share
+when a checksum or a trainer takes that core for a moment. Runs of small tensors are one
+concatenation each, since a call for each of twenty thousand scalars would cost more than their
+bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from ckpipe.arena import Block
 from ckpipe.boxes import flat_range_boxes
 from ckpipe.dtypes import DTYPES
 from ckpipe.planning import RankPlan, Source
-from ckpipe.tensors import TensorLeaf, is_contiguous
+from ckpipe.raw_memory import copy_bytes
+from ckpipe.tensors import TensorLeaf
 
 SMALL_BYTES = 32 << 10
 """Tensors up to this size are gathered into runs."""
@@ -31,12 +35,14 @@ class Copy:
         lo: The first element.
         hi: Behind the last element.
         at: Where they go in the block, in bytes.
+        flat: Whether they lie in host memory just so, one behind the other.
     """
 
     tensor: int
     lo: int
     hi: int
     at: int
+    flat: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +185,13 @@ class _Cutter:
             self.spans[block].append(Span(entry, lo, hi, at))
 
     def source(self, source: Source, start: int) -> None:
-        item = DTYPES[self._leaves[source.tensor].dtype].itemsize
+        leaf = self._leaves[source.tensor]
+        item = DTYPES[leaf.dtype].itemsize
+        flat = leaf.device == "cpu" and not leaf.lazy and leaf.contiguous
         for block, at, lo, hi in self._cut(start, source.nbytes):
             step: Step
             if source.skip is None:
-                step = Copy(source.tensor, lo // item, hi // item, at)
+                step = Copy(source.tensor, lo // item, hi // item, at, flat)
             else:
                 step = CopyWindow(source.tensor, source.skip + lo, source.skip + hi, at)
             self.steps[block].append(step)
@@ -203,13 +211,7 @@ def _gather(steps: list[Step], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
 
 
 def _is_small(step: Copy, leaf: TensorLeaf) -> bool:
-    return (
-        leaf.nbytes <= SMALL_BYTES
-        and step.hi - step.lo == leaf.tensor.numel()
-        and leaf.device == "cpu"
-        and not leaf.lazy
-        and is_contiguous(leaf.shape, leaf.stride)
-    )
+    return step.flat and leaf.nbytes <= SMALL_BYTES and step.hi - step.lo == leaf.tensor.numel()
 
 
 def _continues(step: Copy, last: Copy, leaves: Sequence[TensorLeaf]) -> bool:
@@ -229,6 +231,10 @@ def fill_block(plan: BlockPlan, leaves: Sequence[TensorLeaf], block: Block) -> N
     """Fills a block; copies from a device may still be on their way when it returns."""
     for step in plan.steps:
         match step:
+            case Copy(flat=True):
+                leaf = leaves[step.tensor]
+                item = leaf.tensor.itemsize
+                _move(block, step.at, leaf.address + step.lo * item, (step.hi - step.lo) * item)
             case Copy():
                 _copy(step, leaves[step.tensor].tensor, block.tensor)
             case Gather():
@@ -236,10 +242,19 @@ def fill_block(plan: BlockPlan, leaves: Sequence[TensorLeaf], block: Block) -> N
                 target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
                 torch.cat(parts, out=target)
             case CopyWindow():
-                window = _memory(leaves[step.tensor].tensor)[step.lo : step.hi]
-                block.tensor[step.at : step.at + step.hi - step.lo].copy_(window, non_blocking=True)
+                leaf = leaves[step.tensor]
+                if leaf.device == "cpu":
+                    _move(block, step.at, leaf.address + step.lo, step.hi - step.lo)
+                else:
+                    target = block.tensor[step.at : step.at + step.hi - step.lo]
+                    target.copy_(_memory(leaf.tensor)[step.lo : step.hi], non_blocking=True)
             case Fill():
                 block.view[step.at : step.at + len(step.data)] = step.data
+
+
+def _move(block: Block, at: int, source: int, nbytes: int) -> None:
+    assert at + nbytes <= len(block.view)
+    copy_bytes(block.address + at, source, nbytes)
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:

@@ -118,7 +118,7 @@ class Filling:
         """
         stored = self._stored[number]
         lies_otherwise = stored.window and (stored.row.lazy or not _lies_flat(stored))
-        if lies_otherwise or overlaps_itself(tuple(target.shape), target.stride()):
+        if lies_otherwise or memory_overlaps(target):
             self.copy_later(number, target)
         else:
             for chunk in stored.chunks:
@@ -237,13 +237,20 @@ def _contiguous_stride(shape: tuple[int, ...]) -> Iterator[int]:
         step *= max(n, 1)
 
 
+def memory_overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of one tensor lie on the same bytes."""
+    if tensor.is_contiguous():
+        return False
+    return overlaps_itself(tuple(tensor.shape), tensor.stride())
+
+
 def write(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copies values into a tensor, also into one whose own elements overlap.
 
     torch refuses the latter; where the values agree, which was checked before, any order of
     copying the rows gives the same bytes.
     """
-    if not overlaps_itself(tuple(target.shape), target.stride()):
+    if not memory_overlaps(target):
         target.copy_(value)
     elif target.stride(0) == 0:
         write(target[0], value[0])

@@ -6,6 +6,7 @@ joined by dots and need not tell ``{1: …}`` from ``{"1": …}``; the manifest 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from ckpipe.errors import InvalidManifest, UnsupportedState
 Json = Any
 """What the json module reads and writes."""
 
-_PLAIN = re.compile(r"[^~@\ud800-\udfff]+")
 _SPECIAL = re.compile(r"[~@\ud800-\udfff]")
 MAX_SAFE_INT = 2**53
 """Integers beyond this are written as text, since many JSON readers hold them as doubles."""
@@ -89,9 +89,11 @@ def label_part(key: object) -> str:
     ``@`` is kept free for the bounds of shards. A lone surrogate, which is not valid in UTF-8,
     becomes ``~u`` and its four hex digits.
     """
-    text = key if isinstance(key, str) else repr(key)
-    if _PLAIN.fullmatch(text):
-        return text
+    return _escaped(key if isinstance(key, str) else repr(key))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a state has the same keys at every save
+def _escaped(text: str) -> str:
     return _SPECIAL.sub(_escape, text)
 
 

@@ -11,7 +11,7 @@ for the pages at which two aligned reads meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -163,6 +163,24 @@ def plan_reads(data: PartData, needs: Iterable[Need], limits: ReadLimits) -> lis
         for span in _joined(_spans(data, needs))
         for read in _aligned(list(_cut(data, span, limits)), span, data, limits.alignment)
     ]
+
+
+def batched(reads: Sequence[Read], nbytes: int) -> Iterator[list[Read]]:
+    """Groups reads that follow one another without a gap, up to about so many bytes together.
+
+    What a store has in memory is looked at a group at a time, since no buffer limits its size.
+    """
+    batch: list[Read] = []
+    for read in reads:
+        if batch:
+            first, last = batch[0], batch[-1]
+            follows = read.file == last.file and read.offset <= last.offset + last.size
+            if not follows or read.offset + read.size - first.offset > nbytes:
+                yield batch
+                batch = []
+        batch.append(read)
+    if batch:
+        yield batch
 
 
 def _spans(data: PartData, needs: Iterable[Need]) -> Iterator[_Span]:

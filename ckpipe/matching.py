@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpipe.errors import InvalidManifest, StructureMismatch
+from ckpipe.errors import StructureMismatch
 from ckpipe.keys import LabelFilter, encode_key, join
 from ckpipe.live_tensors import misfit
 from ckpipe.rebuild import Make, Rebuild
 from ckpipe.registered_types import registered_as, registered_for
-from ckpipe.selecting import any_selected, children_of, leaf_labels
+from ckpipe.selecting import any_selected
 from ckpipe.stateful_objects import check_stateful, hint_for, mismatch
 from ckpipe.structure import Node, is_stateful
 from ckpipe.targets import Targets
+from ckpipe.trees import children_of, leaf_labels
 
 
 class Matching:
@@ -85,10 +86,7 @@ class Matching:
             return self._rebuild.plan(node, label)
         if tag == "stateful" or (tag in _STATES and is_stateful(target) and _is_object(target)):
             return self._match_stateful(target, node, label)
-        match = _MATCHES.get(tag)
-        if match is None:
-            raise InvalidManifest(f"The tree has a node of unknown kind: {node!r:.100}")
-        return match(self, target, node, label)
+        return _MATCHES[tag](self, target, node, label)
 
     def _left_out(self, target: Any, label: str) -> Make:
         self._note_missing(target, label)
@@ -228,8 +226,6 @@ class Matching:
 
     def _match_shared(self, target: Any, node: Node, label: str) -> Make:
         number = node[1]
-        if number not in self._rebuild.definitions:
-            raise InvalidManifest(f"The tree refers to container {number}, which it has not")
         if target is None:
             return self._rebuild.plan(node, label)
         key = (number, id(target))

@@ -51,12 +51,7 @@ class PipelineCore:
         fields: Mapping[str, Any],
     ) -> None:
         given = dict(fields) if url is None else {"url": os.fspath(url), **fields}
-        base = (
-            {}
-            if settings is None
-            else {name: getattr(settings, name) for name in settings.model_fields_set}
-        )
-        self.settings = Settings(**{**base, **given})
+        self.settings = Settings(**given) if settings is None else settings.override(**given)
         if not self.settings.url:
             raise SettingsError(
                 "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"

@@ -18,7 +18,7 @@ from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Layout
 from ckpipe.object_names import data_file_name
 from ckpipe.structure import Captured
-from ckpipe.tensors import TensorLeaf, alias_groups, is_contiguous
+from ckpipe.tensors import TensorLeaf, alias_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _drafts(leaves: list[TensorLeaf]) -> list[_Draft]:
 
 
 def _alone(leaf: TensorLeaf, number: int) -> _Draft:
-    stride = None if is_contiguous(leaf.shape, leaf.stride) else leaf.stride
+    stride = None if leaf.contiguous else leaf.stride
     nbytes = leaf.nbytes
     member = _Member(number, original_stride=stride)
     return _logical(leaf, nbytes, (member,), (Source(number, 0, None, nbytes),))
@@ -209,7 +209,7 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> _Draft:
     view = leaves[cover]
     covered = (
         (view.address, view.window) == (low, high - low)
-        and is_contiguous(view.shape, view.stride)
+        and view.contiguous
         and not view.lazy
         and all(
             (leaves[number].address - low) % leaves[number].tensor.itemsize == 0 for number in group
@@ -242,7 +242,7 @@ def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[_M
                 key=leaf.label,
                 hint="Save a clone of it",
             )
-        stride = None if is_contiguous(leaf.shape, leaf.stride) else leaf.stride
+        stride = None if leaf.contiguous else leaf.stride
         members.append(_Member(number, offset, stride))
     return tuple(members)
 

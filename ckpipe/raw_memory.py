@@ -33,6 +33,20 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
         _move_large(target, source, nbytes)
 
 
+_MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, since Linux 5.14
+
+_advise = ctypes.CDLL(None).madvise
+_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Backs pages with memory without changing what they hold, where the kernel can do that.
+
+    Older kernels back them at the first write; nothing but speed depends on it.
+    """
+    _advise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
 def address_of(data: memoryview) -> int:
     """The address of the first byte of flat bytes, read-only ones too."""
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]

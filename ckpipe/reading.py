@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -21,21 +22,30 @@ import torch
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.checksum import CHUNK_BYTES, crc32c
+from ckpipe.collector import collector_paused
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
-    CorruptCheckpoint,
     MissingObject,
     ObjectNotFound,
     TruncatedObject,
 )
 from ckpipe.filling import Destination
-from ckpipe.load_planning import Need, PartData, Piece, Read, ReadLimits, plan_reads
+from ckpipe.load_planning import (
+    Need,
+    PartData,
+    Piece,
+    Read,
+    ReadLimits,
+    batched,
+    plan_reads,
+)
 from ckpipe.object_names import data_file_key
 from ckpipe.raw_memory import address_of
 from ckpipe.types import CheckpointId
 
 _MIN_ALIGNMENT = 4096
+_VIEW_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -91,41 +101,48 @@ class Reader:
             StoreError: If the store failed.
         """
         started = time.perf_counter()
-        reads = await anyio.to_thread.run_sync(plan_reads, data, needs, self._limits)
-        pending = iter(reads)
+        reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits)
+        lanes = len(self._buffers)
+        total = sum(read.size for read in reads)
+        pending = batched(reads, min(_VIEW_BYTES, total // (4 * lanes) + 1))
         failures: list[Exception] = []
 
         async def lane(buffer: memoryview) -> None:
             try:
-                await self._lane(pending, buffer, data, destinations)
+                # All lanes pull from one iterator, on one thread.
+                for batch in pending:
+                    await self._deliver(batch, buffer, data, destinations)
             except Exception as error:
                 failures.append(error)
-                lanes.cancel_scope.cancel()
+                group.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as lanes:
+        async with anyio.create_task_group() as group:
             for number, buffer in enumerate(self._buffers[: len(reads)]):
-                lanes.start_soon(lane, buffer, name=f"ckpipe load lane {number}")
+                group.start_soon(lane, buffer, name=f"ckpipe load lane {number}")
         self.tally.seconds += time.perf_counter() - started
         if failures:
             # Only the first tells something: the others may be what stopping them has caused.
             raise failures[0]
 
-    async def _lane(
+    async def _deliver(
         self,
-        pending: Iterator[Read],
+        batch: Sequence[Read],
         buffer: memoryview,
         data: PartData,
         destinations: Mapping[int, Sequence[Destination]],
     ) -> None:
-        # All lanes pull from one iterator, on one thread.
-        for read in pending:
-            name = data.files[read.file].name
-            source = await self._bytes_of(data.rank, name, read.offset, buffer[: read.size])
-            self.tally.reads += 1
-            self.tally.bytes += read.size
-            bad = await anyio.to_thread.run_sync(_put, read, source, destinations, self.tally)
-            if bad is not None:
-                raise self._corrupt(data, read, bad)
+        first, last = batch[0], batch[-1]
+        name = data.files[first.file].name
+        size = last.offset + last.size - first.offset
+        view = await self._view(data.rank, name, first.offset, size)
+        if view is not None:
+            put = partial(_put, batch, view, destinations, self.tally)
+            self._check(data, first.file, await anyio.to_thread.run_sync(put))
+            return
+        for read in batch:
+            source = await self._filled(data.rank, name, read.offset, buffer[: read.size])
+            put = partial(_put, (read,), source, destinations, self.tally)
+            self._check(data, read.file, await anyio.to_thread.run_sync(put))
 
     async def header(self, data: PartData, file: int) -> None:
         """Verifies the header of a data file.
@@ -137,11 +154,9 @@ class Reader:
         found = at = 0
         while at < row.header_bytes:
             size = min(self._limits.read_bytes, row.header_bytes - at)
-            source = await self._bytes_of(data.rank, row.name, at, self._buffers[0][:size])
+            source = await self._filled(data.rank, row.name, at, self._buffers[0][:size])
             found = await anyio.to_thread.run_sync(crc32c, source, found)
             at += size
-            self.tally.reads += 1
-            self.tally.bytes += size
         if found != row.header_crc32c:
             raise ChecksumMismatch(
                 "The header of a data file is not what was saved",
@@ -169,20 +184,32 @@ class Reader:
                 key=key,
             )
 
-    async def _bytes_of(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
-        """A range of a file as large as the buffer, in the buffer or where it is already."""
+    async def _view(self, rank: int, name: str, offset: int, size: int) -> memoryview | None:
+        """A range of a file where it is in memory already, if it is and the store shows it."""
         key = data_file_key(self._id, name)
         with _translated(self._id.step, rank, key):
-            view = await self._backend.view(key, offset, len(buffer))
-            if view is not None and len(view) == len(buffer):
-                return view
+            view = await self._backend.view(key, offset, size)
+        if view is None or len(view) != size:
+            return None
+        self.tally.reads += 1
+        self.tally.bytes += size
+        return view
+
+    async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
+        """The buffer, filled with a range of a file."""
+        key = data_file_key(self._id, name)
+        with _translated(self._id.step, rank, key):
             await self._backend.read_into(key, offset, buffer)
+        self.tally.reads += 1
+        self.tally.bytes += len(buffer)
         return buffer
 
-    def _corrupt(self, data: PartData, read: Read, piece: Piece) -> CorruptCheckpoint:
+    def _check(self, data: PartData, file: int, piece: Piece | None) -> None:
+        if piece is None:
+            return
         entry = data.entries[piece.entry]
-        name = data.files[read.file].name
-        return ChecksumMismatch(
+        name = data.files[file].name
+        raise ChecksumMismatch(
             f"Chunk {piece.lo // CHUNK_BYTES} of {entry.name!r:.200} (bytes {piece.lo} to "
             f"{piece.hi} of it) in {name} is not what was saved",
             step=self._id.step,
@@ -225,20 +252,34 @@ def _translated(step: int, rank: int, key: str) -> Iterator[None]:
         raise
 
 
+def _plan(data: PartData, needs: Sequence[Need], limits: ReadLimits) -> list[Read]:
+    with collector_paused():
+        return plan_reads(data, needs, limits)
+
+
 def _put(
-    read: Read,
+    reads: Sequence[Read],
     source: memoryview,
     destinations: Mapping[int, Sequence[Destination]],
     tally: ReadTally,
 ) -> Piece | None:
-    """Verifies the chunks of a read and delivers each; stops at a bad one, and returns it."""
+    """Verifies the chunks of reads and delivers each; stops at a bad one, and returns it.
+
+    Args:
+        reads: Reads of one file.
+        source: The bytes of the file from the first of them on.
+        destinations: Who takes the bytes of an entry.
+        tally: Is told that something was delivered.
+    """
     address = address_of(source)
     with torch.no_grad():
-        for piece in read.pieces:
-            entry, lo, hi, at, checksum = piece
-            if crc32c(source[at : at + hi - lo]) != checksum:
-                return piece
-            for destination in destinations.get(entry, ()):
-                tally.delivered = True
-                destination.put(address + at, lo, hi)
+        for read in reads:
+            shift = read.offset - reads[0].offset
+            for entry, lo, hi, at, checksum in read.pieces:
+                begin = shift + at
+                if crc32c(source[begin : begin + hi - lo]) != checksum:
+                    return Piece(entry, lo, hi, at, checksum)
+                for destination in destinations.get(entry, ()):
+                    tally.delivered = True
+                    destination.put(address + begin, lo, hi)
     return None

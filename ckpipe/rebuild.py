@@ -31,9 +31,10 @@ from ckpipe.keys import Json, decode_key, join
 from ckpipe.live_tensors import has_shape, misfit
 from ckpipe.manifest import Structure
 from ckpipe.registered_types import registered_as
-from ckpipe.selecting import any_selected, children_of, definitions_of
+from ckpipe.selecting import any_selected
 from ckpipe.structure import Node
 from ckpipe.targets import Targets
+from ckpipe.trees import checked_definitions, children_of
 from ckpipe.values import decode_value, resolve_class
 
 Make = Callable[[], Any]
@@ -70,6 +71,12 @@ class Rebuild:
         values: Its inline values, encoded.
         targets: Where tensors come from, and are noted to be filled.
         pickling: Whether pickled objects may be made.
+
+    Attributes:
+        definitions: The containers that references in the tree point to, by number.
+
+    Raises:
+        InvalidManifest: If the tree is none.
     """
 
     def __init__(
@@ -77,7 +84,8 @@ class Rebuild:
     ) -> None:
         self._structure, self._values, self._targets = structure, values, targets
         self._pickling = pickling
-        self.definitions = definitions_of(structure.tree)
+        attributes = (row.attributes for row in structure.tensors if row.attributes)
+        self.definitions = checked_definitions([structure.tree, *attributes])
         self._objects: dict[int, Make] = {}
         self._planned: dict[int, Make] = {}
         self._built: dict[int, Any] = {}
@@ -102,10 +110,7 @@ class Rebuild:
             DtypeMismatch: Likewise.
             InvalidManifest: If the node contradicts the format.
         """
-        plan = _PLANS.get(node[0]) if node else None
-        if plan is None:
-            raise InvalidManifest(f"The tree has a node of unknown kind: {node!r:.100}")
-        return plan(self, node, label, hint)
+        return _PLANS[node[0]](self, node, label, hint)
 
     def value(self, node: Node, label: str) -> Any:
         """The inline value that a node names.
@@ -270,8 +275,6 @@ class Rebuild:
 
     def plan_ref(self, node: Node, label: str, hint: Hint | None) -> Make:
         number = node[1]
-        if number not in self.definitions:
-            raise InvalidManifest(f"The tree refers to container {number}, which it has not")
         if number not in self._planned:
             # The place of the container itself is in a live target, and was not planned here.
             self._plan_once(number, self.definitions[number], label, hint)

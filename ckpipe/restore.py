@@ -17,7 +17,8 @@ import anyio.to_thread
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.errors import CkpipeError, CorruptCheckpoint, UnsupportedTopology
+from ckpipe.collector import collector_paused
+from ckpipe.errors import CkpipeError, CorruptCheckpoint, UnsupportedTopology, UsageError
 from ckpipe.keys import LabelFilter, decode_float
 from ckpipe.load_planning import PartData
 from ckpipe.manifest import Bundle
@@ -114,12 +115,23 @@ async def restore(
 
 
 def _match(bundle: Bundle, request: LoadRequest) -> _Matched:
+    try:
+        with collector_paused():
+            return _match_all(bundle, request)
+    except RecursionError:
+        raise UsageError(
+            "The checkpoint is nested too deeply to be walked",
+            hint="Raise sys.setrecursionlimit",
+        ) from None
+
+
+def _match_all(bundle: Bundle, request: LoadRequest) -> _Matched:
     part = bundle.parts[0]
     structure, layout = bundle.structures[part.structure], bundle.layouts[part.layout]
     data = PartData(part, layout)
     targets = Targets(StoredTensors(structure, layout, data), cast=request.cast)
     rebuild = Rebuild(structure, part.values, targets, pickling=request.pickling)
-    tree = pruned(structure.tree, request.select)
+    tree = pruned(structure.tree, request.select, rebuild.definitions)
     missing: list[str] = []
     unexpected: list[str] = []
     if request.into is None:

@@ -9,69 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpipe.errors import InvalidManifest
-from ckpipe.keys import LabelFilter, decode_key, join
+from ckpipe.keys import LabelFilter, join
 from ckpipe.structure import ABSENT, Node, is_stateful
-
-_MAPPINGS = ("dict", "ordered_dict", "default_dict")
-_SEQUENCES = ("list", "tuple", "deque")
-_SETS = ("set", "frozenset")
-
-
-def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
-    """The keys, nodes and labels of what a container node holds; nothing for other nodes."""
-    tag = node[0]
-    if tag in _MAPPINGS:
-        keys = [decode_key(key) for key in node[1]]
-        return [(key, child, join(label, key)) for key, child in zip(keys, node[2], strict=True)]
-    if tag in _SEQUENCES:
-        return [(key, child, join(label, key)) for key, child in enumerate(node[1])]
-    if tag in ("named_tuple", "dataclass"):
-        return [(k, child, join(label, k)) for k, child in zip(node[2], node[3], strict=True)]
-    return []
-
-
-def definitions_of(tree: Node) -> dict[int, Node]:
-    """The containers that references point to, by number.
-
-    Raises:
-        InvalidManifest: If one number is given twice.
-    """
-    found: dict[int, Node] = {}
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        if node[0] == "shared":
-            if node[1] in found:
-                raise InvalidManifest(f"The tree has two containers of number {node[1]}")
-            found[node[1]] = node[2]
-        pending += inner_nodes(node)
-    return found
-
-
-def inner_nodes(node: Node) -> list[Node]:
-    """The nodes directly inside a node, without their keys."""
-    tag = node[0]
-    if tag in _MAPPINGS:
-        return [*node[2], *(node[3:] if tag == "ordered_dict" else ())]
-    if tag in _SEQUENCES:
-        return list(node[1])
-    if tag in ("named_tuple", "dataclass"):
-        return list(node[3])
-    if tag in ("shared", "registered"):
-        return [node[2]]
-    return [node[1]] if tag == "stateful" else []
-
-
-def leaf_labels(node: Node, label: str) -> Iterator[str]:
-    """The labels of the tensors, values and sets of a tree."""
-    tag = node[0]
-    if tag in ("tensor", "value", "ref", *_SETS):
-        yield label
-    elif tag in ("shared", "registered", "stateful"):
-        yield from leaf_labels(node[-1], label)
-    for _, child, where in children_of(node, label):
-        yield from leaf_labels(child, where)
+from ckpipe.trees import MAPPINGS, SETS, children_of
 
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
@@ -104,22 +44,28 @@ def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def pruned(tree: Node, select: LabelFilter) -> Node:
-    """The tree as it would be, had it been saved with a filter; a tree of nothing is absent."""
+def pruned(tree: Node, select: LabelFilter, definitions: Mapping[int, Node]) -> Node:
+    """The tree as it would be, had it been saved with a filter; a tree of nothing is absent.
+
+    Args:
+        tree: The saved tree.
+        select: The filter.
+        definitions: The containers that references in it point to.
+    """
     if select.selects_all:
         return tree
-    return _Pruning(select, definitions_of(tree)).node(tree, "") or list(ABSENT)
+    return _Pruning(select, definitions).node(tree, "") or list(ABSENT)
 
 
 class _Pruning:
-    def __init__(self, select: LabelFilter, definitions: dict[int, Node]) -> None:
+    def __init__(self, select: LabelFilter, definitions: Mapping[int, Node]) -> None:
         self._select, self._definitions = select, definitions
         self._kept: set[int] = set()
 
     def node(self, node: Node, label: str) -> Node | None:
         """What is left of a node; None if nothing is."""
         tag = node[0]
-        if tag in ("tensor", "value", *_SETS):
+        if tag in ("tensor", "value", *SETS):
             return node if self._select(label) else None
         if tag == "shared":
             return self._shared(node[1], label)
@@ -133,8 +79,6 @@ class _Pruning:
         return self._container(node, label)
 
     def _shared(self, number: int, label: str) -> Node | None:
-        if number not in self._definitions:
-            raise InvalidManifest(f"The tree refers to container {number}, which it has not")
         if number in self._kept:
             return ["ref", number]
         self._kept.add(number)
@@ -150,10 +94,10 @@ class _Pruning:
         if children and all(child is None for child in kept):
             return None
         tag = node[0]
-        if tag in _MAPPINGS or tag == "dataclass":
-            names = node[1] if tag in _MAPPINGS else node[2]
+        if tag in MAPPINGS or tag == "dataclass":
+            names = node[1] if tag in MAPPINGS else node[2]
             pairs = [(key, k) for key, k in zip(names, kept, strict=True) if k is not None]
             table = [[key for key, _ in pairs], [child for _, child in pairs]]
-            return [tag, *table, *node[3:]] if tag in _MAPPINGS else [*node[:2], *table]
+            return [tag, *table, *node[3:]] if tag in MAPPINGS else [*node[:2], *table]
         filled = [list(ABSENT) if child is None else child for child in kept]
         return [*node[:3], filled] if tag == "named_tuple" else [tag, filled, *node[2:]]

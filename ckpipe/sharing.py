@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from ckpipe.errors import SharingConflict
-from ckpipe.filling import contiguous_stride, with_lazy_bits, write
+from ckpipe.filling import contiguous_stride, memory_overlaps, with_lazy_bits, write
 from ckpipe.live_tensors import LiveTensor
-from ckpipe.tensors import overlaps_itself
 
 _MAX_ITEM = 16
 
@@ -45,14 +44,14 @@ def _overlapping(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
     group: list[LiveTensor] = []
     last_device, end = "", -1
     for device, address, number, stop in sorted(spans):
-        if group and device == last_device and address < end:
+        if device == last_device and address < end:
             group.append(lives[number])
             end = max(end, stop)
-            continue
-        found.append(group)
-        group, last_device, end = [lives[number]], device, stop
-    found.append(group)
-    return [each for each in found if len(each) > 1 or any(map(_overlaps_itself, each))]
+        else:
+            group = [lives[number]]
+            found.append(group)
+            last_device, end = device, stop
+    return [each for each in found if len(each) > 1 or memory_overlaps(each[0].tensor)]
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -60,11 +59,6 @@ def _reach(tensor: torch.Tensor) -> int:
         return tensor.numel() * tensor.itemsize
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
-
-
-def _overlaps_itself(live: LiveTensor) -> bool:
-    tensor = live.tensor
-    return not tensor.is_contiguous() and overlaps_itself(tuple(tensor.shape), tensor.stride())
 
 
 def _lay_likewise(group: Sequence[LiveTensor]) -> bool:

@@ -122,7 +122,9 @@ class Site:
         if self.settings.staging.bytes is None and wanted > self.budget.capacity:
             available = await anyio.to_thread.run_sync(available_bytes)
             most = int(AVAILABLE_SHARE * (available + self.budget.capacity))
-            self.budget.raise_capacity(min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes)
+            self.budget.raise_capacity(
+                min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes
+            )
 
     def trim(self) -> None:
         """Shrinks the arena to what the last saves needed."""
@@ -130,11 +132,9 @@ class Site:
 
     async def warm(self) -> None:
         """Touches the memory that later saves will want, block by block, in a worker thread."""
-        while (block := self.arena.take_untouched()) is not None:
-            try:
-                await anyio.to_thread.run_sync(block.touch)
-            finally:
-                self.arena.give(block)
+        while (block := self.arena.next_untouched) is not None:
+            await anyio.to_thread.run_sync(block.touch)
+            self.arena.mark_touched(block)
 
 
 def initial_budget(settings: Settings) -> int:

@@ -33,7 +33,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.keys import Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.registered_types import registered_for
 from ckpipe.tensors import TensorLeaf, numpy_leaf, tensor_leaf
-from ckpipe.values import NotInline, class_path, encode_value
+from ckpipe.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
 Node = list[Any]
 ABSENT: Node = ["absent"]
@@ -101,6 +101,8 @@ class _Walk:
         kind = type(obj)
         if kind is torch.Tensor or kind is torch.nn.Parameter or kind is np.ndarray:
             return self.tensor(obj, label)
+        if kind in PLAIN_VALUES:
+            return self.value(obj, label)
         handler = _CONTAINERS.get(kind) or _handler_for(obj)
         if handler is not None:
             return self.container(obj, label, handler)

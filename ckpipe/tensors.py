@@ -38,6 +38,8 @@ class TensorLeaf:
         lazy: Which lazy bits it carries: any of ``c`` (conjugate) and ``n`` (negative).
         address: Where its window begins.
         window: Bytes from its first to behind its last element.
+        nbytes: Bytes of its elements, each counted.
+        contiguous: Whether they lie one behind the other, row by row.
         attributes: The node of the attributes set on it.
     """
 
@@ -53,12 +55,9 @@ class TensorLeaf:
     lazy: str
     address: int
     window: int
+    nbytes: int
+    contiguous: bool
     attributes: list[Any] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements, each counted once."""
-        return self.tensor.numel() * self.tensor.itemsize
 
     def layout(self) -> tuple[Any, ...]:
         """All that a plan depends on, except what it shares bytes with."""
@@ -86,10 +85,11 @@ def tensor_leaf(tensor: torch.Tensor, label: str) -> TensorLeaf:
         plain = tensor.detach().as_subclass(torch.Tensor)
     lazy = ("c" if plain.is_conj() else "") + ("n" if plain.is_neg() else "")
     shape, stride, device = tuple(plain.shape), plain.stride(), plain.device
-    window = _window(shape, stride, plain.itemsize)
+    nbytes, contiguous = plain.numel() * plain.itemsize, plain.is_contiguous()
+    window = nbytes if contiguous else _window(shape, stride, plain.itemsize)
     return TensorLeaf(
         label, plain, dtype, shape, stride, "cpu" if device == _CPU else str(device), kind, detail,
-        tensor.requires_grad, lazy, plain.data_ptr(), window,
+        tensor.requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
 
 
@@ -142,6 +142,7 @@ def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> TensorLeaf:
     return TensorLeaf(
         label, tensor, NAMES[tensor.dtype], shape, stride, "cpu", NUMPY, array.dtype.str,
         False, "", tensor.data_ptr(), _window(shape, stride, tensor.itemsize),
+        tensor.numel() * tensor.itemsize, tensor.is_contiguous(),
     )  # fmt: skip
 
 
@@ -178,9 +179,6 @@ def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def _window(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    if len(shape) < 2:
-        n, step = (shape[0], stride[0]) if shape else (1, 1)
-        return ((n - 1) * step + 1) * itemsize if n else 0
     if 0 in shape:
         return 0
     return (sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * itemsize
@@ -205,7 +203,8 @@ def alias_groups(leaves: list[TensorLeaf]) -> list[list[int]]:
             group.append(number)
             end = max(end, address + leaf.window)
             continue
-        _close(group, leaves, found)
+        if len(group) != 1 or not leaves[group[0]].contiguous:
+            _close(group, leaves, found)
         group, device, end = [number], where, address + leaf.window
     _close(group, leaves, found)
     return sorted(found)

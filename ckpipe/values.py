@@ -99,6 +99,9 @@ _ENCODERS: dict[type[Any], Callable[[Any], Json]] = {
     type(Ellipsis): lambda value: ["ellipsis"],
 }
 
+PLAIN_VALUES = frozenset(_ENCODERS)
+"""The types that are always inline values."""
+
 _BASES: tuple[tuple[type[Any], Callable[[Any], Json]], ...] = (
     (enum.Enum, _encode_enum),
     (np.generic, _encode_numpy_scalar),

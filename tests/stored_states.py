@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import torch
 
-from ckpipe.arena import Arena, Block
+from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.checksum import ChunkSums, crc32c
 from ckpipe.copying import fill_block, plan_blocks
@@ -43,8 +43,7 @@ async def store(state: Any, backend: Backend, *, pickling: bool = False) -> Bund
 
 def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearray]:
     images = [bytearray(file.size) for file in plan.files]
-    memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-    block = Block(memoryview(memory.numpy()).cast("B"), memory, None)  # type: ignore[arg-type]
+    block = Arena(BLOCK_BYTES).take()
     for step in plan_blocks(plan, captured.tensors, BLOCK_BYTES):
         fill_block(step, captured.tensors, block)
         images[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]

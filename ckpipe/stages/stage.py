@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,11 @@ from ckpipe.site import Site
 from ckpipe.structure import Captured, capture
 from ckpipe.tensors import TensorLeaf
 
-BATCH_BLOCKS = 8
+BATCH_BLOCKS = 4
 """Blocks that one visit to a worker thread fills at the most."""
+
+MAX_COPIERS = 4
+"""Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
 
 
 async def walk(
@@ -94,23 +98,32 @@ class _Outlet:
             self.send(filled)
 
 
-async def _copy_blocks(
-    save: Save,
-    state: PlannedState,
-    outlet: _Outlet,
+async def _copy_blocks(save: Save, state: PlannedState, outlet: _Outlet) -> None:
+    plans = deque(state.program.blocks)
+    on_devices = any(leaf.device != "cpu" for leaf in state.captured.tensors)
+    copiers = 1 if on_devices else min(MAX_COPIERS, torch.get_num_threads())
+    async with anyio.create_task_group() as tasks:
+        for _ in range(min(copiers, len(plans))):
+            tasks.start_soon(_copier, save, state, plans, outlet)
+
+
+async def _copier(
+    save: Save, state: PlannedState, plans: deque[BlockPlan], outlet: _Outlet
 ) -> None:
+    """Fills blocks until none is left; several copiers share the work."""
     ration = save.ration
     assert ration is not None
-    plans = list(state.program.blocks)
     loop = asyncio.get_running_loop()
     streams: dict[str, Any] = {}
     while plans:
-        if ration.full:
-            outlet.flush()  # without room for the whole state, the upload has to begin now
-        blocks = await ration.take(min(BATCH_BLOCKS, len(plans)))
-        batch = [FilledBlock(plan, block) for plan, block in zip(plans, blocks, strict=False)]
-        del plans[: len(batch)]
-        await anyio.to_thread.run_sync(_fill, save, state, batch, streams, loop, outlet.send)
+        wanted = [plans.popleft() for _ in range(min(BATCH_BLOCKS, len(plans)))]
+        while wanted:
+            if ration.full:
+                outlet.flush()  # without room for the whole state, the upload has to begin now
+            blocks = await ration.take(len(wanted))
+            batch = [FilledBlock(plan, block) for plan, block in zip(wanted, blocks, strict=False)]
+            del wanted[: len(batch)]
+            await anyio.to_thread.run_sync(_fill, save, state, batch, streams, loop, outlet.send)
 
 
 def _fill(

@@ -1,0 +1,169 @@
+"""The plan of a load's reads: complete, never twice, on chunk boundaries, and not much more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe.checksum import CHUNK_BYTES, chunk_count
+from ckpipe.load_planning import (
+    ALLOWANCE_BYTES,
+    Need,
+    PartData,
+    Read,
+    ReadLimits,
+    batched,
+    plan_reads,
+)
+from ckpipe.manifest import EntryRow, FileRow, Layout, Part
+
+HEADER_BYTES = 4096
+
+
+def part_data(sizes: list[list[int]]) -> PartData:
+    """Files that hold entries of these sizes; a chunk's checksum is its number."""
+    entries: list[EntryRow] = []
+    files: list[FileRow] = []
+    for number, file in enumerate(sizes):
+        offset = 0
+        for size in file:
+            entries.append(EntryRow(str(len(entries)), "U8", (size,), number, offset, size))
+            offset += size
+        files.append(FileRow(f"rank-00000.{number}", HEADER_BYTES + offset, HEADER_BYTES, 0))
+    sums = tuple(range(sum(chunk_count(row.nbytes) for row in entries)))
+    part = Part(0, 0, 0, (), tuple(files), sums, "", "", {})
+    return PartData(part, Layout(tuple(entries), ()))
+
+
+entry_sizes = st.one_of(
+    st.integers(0, 40),
+    st.integers(1, 5 * CHUNK_BYTES),
+    st.integers(1, 4).map(lambda n: n * CHUNK_BYTES),
+    st.integers(20 * CHUNK_BYTES, 30 * CHUNK_BYTES),
+)
+limits = st.builds(
+    ReadLimits,
+    st.sampled_from([CHUNK_BYTES + 8192, 4 << 20, 16 << 20]),
+    st.sampled_from([1, 512, 4096]),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    data: PartData
+    needs: list[Need]
+    limits: ReadLimits
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    data = part_data(draw(st.lists(st.lists(entry_sizes, max_size=6), min_size=1, max_size=2)))
+    needs = []
+    for number, row in enumerate(data.entries):
+        for _ in range(draw(st.integers(0, 2))):
+            if draw(st.booleans()):
+                needs.append(Need(number, 0, row.nbytes))
+            else:
+                lo = draw(st.integers(0, row.nbytes))
+                needs.append(Need(number, lo, draw(st.integers(lo, row.nbytes))))
+    return Case(data, draw(st.permutations(needs)), draw(limits))
+
+
+def absolute(data: PartData, need: Need) -> tuple[int, int, int]:
+    begin = data.begins[need.entry]
+    return data.entries[need.entry].file, begin + need.lo, begin + need.hi
+
+
+def contiguous(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Ranges of files merged where they touch."""
+    merged: list[tuple[int, int, int]] = []
+    for file, lo, hi in sorted(each for each in ranges if each[1] < each[2]):
+        if merged and merged[-1][0] == file and lo <= merged[-1][2]:
+            merged[-1] = (file, merged[-1][1], max(hi, merged[-1][2]))
+        else:
+            merged.append((file, lo, hi))
+    return merged
+
+
+@given(cases())
+def test_pieces_are_whole_chunks_that_cover_the_needs_once(case: Case) -> None:
+    data = case.data
+    seen: set[tuple[int, int]] = set()
+    for read in plan_reads(data, case.needs, case.limits):
+        for piece in read.pieces:
+            row = data.entries[piece.entry]
+            assert piece.lo % CHUNK_BYTES == 0
+            assert piece.hi == min(piece.lo + CHUNK_BYTES, row.nbytes)
+            assert piece.checksum == data.first_sums[piece.entry] + piece.lo // CHUNK_BYTES
+            assert read.offset + piece.at == data.begins[piece.entry] + piece.lo
+            assert 0 <= piece.at
+            assert piece.at + piece.hi - piece.lo <= read.size
+            assert (piece.entry, piece.lo) not in seen
+            seen.add((piece.entry, piece.lo))
+    for need in case.needs:
+        if need.lo < need.hi:
+            first, last = need.lo // CHUNK_BYTES, (need.hi - 1) // CHUNK_BYTES
+            assert all((need.entry, n * CHUNK_BYTES) in seen for n in range(first, last + 1))
+
+
+@given(cases())
+def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
+    for read in plan_reads(case.data, case.needs, case.limits):
+        assert 0 <= read.offset
+        assert read.offset + read.size <= case.data.files[read.file].size
+        assert read.size <= case.limits.buffer_bytes
+
+
+@given(cases())
+def test_little_is_read_that_nobody_needs(case: Case) -> None:
+    needs = contiguous([absolute(case.data, need) for need in case.needs])
+    allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in needs)
+    assert sum(read.size for read in plan_reads(case.data, case.needs, case.limits)) <= allowed
+
+
+@given(cases())
+def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) -> None:
+    reads = plan_reads(case.data, case.needs, case.limits)
+    for one, other in zip(reads, reads[1:], strict=False):
+        assert (one.file, one.offset) < (other.file, other.offset)
+        if one.file == other.file:
+            assert other.offset > one.offset + one.size - 2 * case.limits.alignment
+
+
+def test_large_reads_are_aligned() -> None:
+    data = part_data([[700, 64 << 20]])
+    reads = plan_reads(data, data.all_needs(), ReadLimits(16 << 20, 4096))
+    assert all(read.offset % 4096 == 0 for read in reads)
+    assert all(read.size % 4096 == 0 for read in reads[:-1])
+    assert len(reads) == 5
+
+
+def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
+    near, far = part_data([[100, 1000, 100]]), part_data([[100, 64 << 20, 100]])
+    needs = [Need(0, 0, 100), Need(2, 0, 100)]
+    assert len(plan_reads(near, needs, ReadLimits(16 << 20, 4096))) == 1
+    assert len(plan_reads(far, needs, ReadLimits(16 << 20, 4096))) == 2
+
+
+def test_twenty_thousand_tiny_entries_are_one_read() -> None:
+    data = part_data([[32] * 20_000])
+    (read,) = plan_reads(data, data.all_needs(), ReadLimits(16 << 20, 4096))
+    assert len(read.pieces) == 20_000
+
+
+@given(cases(), st.integers(1, 20 << 20))
+def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -> None:
+    reads = plan_reads(case.data, case.needs, case.limits)
+    batches = list(batched(reads, nbytes))
+    assert [read for batch in batches for read in batch] == reads
+    for batch in batches:
+        assert len({read.file for read in batch}) == 1
+        assert len(batch) == 1 or _end(batch) - batch[0].offset <= nbytes
+        for one, other in zip(batch, batch[1:], strict=False):
+            assert other.offset <= one.offset + one.size
+
+
+def _end(batch: list[Read]) -> int:
+    return batch[-1].offset + batch[-1].size
