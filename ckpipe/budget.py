@@ -126,13 +126,21 @@ class Ration:
 
     async def take(self, at_most: int) -> list[Block]:
         """Takes at least one block and at most as many as are there without waiting."""
-        while len(self._held) >= self._reserved:
-            await self._given.wait()
-        if not self._arena.touched_blocks and self._held:
-            with anyio.move_on_after(COLD_BLOCK_PATIENCE_SECONDS):
+        patient = True
+        while True:
+            # Others may take blocks during each wait, so every turn looks afresh.
+            room = self._reserved - len(self._held)
+            touched = self._arena.touched_blocks
+            if room <= 0:
                 await self._given.wait()
-        count = min(at_most, self._reserved - len(self._held))
-        count = max(1, min(count, self._arena.touched_blocks or 1))
+            elif not touched and self._held and patient:
+                patient = False
+                with anyio.move_on_after(COLD_BLOCK_PATIENCE_SECONDS):
+                    await self._given.wait()
+            else:
+                return self._draw(min(at_most, room, touched or 1))
+
+    def _draw(self, count: int) -> list[Block]:
         blocks = [self._arena.take() for _ in range(count)]
         self._held.update(blocks)
         self._needed -= count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 
 from ckpipe.backend import Backend
+from ckpipe.collector import collector_paused
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
 from ckpipe.manifest import Bundle
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle
@@ -88,4 +89,9 @@ async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
         data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
     except ObjectNotFound as error:
         raise MissingObject("The index is gone", step=id.step, key=key) from error
-    return await anyio.to_thread.run_sync(lambda: decode_bundle(data, key=key, id=id, kind="index"))
+    return await anyio.to_thread.run_sync(_decode, data, key, id)
+
+
+def _decode(data: bytes, key: str, id: CheckpointId) -> Bundle:
+    with collector_paused():
+        return decode_bundle(data, key=key, id=id, kind="index")

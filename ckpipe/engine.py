@@ -6,6 +6,7 @@ import asyncio
 import logging
 import warnings
 from collections import Counter
+from datetime import timedelta
 
 import anyio
 from anyio.abc import TaskStatus
@@ -341,8 +342,11 @@ class Engine:
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""
         site = self.site
-        act = pruning.decide_on if dry_run else pruning.prune
-        return await act(site.backend, site.rule, site.protected(), site.facts)
+        what = (site.backend, site.rule, site.protected(), site.facts)
+        if dry_run:
+            return await pruning.decide_on(*what)
+        sweep_after = timedelta(seconds=self._settings.retention.sweep_after_seconds)
+        return await pruning.prune(*what, sweep_after=sweep_after)
 
     def describe(self) -> str:
         """What goes on, for a diagnostic."""

@@ -9,11 +9,16 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 from ckpipe.errors import CkpipeError, StoreUnavailable, Throttled
+from ckpipe.events import EventBus, Retrying
+from ckpipe.types import CheckpointId
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Upload
 
 T = TypeVar("T")
 
@@ -45,6 +50,52 @@ class RetryPolicy:
         return max(random.uniform(0, longest), asked or 0.0)
 
 
+class Tries:
+    """The tries of one operation: how many there were, and since when.
+
+    Args:
+        policy: How often and how long to try.
+    """
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._began = time.monotonic()
+        self._failures = 0
+
+    async def once(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Runs an operation once, for as long as one try may take.
+
+        Raises:
+            StoreUnavailable: If it took too long.
+        """
+        limit = self._policy.attempt_timeout_seconds
+        try:
+            with anyio.fail_after(limit):
+                return await operation()
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"The store did not answer within {limit:g} s",
+                hint="Raise upload.attempt_timeout_seconds if it is merely slow",
+            ) from None
+
+    async def wait_after(self, error: CkpipeError) -> None:
+        """Waits until it is time for the next try.
+
+        Raises:
+            CkpipeError: The error itself, if the policy gives up.
+        """
+        policy = self._policy
+        self._failures += 1
+        pause = policy.pause(self._failures, error)
+        late = policy.deadline_seconds is not None and (
+            time.monotonic() - self._began + pause > policy.deadline_seconds
+        )
+        if not error.transient or self._failures > policy.retries or late:
+            raise error
+        policy.on_retry(error, pause)
+        await anyio.sleep(pause)
+
+
 async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -> T:
     """Runs an operation, again and again while it fails with an error that may pass.
 
@@ -52,25 +103,26 @@ async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -
         StoreUnavailable: If a try took too long, and no tries are left.
         CkpipeError: The last error, once the policy gives up.
     """
-    began, failures = time.monotonic(), 0
+    tries = Tries(policy)
     while True:
         try:
-            with anyio.fail_after(policy.attempt_timeout_seconds):
-                return await operation()
-        except TimeoutError:
-            limit = policy.attempt_timeout_seconds
-            error: CkpipeError = StoreUnavailable(
-                f"The store did not answer within {limit:g} s",
-                hint="Raise upload.attempt_timeout_seconds if it is merely slow",
-            )
-        except CkpipeError as raised:
-            error = raised
-        failures += 1
-        pause = policy.pause(failures, error)
-        late = policy.deadline_seconds is not None and (
-            time.monotonic() - began + pause > policy.deadline_seconds
-        )
-        if not error.transient or failures > policy.retries or late:
-            raise error
-        policy.on_retry(error, pause)
-        await anyio.sleep(pause)
+            return await tries.once(operation)
+        except CkpipeError as error:
+            await tries.wait_after(error)
+
+
+def policy_of(settings: Upload, events: EventBus, id: CheckpointId, rank: int) -> RetryPolicy:
+    """The policy that a user's settings ask for, with its retries told as events of a save."""
+
+    def report(error: CkpipeError, seconds: float) -> None:
+        said = f"{type(error).__name__}: {error}"
+        events.emit(Retrying(str(id), id.step, rank, said, seconds))
+
+    return RetryPolicy(
+        settings.retries,
+        settings.backoff_seconds,
+        settings.backoff_max_seconds,
+        settings.attempt_timeout_seconds,
+        settings.deadline_seconds,
+        report,
+    )

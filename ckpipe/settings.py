@@ -105,8 +105,8 @@ class Upload(_Group):
     """How long one request may take, in seconds, before it counts as failed and is tried again."""
 
     deadline_seconds: float | None = Field(None, gt=0)
-    """How long one save may take from staged to committed, in seconds, before it fails. None:
-    as long as it takes."""
+    """How long one request may go on being tried, in seconds, waits included. None: until its
+    retries are used up."""
 
     @model_validator(mode="after")
     def _backoff_grows(self) -> Self:
@@ -121,9 +121,6 @@ class Load(_Group):
     lanes: int = Field(4, ge=1)
     """Reads under way at the same time."""
 
-    block_bytes: BlockSize = 16 * 1024 * 1024
-    """The most that one read asks for, in bytes."""
-
 
 class Lock(_Group):
     """How long trainer and pipeline wait for each other."""
@@ -131,10 +128,6 @@ class Lock(_Group):
     timeout_seconds: float = Field(60.0, gt=0)
     """How long a save waits until it may look at the state, in seconds, before it fails. The
     training step goes on in any case."""
-
-    max_step_wait_seconds: float = Field(5.0, ge=0)
-    """How long an optimizer step waits for a save that is still copying, in seconds, before
-    that save fails and the step goes on."""
 
 
 class Retention(_Group):
@@ -149,8 +142,8 @@ class Retention(_Group):
     plain form, ``[{keep = "every", steps = 1000}, {keep = "best", metric = "loss"}]``."""
 
     sweep_after_seconds: float = Field(86_400.0, ge=0)
-    """The age, in seconds by the store's clock, at which leftovers of dead attempts may be swept
-    away."""
+    """How long the mark of a deleted checkpoint stays, in seconds by the store's clock, so that
+    a straggling writer cannot bring the checkpoint back to life."""
 
     @model_validator(mode="after")
     def _zero_stands_alone(self) -> Self:
@@ -202,19 +195,6 @@ class Settings(BaseSettings):
     drain_timeout_seconds: float = Field(600.0, ge=0)
     """How long leaving the pipeline on an exception waits for staged saves, in seconds."""
 
-    worker: Literal["auto", "thread"] = "auto"
-    """Where serializing, upload, commit and retention run."""
-
-    plan: Literal["local"] = "local"
-    """How ranks divide the writing: each by itself, from what it knows."""
-
-    replicated: Literal["auto"] | tuple[str, ...] = "auto"
-    """Which plain tensors are the same on all ranks: those marked as replicated, or those whose
-    path matches one of these globs."""
-
-    incomplete_after_seconds: float = Field(600.0, ge=0)
-    """The age of a checkpoint, in seconds, at which ranks that have not committed are reported."""
-
     pickle: Literal["refuse", "allow"] = "refuse"
     """Whether objects of types that ckpipe does not know are saved and loaded by pickle, which
     runs code from the file. Needed at both ends."""
@@ -226,7 +206,7 @@ class Settings(BaseSettings):
     """Lanes, retries and deadlines."""
 
     load: Load = Load()
-    """Lanes and block size of reads."""
+    """Lanes of reads."""
 
     lock: Lock = Lock()
     """Waits between trainer and pipeline."""

@@ -129,5 +129,5 @@ def _on_canvas(live: LiveTensor, canvas: torch.Tensor, low: int) -> torch.Tensor
 
 
 def _row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    resolved = tensor.resolve_conj().resolve_neg().contiguous()
+    resolved = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return resolved.view(-1).view(torch.uint8)

@@ -12,6 +12,7 @@ import anyio
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget, Ration
+from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
 from ckpipe.errors import PipelineBusy
 from ckpipe.events import EventBus
@@ -79,9 +80,10 @@ class Site:
 
     def make_program(self, captured: Captured) -> Program:
         """Plans a captured state; blocking, for a worker thread."""
-        plan = self.planner.plan(captured, rank=self.rank, world_size=self.world_size)
-        blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
-        return Program(plan, blocks, [entry.nbytes for entry in plan.layout.entries])
+        with collector_paused():
+            plan = self.planner.plan(captured, rank=self.rank, world_size=self.world_size)
+            blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
+            return Program(plan, blocks, [entry.nbytes for entry in plan.layout.entries])
 
     async def reserve(self, save: Save, blocks: int) -> None:
         """Gives a save its ration of staging memory, for a file image of so many blocks.

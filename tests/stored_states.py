@@ -94,7 +94,9 @@ async def load(backend: Backend, bundle: Bundle, into: Any = None, **changes: An
         assert arena.free_blocks == arena.blocks
 
 
-async def round_trip(state: Any, into: Any = None, *, save_pickled: bool = False, **changes: Any) -> LoadResult:
+async def round_trip(
+    state: Any, into: Any = None, *, save_pickled: bool = False, **changes: Any
+) -> LoadResult:
     """What a state is after it was stored and loaded."""
     backend = MemoryBackend()
     bundle = await store(state, backend, pickling=save_pickled)

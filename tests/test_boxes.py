@@ -12,7 +12,9 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @given(shapes, st.data())
-def test_the_boxes_of_a_range_flatten_to_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_boxes_of_a_range_flatten_to_the_range(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     array = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
     lo = data.draw(st.integers(0, array.size))
     hi = data.draw(st.integers(lo, array.size))

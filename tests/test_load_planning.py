@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +99,7 @@ def test_pieces_are_whole_chunks_that_cover_the_needs_once(case: Case) -> None:
             assert piece.hi == min(piece.lo + CHUNK_BYTES, row.nbytes)
             assert piece.checksum == data.first_sums[piece.entry] + piece.lo // CHUNK_BYTES
             assert read.offset + piece.at == data.begins[piece.entry] + piece.lo
-            assert 0 <= piece.at
+            assert piece.at >= 0
             assert piece.at + piece.hi - piece.lo <= read.size
             assert (piece.entry, piece.lo) not in seen
             seen.add((piece.entry, piece.lo))
@@ -111,7 +112,7 @@ def test_pieces_are_whole_chunks_that_cover_the_needs_once(case: Case) -> None:
 @given(cases())
 def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
     for read in plan_reads(case.data, case.needs, case.limits):
-        assert 0 <= read.offset
+        assert read.offset >= 0
         assert read.offset + read.size <= case.data.files[read.file].size
         assert read.size <= case.limits.buffer_bytes
 
@@ -126,7 +127,7 @@ def test_little_is_read_that_nobody_needs(case: Case) -> None:
 @given(cases())
 def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) -> None:
     reads = plan_reads(case.data, case.needs, case.limits)
-    for one, other in zip(reads, reads[1:], strict=False):
+    for one, other in pairwise(reads):
         assert (one.file, one.offset) < (other.file, other.offset)
         if one.file == other.file:
             assert other.offset > one.offset + one.size - 2 * case.limits.alignment
@@ -161,7 +162,7 @@ def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -
     for batch in batches:
         assert len({read.file for read in batch}) == 1
         assert len(batch) == 1 or _end(batch) - batch[0].offset <= nbytes
-        for one, other in zip(batch, batch[1:], strict=False):
+        for one, other in pairwise(batch):
             assert other.offset <= one.offset + one.size
 
 

@@ -73,12 +73,11 @@ def test_environment_holds_every_kind_of_value(monkeypatch: pytest.MonkeyPatch) 
     for name, text in {
         "URL": "s3://bucket/[run]",
         "SOLO": "true",
-        "REPLICATED": '["model.*", "ema.*"]',
         "STAGING_BYTES": "256MiB",
         "KEEP_LAST": "3",
         "RETENTION__RULES": '{"keep": "within", "seconds": 60}',
-        "LOCK": '{"timeout_seconds": 7, "max_step_wait_seconds": 1}',
-        "LOCK__MAX_STEP_WAIT_SECONDS": "2",
+        "UPLOAD": '{"lanes": 7, "retries": 1}',
+        "UPLOAD__RETRIES": "2",
         "UPLOAD__DEADLINE_SECONDS": "",
         "BACKENDS__FILE__DIRECT": "false",
         "BACKENDS__S3__REGION": "eu-west-1",
@@ -90,11 +89,9 @@ def test_environment_holds_every_kind_of_value(monkeypatch: pytest.MonkeyPatch) 
     settings = Settings()
     assert settings.url == "s3://bucket/[run]"
     assert settings.solo is True
-    assert settings.replicated == ("model.*", "ema.*")
     assert settings.staging.bytes == 256 * MIB
     assert settings.retention.rule == KeepLast(3) | KeepWithin(timedelta(seconds=60))
-    assert settings.lock == Lock(timeout_seconds=7, max_step_wait_seconds=2)
-    assert settings.upload.deadline_seconds is None
+    assert settings.upload == Upload(lanes=7, retries=2, deadline_seconds=None)
     assert settings.backends == {
         "file": {"direct": False},
         "s3": {"region": "eu-west-1", "parts": 12, "odd": "NaN"},
@@ -208,13 +205,9 @@ def test_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
         ({"keep_lst": 1}, "nearest valid name is 'keep_last'"),
         ({"staging_byte": 1}, "nearest valid name is 'staging_bytes'"),
         ({"drain_timeout": 1}, "nearest valid name is 'drain_timeout_seconds'"),
-        ({"max_step_wait": 1}, "nearest valid name is 'lock.max_step_wait_seconds'"),
-        ({"worker": "process"}, "'worker' is not valid: input should be 'auto' or 'thread'"),
+        ({"timeout": 1}, "nearest valid name is 'lock.timeout_seconds'"),
+        ({"on_busy": "queue"}, "'on_busy' is not valid: input should be 'wait', 'skip' or 'fail'"),
         ({"attempt_id": ""}, "'attempt_id' is not valid"),
-        (
-            {"replicated": 3},
-            "should be 'auto', not 3 or is not valid: input should be a valid tuple",
-        ),
         (
             {"upload": {"lanes": 0}},
             "'upload.lanes' is not valid.*greater than or equal to 1, not 0",

@@ -6,11 +6,12 @@ import platform
 import secrets
 from datetime import UTC, datetime
 
-import anyio
+import anyio.to_thread
 import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import PutMode
+from ckpipe.collector import collector_paused
 from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotFound, StoreError
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.keys import decode_float
@@ -18,6 +19,7 @@ from ckpipe.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.object_names import index_key
 from ckpipe.planning import file_rows
+from ckpipe.retrying import Tries, policy_of
 from ckpipe.saving import Save, StoredFiles, resolve
 from ckpipe.site import Site
 from ckpipe.types import CheckpointInfo
@@ -97,24 +99,21 @@ def _encode(save: Save, site: Site, stored: StoredFiles, token: str) -> bytes:
     bundle = Bundle(
         "index", save.id, site.world_size, (structure,), (program.plan.layout,), (part,)
     )
-    return encode_bundle(bundle)
+    with collector_paused():
+        return encode_bundle(bundle)
 
 
 async def _create(save: Save, site: Site, data: bytes, token: str) -> None:
     """Creates the index once, and finds out what became of it if the answer was lost."""
     key = index_key(save.id)
-    deadline = site.settings.upload.attempt_timeout_seconds
-    for last in (*[False] * site.settings.upload.retries, True):
+    tries = Tries(policy_of(site.settings.upload, site.events, save.id, save.rank))
+    while True:
         try:
-            with anyio.fail_after(deadline):
-                await site.backend.put(key, data, PutMode.CREATE)
-            return
-        except (StoreError, TimeoutError) as error:
+            return await tries.once(lambda: site.backend.put(key, data, PutMode.CREATE))
+        except StoreError as error:
             if await _landed(save, site, key, token, error):
-                return
-            if last or not (isinstance(error, TimeoutError) or error.transient):
-                raise
-        await anyio.sleep(site.settings.upload.backoff_seconds)
+                return None
+            await tries.wait_after(error)
 
 
 async def _landed(save: Save, site: Site, key: str, token: str, cause: BaseException) -> bool:

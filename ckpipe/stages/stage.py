@@ -14,6 +14,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe import cuda
 from ckpipe.checksum import ChunkSums
+from ckpipe.collector import collector_paused
 from ckpipe.copying import BlockPlan, fill_block
 from ckpipe.events import Staged
 from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn, resolve
@@ -49,7 +50,7 @@ async def walk(
 
 def _walk(save: Save, site: Site, turn: Turn) -> Captured:
     pickling = site.settings.pickle == "allow"
-    with turn.here(), torch.no_grad():
+    with turn.here(), torch.no_grad(), collector_paused():
         return capture(save.request.state, select=save.request.select, pickling=pickling)
 
 

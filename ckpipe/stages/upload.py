@@ -9,10 +9,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.backend import Upload
 from ckpipe.checksum import crc32c
-from ckpipe.errors import CkpipeError, ObjectExists
-from ckpipe.events import BlockUploaded, Retrying
+from ckpipe.errors import ObjectExists
+from ckpipe.events import BlockUploaded
 from ckpipe.object_names import data_file_key
-from ckpipe.retrying import RetryPolicy, retrying
+from ckpipe.retrying import policy_of, retrying
 from ckpipe.saving import FilledBlock, Program, Save, StoredFiles
 from ckpipe.site import Site
 
@@ -59,28 +59,12 @@ class _Files:
         self._opening = anyio.Lock()
         self._written: Counter[int] = Counter()
         self._bytes = 0
-        upload = site.settings.upload
-        self._policy = RetryPolicy(
-            upload.retries,
-            upload.backoff_seconds,
-            upload.backoff_max_seconds,
-            upload.attempt_timeout_seconds,
-            upload.deadline_seconds,
-            self._report,
-        )
+        self._policy = policy_of(site.settings.upload, site.events, save.id, save.rank)
 
     @property
     def _program(self) -> Program:
         assert self._save.program is not None
         return self._save.program
-
-    def _report(self, error: CkpipeError, seconds: float) -> None:
-        save = self._save
-        self._site.events.emit(
-            Retrying(
-                save.name, save.id.step, save.rank, f"{type(error).__name__}: {error}", seconds
-            )
-        )
 
     async def write(self, filled: FilledBlock) -> None:
         plan, save = filled.plan, self._save
