@@ -1,0 +1,380 @@
+"""Loading in place: what fits is filled, what does not is refused before anything is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from stored_states import load, round_trip, store
+from torch import nn
+
+from ckpipe.errors import (
+    DtypeMismatch,
+    ShapeMismatch,
+    StructureMismatch,
+    UnsupportedTopology,
+)
+from ckpipe.keys import LabelFilter
+from ckpipe.manifest import Bundle
+from ckpipe.state_helpers import Progress, RngState
+from ckpipe.testing import MemoryBackend
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Options:
+    rate: Any
+    weights: Any
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    rate: Any
+    weights: Any
+
+
+def model() -> Any:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net(torch.randn(16, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def training(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return {
+        "model": net,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "progress": Progress(epoch=0, seen=[]),
+        "rng": RngState(),
+    }
+
+
+def steps(state: dict[str, Any], n: int) -> list[float]:
+    losses = []
+    for _ in range(n):
+        losses += train(state["model"], state["optimizer"], 1)
+        state["scheduler"].step()
+    return losses
+
+
+async def test_a_resumed_run_goes_on_to_the_bit() -> None:
+    run = training(1)
+    steps(run, 3)
+    run["progress"].epoch, run["progress"].seen = 3, [1, 2]
+    backend = MemoryBackend()
+    bundle = await store(run, backend)
+    expected = steps(run, 4)
+
+    resumed = training(2)
+    parameters = list(resumed["model"].parameters())
+    result = await load(backend, bundle, resumed)
+    assert steps(resumed, 4) == expected
+    assert result.state is resumed
+    assert (resumed["progress"].epoch, resumed["progress"].seen) == (3, [1, 2])
+    assert all(a is b for a, b in zip(parameters, resumed["model"].parameters(), strict=True))
+    for one, other in zip(run["model"].parameters(), parameters, strict=True):
+        assert torch.equal(one, other)
+
+
+async def test_live_optimizer_state_is_filled_where_it_is() -> None:
+    run, resumed = training(1), training(2)
+    steps(run, 2)
+    steps(resumed, 1)
+    own = resumed["optimizer"].state[next(resumed["model"].parameters())]
+    before = dict(own)
+    await round_trip(run, resumed)
+    after = resumed["optimizer"].state[next(resumed["model"].parameters())]
+    assert after["exp_avg"].data_ptr() == before["exp_avg"].data_ptr()
+    assert after["step"].item() == 2
+    assert after["step"].dtype is torch.float32
+
+
+async def test_plain_containers_are_filled_in_place() -> None:
+    def state(n: int) -> dict[Any, Any]:
+        return {
+            "t": torch.full((3, 2), n),
+            "strided": torch.full((4, 6), float(n)).t()[1:5],
+            "n": np.full(3, n, dtype=np.float32),
+            "list": [n, torch.full((2,), n), [n]],
+            "deque": deque([n], maxlen=2),
+            "set": {n},
+            "plain": Options(n, torch.full((2,), n)),
+            "ordered": OrderedDict(a=n),
+            1: n,
+            "1": -n,
+            "placeholder": None if n == 0 else {"x": torch.full((1,), n)},
+            "history": list(range(n)),
+        }
+
+    target = state(0)
+    kept = dict(target)
+    rows = target["strided"]
+    result = await round_trip(state(5), target)
+    assert result.state is target
+    assert repr(target) == repr(state(5))
+    for key in ("t", "strided", "n", "list", "deque", "set", "plain", "ordered", "history"):
+        assert target[key] is kept[key]
+    assert target["strided"].data_ptr() == rows.data_ptr()
+    assert (result.missing, result.unexpected) == ((), ())
+
+
+async def test_immutable_containers_are_made_again_where_values_changed() -> None:
+    same = (1, torch.zeros(2))
+    target: dict[str, Any] = {
+        "same": same,
+        "pair": Pair(0, [0]),
+        "frozen": FrozenOptions(0, torch.zeros(1)),
+        "set": frozenset({0}),
+    }
+    weights, inner = target["frozen"].weights, target["pair"].right
+    saved: dict[str, Any] = {
+        "same": (1, torch.ones(2)),
+        "pair": Pair(5, [6]),
+        "frozen": FrozenOptions(7, torch.ones(1)),
+        "set": frozenset({8}),
+    }
+    result = await round_trip(saved, target)
+    assert repr(result.state) == repr(saved)
+    assert target["frozen"].weights is weights
+    assert target["pair"].right is inner
+    assert torch.equal(same[1], torch.ones(2))
+    root = await round_trip((1, 2), (0, torch.Size([3])))
+    assert root.state == (1, 2)
+
+
+async def test_a_cycle_in_the_target_stays() -> None:
+    saved: dict[str, Any] = {"x": 1, "t": torch.ones(2)}
+    saved["self"] = [saved]
+    target: dict[str, Any] = {"x": 0, "t": torch.zeros(2)}
+    target["self"] = [target]
+    await round_trip(saved, target)
+    assert target["self"][0] is target
+    assert target["x"] == 1
+    assert torch.equal(target["t"], torch.ones(2))
+
+
+async def test_strict_names_what_only_one_side_has_and_touches_nothing() -> None:
+    saved: dict[str, Any] = {
+        "a": torch.ones(2),
+        "b": {"c": 1, "d": torch.ones(1)},
+        "l": [torch.ones(1)] * 2,
+    }
+    target: dict[str, Any] = {"a": torch.zeros(2), "e": 2, "b": {"c": 0}, "l": [torch.zeros(1)]}
+    with pytest.raises(StructureMismatch) as caught:
+        await round_trip(saved, target)
+    for label in ("'e'", "'b.d'", "'l.1'"):
+        assert label in str(caught.value)
+    assert caught.value.step == 7
+    assert torch.equal(target["a"], torch.zeros(2))
+    assert target["b"] == {"c": 0}
+
+    result = await round_trip(saved, target, strict=False)
+    assert result.missing == ("e",)
+    assert result.unexpected == ("b.d", "l.1")
+    assert torch.equal(target["a"], torch.ones(2))
+    assert target["b"] == {"c": 1}
+    assert target["e"] == 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "error"),
+    [
+        (torch.ones(2), torch.zeros(3), ShapeMismatch),
+        (torch.ones(2), torch.zeros(2, dtype=torch.float64), DtypeMismatch),
+        (np.ones(2), np.zeros(2, dtype=np.float32), DtypeMismatch),
+        (np.ones(2, dtype=">f4"), np.zeros(2, dtype="<f4"), DtypeMismatch),
+        (torch.ones(2), torch.zeros(2, device="meta"), StructureMismatch),
+        (torch.ones(2), 5, StructureMismatch),
+        (5, torch.zeros(2), StructureMismatch),
+        (5, [5], StructureMismatch),
+        ([5], {"a": 5}, StructureMismatch),
+        ({"a": 5}, [5], StructureMismatch),
+        ((1, torch.ones(1)), [1, torch.ones(1)], StructureMismatch),
+        (Pair(1, 2), (1, 2), StructureMismatch),
+        (Options(1, 2), {"rate": 1, "weights": 2}, StructureMismatch),
+        ({1}, [1], StructureMismatch),
+    ],
+)
+async def test_what_does_not_fit_is_refused_before_anything_is_touched(
+    saved: Any, target: Any, error: type[Exception]
+) -> None:
+    whole = {"first": torch.zeros(2), "n": 0, "odd": target}
+    with pytest.raises(error) as caught:
+        await round_trip({"first": torch.ones(2), "n": 1, "odd": saved}, whole)
+    assert getattr(caught.value, "key", None) == "odd"
+    assert torch.equal(whole["first"], torch.zeros(2))
+    assert whole["n"] == 0
+
+
+async def test_cast_converts() -> None:
+    saved: dict[str, Any] = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.ones(2),
+        "n": np.arange(3),
+        "w": model(),
+    }
+    target: dict[str, Any] = {
+        "a": torch.zeros(3, 2, dtype=torch.bfloat16).t(),
+        "b": torch.zeros(2, dtype=torch.int64),
+        "n": np.zeros(3, dtype=np.float32),
+        "w": model().double(),
+    }
+    with pytest.raises(DtypeMismatch):
+        await round_trip(saved, target)
+    await round_trip(saved, target, cast=True)
+    assert torch.equal(target["a"], saved["a"].to(torch.bfloat16))
+    assert torch.equal(target["b"], torch.ones(2, dtype=torch.int64))
+    assert target["n"].tolist() == [0, 1, 2]
+    for one, other in zip(saved["w"].parameters(), target["w"].parameters(), strict=True):
+        assert other.dtype is torch.float64
+        assert torch.equal(one.double(), other)
+
+
+class Wrapped(nn.Module):
+    """Loads with a rule of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, width)
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+
+async def test_modules_and_optimizers_that_do_not_fit_are_not_touched() -> None:
+    net = model()
+    before = copy.deepcopy(net.state_dict())
+    wider = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(ShapeMismatch, match=r"weight|\[3"):
+        await round_trip({"m": wider}, {"m": net})
+    plain, longer = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(StructureMismatch, match=r"'m\.1\.weight'"):
+        await round_trip({"m": longer}, {"m": plain})
+    with pytest.raises(StructureMismatch, match=r"missing"):
+        await round_trip({"m": plain}, {"m": longer}, strict=False)
+    one = torch.optim.SGD(net.parameters(), lr=1.0)
+    two = torch.optim.SGD([{"params": [p]} for p in net.parameters()], lr=2.0)
+    with pytest.raises(StructureMismatch, match="groups"):
+        await round_trip({"o": two}, {"m": net, "o": one}, strict=False)
+    assert one.param_groups[0]["lr"] == 1.0
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+async def test_an_objects_own_strictness_applies() -> None:
+    saved = Wrapped(3)
+    state = {"m": OrderedDict({**saved.state_dict(), "more": torch.ones(1)})}
+    target = Wrapped(3)
+    await round_trip(state, {"m": target})
+    assert torch.equal(target.inner.weight, saved.inner.weight)
+
+
+class Recorder:
+    """Any object with the two methods."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.loads: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loads.append(state)
+        self.state = state
+
+
+async def test_an_object_gets_its_whole_saved_state_once_in_its_own_tensors() -> None:
+    own = torch.zeros(2)
+    target = Recorder(fits=own, other=torch.zeros(5), n=0)
+    saved = Recorder(fits=torch.ones(2), other=torch.ones(3), n=5, new={"x": torch.ones(1)})
+    await round_trip({"r": saved, "again": saved}, {"r": target, "again": target})
+    (loaded,) = target.loads
+    assert loaded["fits"] is own
+    assert torch.equal(own, torch.ones(2))
+    assert loaded["other"].shape == (3,)
+    assert loaded["n"] == 5
+    assert loaded["new"]["x"].item() == 1
+
+
+async def test_an_object_loads_what_was_saved_as_a_dict_and_the_other_way_round() -> None:
+    source, target = model(), model()
+    await round_trip({"m": source.state_dict()}, {"m": target})
+    assert torch.equal(source[0].weight, target[0].weight)
+    table: dict[str, Any] = {"m": model().state_dict()}
+    await round_trip({"m": source}, table)
+    assert torch.equal(source[0].weight, table["m"]["0.weight"])
+
+
+async def test_a_selection_leaves_the_rest_of_the_target_as_it_is() -> None:
+    source, target = model(), model()
+    bias = target[0].bias.clone()
+    state: dict[str, Any] = {"m": target, "x": torch.zeros(2), "y": [0, 0], "z": 0}
+    select = LabelFilter(include=["m.0.weight", "y.1"])
+    result = await round_trip(
+        {"m": source, "x": torch.ones(2), "y": [1, 1], "z": 1, "w": 1}, state, select=select
+    )
+    assert torch.equal(target[0].weight, source[0].weight)
+    assert torch.equal(target[0].bias, bias)
+    assert state["y"] == [0, 1]
+    assert state["z"] == 0
+    assert (result.missing, result.unexpected) == ((), ())
+
+    optimizer = torch.optim.SGD(target.parameters(), lr=0.5, momentum=0.9)
+    train(target, optimizer, 1)
+    faster = torch.optim.SGD(source.parameters(), lr=5.0, momentum=0.9)
+    train(source, faster, 2)
+    await round_trip(
+        {"o": faster}, {"o": optimizer}, select=LabelFilter(exclude=["o.param_groups"])
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    ours, theirs = next(target.parameters()), next(source.parameters())
+    momentum = optimizer.state[ours]["momentum_buffer"]
+    assert torch.equal(momentum, faster.state[theirs]["momentum_buffer"])
+
+
+async def test_autograd_learns_of_the_change() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    product = (weight * weight).sum()
+    await round_trip({"w": torch.zeros(2)}, {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()  # type: ignore[no-untyped-call]
+
+
+async def test_an_error_of_load_state_dict_says_whose_it_is() -> None:
+    class Picky(Recorder):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("no")
+
+    with pytest.raises(KeyError) as caught:
+        await round_trip({"r": Recorder(n=1)}, {"r": Picky(n=0)})
+    assert "'r'" in caught.value.__notes__[0]
+
+
+async def test_checkpoints_of_several_ranks_are_refused_for_now() -> None:
+    backend = MemoryBackend()
+    bundle = await store({"x": 1}, backend)
+    several = Bundle("index", bundle.id, 2, bundle.structures, bundle.layouts, bundle.parts * 2)
+    with pytest.raises(UnsupportedTopology):
+        await load(backend, several)
