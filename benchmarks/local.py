@@ -84,11 +84,8 @@ def measure_saves(root: Path, state: Any, nbytes: int, rounds: int) -> tuple[Tim
             if step >= 0:
                 shutil.rmtree(root / "dcp", ignore_errors=True)
                 plain = {name: each.state_dict() for name, each in state.items()}
-                into["dcp save"].append(
-                    raw.seconds(
-                        lambda s=plain: state_dict_saver.save(s, checkpoint_id=root / "dcp")
-                    )
-                )
+                write = partial(state_dict_saver.save, plain, checkpoint_id=root / "dcp")
+                into["dcp save"].append(raw.seconds(write))
     return times, data_file(root / "ours")
 
 

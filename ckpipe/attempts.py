@@ -8,11 +8,12 @@ from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.discovery import discover
-from ckpipe.errors import AttemptReused, InvalidManifest, ObjectExists, SettingsError
+from ckpipe.errors import AttemptReused, InvalidManifest, ObjectExists, SettingsError, StoreError
 from ckpipe.object_names import attempt_start_key, claim_key
 from ckpipe.types import attempt_name
 
 _FORMAT = "%Y%m%dT%H%M%S%f"
+_MAX_BYTES = 4096
 
 
 async def open_attempt(backend: Backend, attempt_id: str | None, *, rank: int) -> str:
@@ -37,15 +38,33 @@ async def open_attempt(backend: Backend, attempt_id: str | None, *, rank: int) -
     except ValueError as error:
         raise SettingsError(f"attempt_id is no name: {error}") from error
     started = await _agree_on_start(backend, chosen)
+    await _claim(backend, chosen, rank)
+    return attempt_name(started, chosen)
+
+
+async def _claim(backend: Backend, chosen: str, rank: int) -> None:
+    key = claim_key(chosen, rank)
+    claim = json.dumps({"token": secrets.token_hex(16)}).encode()
     try:
-        await backend.put(claim_key(chosen, rank), b"{}", PutMode.CREATE)
-    except ObjectExists:
+        await backend.put(key, claim, PutMode.CREATE)
+    except StoreError as error:
+        # The answer may have been lost: a claim with our token is ours, whatever was said.
+        if await _found(backend, key) == claim:
+            return
+        if not isinstance(error, ObjectExists):
+            raise
         raise AttemptReused(
             f"The attempt id {chosen!r} was used here before",
             rank=rank,
             hint="Give every launch and restart an id of its own, or none to have one made up",
         ) from None
-    return attempt_name(started, chosen)
+
+
+async def _found(backend: Backend, key: str) -> bytes | None:
+    try:
+        return await backend.get(key, max_bytes=_MAX_BYTES)
+    except StoreError:
+        return None
 
 
 async def _agree_on_start(backend: Backend, attempt_id: str) -> datetime:
@@ -56,7 +75,7 @@ async def _agree_on_start(backend: Backend, attempt_id: str) -> datetime:
         await backend.put(key, body, PutMode.CREATE)
         return started
     except ObjectExists:
-        data = await backend.get(key, max_bytes=4096)
+        data = await backend.get(key, max_bytes=_MAX_BYTES)
     try:
         return datetime.strptime(json.loads(data)["started"], _FORMAT).replace(tzinfo=UTC)
     except (ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import warnings
 from collections import Counter
-from datetime import timedelta
 
 import anyio
 from anyio.abc import TaskStatus
@@ -23,16 +22,19 @@ from ckpipe.errors import (
     DrainTimeout,
     SaveCancelled,
     SaveSkipped,
+    StoreError,
     UsageError,
 )
 from ckpipe.events import EventBus, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.lock import StateLock
+from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
 from ckpipe.planning import LocalPlanner
 from ckpipe.registry import create_backend, scheme_of
 from ckpipe.restore import LoadRequest, restore, verify
 from ckpipe.retention import Decision
+from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
@@ -72,23 +74,27 @@ class Engine:
         """Opens the store and serves until :meth:`stop`."""
         backend = await anyio.to_thread.run_sync(self._create_backend)
         async with backend:
-            attempt = await open_attempt(backend, self._settings.attempt_id, rank=0)
-            self._site = self._make_site(backend, attempt)
-            async with anyio.create_task_group() as self._tasks:
-                task_status.started()
-                await self._stop.wait()
-                self._tasks.cancel_scope.cancel()
-        self.site.arena.close()
+            patient = PatientBackend(backend, logging_policy(self._settings.upload))
+            attempt = await open_attempt(patient, self._settings.attempt_id, rank=0)
+            self._site = self._make_site(backend, patient, attempt)
+            try:
+                async with anyio.create_task_group() as self._tasks:
+                    task_status.started()
+                    await self._stop.wait()
+                    self._tasks.cancel_scope.cancel()
+            finally:
+                self._site.arena.close()
 
     def _create_backend(self) -> Backend:
         url = self._settings.url
         assert url is not None
         return create_backend(url, self._settings.backends.get(scheme_of(url), {}))
 
-    def _make_site(self, backend: Backend, attempt: str) -> Site:
+    def _make_site(self, backend: Backend, patient: Backend, attempt: str) -> Site:
         staging = self._settings.staging
         return Site(
             backend=backend,
+            patient=patient,
             settings=self._settings,
             lock=self._lock,
             events=self._events,
@@ -125,9 +131,9 @@ class Engine:
                 if save.cancel_requested:
                     save.scope.cancel()
                 await self._guarded(save)
-            if save.scope.cancelled_caught:
-                self._cancelled(save)
         finally:
+            # Cancelled through its handle, or torn down with the pipeline: waiters must know.
+            self._cancelled(save)
             self._active.pop(save).set()
         self.site.trim()
         async with self._warming:
@@ -149,7 +155,7 @@ class Engine:
                 self._failed(save, error)
 
     def _skip(self, save: Save, reason: str) -> None:
-        save.status, save.seen = "skipped", True
+        save.status = "skipped"
         self._events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
         resolve(save.staged, None)
         fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
@@ -157,14 +163,18 @@ class Engine:
     def _failed(self, save: Save, error: Exception) -> None:
         save.status = "failed"
         self._events.emit(SaveFailed(save.name, save.id.step, save.rank, repr(error)))
+        # Before anybody is told, since whoever is told takes it off the list again.
+        self._background.append(error)
+        if isinstance(error, StoreError) and self._settings.on_error == "warn":
+            # Whether a store fails before or after the last copy is chance, and must not decide
+            # whether save() raises where the user asked for warnings.
+            resolve(save.staged, None)
         self._end(save, error)
-        if not save.seen:
-            self._background.append(error)
 
     def _cancelled(self, save: Save) -> None:
         if save.committed.done():
             return
-        save.status, save.seen = "cancelled", True
+        save.status = "cancelled"
         self._events.emit(SaveFailed(save.name, save.id.step, save.rank, "it was cancelled"))
         self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
 
@@ -221,9 +231,9 @@ class Engine:
                 rank=save.rank,
                 hint="Raise drain_timeout_seconds, or wait for the handle before closing",
             )
-            fail(save.committed, error)
             save.status = "failed"
             self._background.append(error)
+            self._end(save, error)
         if save.scope is not None:
             save.scope.cancel()
         if save in self._active:
@@ -264,15 +274,15 @@ class Engine:
 
     async def _choices(self, which: int | str | None, *, fallback: bool) -> list[CheckpointInfo]:
         if which is not None:
-            first = await find(self.site.backend, which)
+            first = await find(self.site.patient, which)
         else:
-            latest = await newest(self.site.backend)
+            latest = await newest(self.site.patient)
             if latest is None:
                 return []
             first = latest
         if not fallback:
             return [first]
-        complete = [each for each in await discover(self.site.backend) if each.complete]
+        complete = [each for each in await discover(self.site.patient) if each.complete]
         ids = [each.id for each in complete]
         return complete[ids.index(first.id) :] if first.id in ids else [first]
 
@@ -280,9 +290,9 @@ class Engine:
         site = self.site
         site.loading[info.id] += 1
         try:
-            bundle = await read_index(site.backend, _parsed(info))
+            bundle = await read_index(site.patient, _parsed(info))
             result = await restore(
-                site.backend, bundle, request, site.arena, lanes=self._settings.load.lanes
+                site.patient, bundle, request, site.arena, lanes=self._settings.load.lanes
             )
         finally:
             site.loading[info.id] -= 1
@@ -294,25 +304,25 @@ class Engine:
 
     async def steps(self) -> list[CheckpointInfo]:
         """All checkpoints, the oldest first."""
-        return list(reversed(await discover(self.site.backend)))
+        return list(reversed(await discover(self.site.patient)))
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
-        return await newest(self.site.backend)
+        return await newest(self.site.patient)
 
     async def find(self, which: int | str) -> CheckpointInfo:
         """The newest complete checkpoint of a step, or the one of an exact id."""
-        return await find(self.site.backend, which)
+        return await find(self.site.patient, which)
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Reads and checks every byte of a checkpoint."""
         site = self.site
-        info = await find(site.backend, which)
+        info = await find(site.patient, which)
         site.loading[info.id] += 1
         try:
-            bundle = await read_index(site.backend, _parsed(info))
+            bundle = await read_index(site.patient, _parsed(info))
             lanes = self._settings.load.lanes
-            return await verify(site.backend, bundle, site.arena, lanes=lanes)
+            return await verify(site.patient, bundle, site.arena, lanes=lanes)
         except CorruptCheckpoint as error:
             raise error.located(step=info.step) from error.__cause__
         finally:
@@ -322,31 +332,29 @@ class Engine:
         """Deletes a checkpoint, also an incomplete one if its exact id is given."""
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = _parsed(await find(self.site.backend, which))
+            id = _parsed(await find(self.site.patient, which))
         protected = self.site.protected().get(str(id))
         writing = any(save.id == id for save in self._active)
         if protected or writing:
             raise UsageError(
                 f"{id} cannot be deleted now: {protected or 'it is being written'}", step=id.step
             )
-        await pruning.delete(self.site.backend, id)
+        await pruning.delete(self.site.patient, id)
 
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""
-        await pruning.pin(self.site.backend, _parsed(await find(self.site.backend, which)))
+        await pruning.pin(self.site.patient, _parsed(await find(self.site.patient, which)))
 
     async def unpin(self, which: int | str) -> None:
         """Ends the protection."""
-        await pruning.unpin(self.site.backend, _parsed(await find(self.site.backend, which)))
+        await pruning.unpin(self.site.patient, _parsed(await find(self.site.patient, which)))
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""
         site = self.site
-        what = (site.backend, site.rule, site.protected(), site.facts)
-        if dry_run:
-            return await pruning.decide_on(*what)
-        sweep_after = timedelta(seconds=self._settings.retention.sweep_after_seconds)
-        return await pruning.prune(*what, sweep_after=sweep_after)
+        if not dry_run:
+            return await site.prune()
+        return await pruning.decide_on(site.patient, site.rule, site.protected(), site.facts)
 
     def describe(self) -> str:
         """What goes on, for a diagnostic."""

@@ -46,7 +46,7 @@ class _Handle:
         try:
             return future.result()
         except Exception as error:
-            self._core.saw(self._save, error)
+            self._core.saw(error)
             raise
 
     def __repr__(self) -> str:

@@ -40,7 +40,7 @@ def check_bundle(bundle: Bundle) -> None:
         WrongWorldSize: If its ranks are not those of its kind and world size.
         InvalidManifest: If anything else contradicts itself.
     """
-    _check_ranks(bundle)
+    check_ranks(bundle)
     for structure in bundle.structures:
         _check_tensors(structure)
         check_tree(structure)
@@ -63,7 +63,12 @@ def check_bundle(bundle: Bundle) -> None:
     _check_per_rank(bundle)
 
 
-def _check_ranks(bundle: Bundle) -> None:
+def check_ranks(bundle: Bundle) -> None:
+    """Checks that a bundle holds all ranks that its kind asks for, in order, and no other.
+
+    Raises:
+        WrongWorldSize: If it does not.
+    """
     ranks = [part.rank for part in bundle.parts]
     if bundle.kind == "manifest":
         expected = range(ranks[0], ranks[0] + 1) if ranks else range(0)

@@ -22,7 +22,7 @@ from ckpipe.keys import LabelFilter, encode_float
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.restore import LoadRequest
-from ckpipe.saving import Save, SaveRequest
+from ckpipe.saving import SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo
 
@@ -131,9 +131,8 @@ class PipelineCore:
         """Has every step of these optimizers hold the lock's mutating side, until closing."""
         self._guards.append(guard(self.lock, *optimizers))
 
-    def saw(self, save: Save, error: Exception) -> None:
+    def saw(self, error: Exception) -> None:
         """Notes that a caller was told of a save's failure."""
-        save.seen = True
         if self._loop is not None and self._engine is not None:
             self.submit(self._engine.see, error).result()
 

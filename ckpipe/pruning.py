@@ -46,11 +46,14 @@ async def _remove(backend: Backend, id: CheckpointId) -> None:
     await backend.delete([pin_key(id)])
 
 
-async def finish_deletions(backend: Backend, *, forget_before: datetime) -> None:
+async def finish_deletions(
+    backend: Backend, finished: set[CheckpointId], *, forget_before: datetime
+) -> None:
     """Goes on with deletions that a crash cut short, and forgets old tombstones.
 
     Args:
         backend: The store.
+        finished: Deletions known to be through, which cost no request; added to.
         forget_before: Tombstones older than this are removed, by the store's own clock.
 
     Raises:
@@ -61,7 +64,9 @@ async def finish_deletions(backend: Backend, *, forget_before: datetime) -> None
         id = tombstone_id(each.key)
         if id is None:
             continue
-        await _remove(backend, id)
+        if id not in finished:
+            await _remove(backend, id)
+            finished.add(id)
         if each.modified < forget_before:
             old.append(each.key)
     if old:
@@ -111,8 +116,9 @@ async def prune(
     rule: Rule | None,
     protected: Mapping[str, str],
     facts: Facts,
+    finished: set[CheckpointId],
     *,
-    sweep_after: timedelta = timedelta(days=1),
+    sweep_after: timedelta,
 ) -> Decision:
     """Deletes what a rule does not keep; running it twice is as good as once.
 
@@ -121,6 +127,7 @@ async def prune(
         rule: What to keep; None keeps all.
         protected: Ids that must stay, each with its reason.
         facts: What is known of checkpoints already; added to.
+        finished: Deletions known to be through; added to.
         sweep_after: How long tombstones stay.
 
     Returns:
@@ -129,12 +136,13 @@ async def prune(
     Raises:
         StoreError: If the store failed; pruning again goes on where it stopped.
     """
-    await finish_deletions(backend, forget_before=datetime.now(UTC) - sweep_after)
+    await finish_deletions(backend, finished, forget_before=datetime.now(UTC) - sweep_after)
     decision = await decide_on(backend, rule, protected, facts)
     for name in decision.remove:
         id = CheckpointId.parse(name)
         assert id is not None
         await delete(backend, id)
+        finished.add(id)
     return decision
 
 

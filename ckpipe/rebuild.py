@@ -15,7 +15,7 @@ through a changeable container, as Python cannot make another.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
@@ -29,12 +29,11 @@ from ckpipe.fresh_objects import check_attributes, empty_mapping, tensor_object,
 from ckpipe.hints import Hint
 from ckpipe.keys import Json, decode_key, join
 from ckpipe.live_tensors import has_shape, misfit
-from ckpipe.manifest import Structure
 from ckpipe.registered_types import registered_as
 from ckpipe.selecting import any_selected
 from ckpipe.structure import Node
 from ckpipe.targets import Targets
-from ckpipe.trees import checked_definitions, children_of
+from ckpipe.trees import children_of
 from ckpipe.values import decode_value, resolve_class
 
 Make = Callable[[], Any]
@@ -67,25 +66,22 @@ class Rebuild:
     """Makes objects of a saved tree.
 
     Args:
-        structure: The structure of the saved state.
-        values: Its inline values, encoded.
+        values: The inline values, encoded.
         targets: Where tensors come from, and are noted to be filled.
-        pickling: Whether pickled objects may be made.
-
-    Attributes:
         definitions: The containers that references in the tree point to, by number.
-
-    Raises:
-        InvalidManifest: If the tree is none.
+        pickling: Whether pickled objects may be made.
     """
 
     def __init__(
-        self, structure: Structure, values: Sequence[Json], targets: Targets, *, pickling: bool
+        self,
+        values: Sequence[Json],
+        targets: Targets,
+        definitions: Mapping[int, Node],
+        *,
+        pickling: bool,
     ) -> None:
-        self._structure, self._values, self._targets = structure, values, targets
+        self._values, self._targets, self.definitions = values, targets, definitions
         self._pickling = pickling
-        attributes = (row.attributes for row in structure.tensors if row.attributes)
-        self.definitions = checked_definitions([structure.tree, *attributes])
         self._objects: dict[int, Make] = {}
         self._planned: dict[int, Make] = {}
         self._built: dict[int, Any] = {}
@@ -146,7 +142,8 @@ class Rebuild:
             return self._objects[number]
         row = self._targets.stored[number].row
         obj = tensor_object(row, self._targets.filling.fresh(number))
-        make = self._objects[number] = partial(_same, obj)
+        make: Make = partial(_same, obj)
+        self._objects[number] = make
         if row.attributes:
             attributes = self.plan(row.attributes, join(row.label, "__dict__"))
             make = self._objects[number] = self._with_attributes(obj, attributes)

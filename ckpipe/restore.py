@@ -28,6 +28,7 @@ from ckpipe.rebuild import Make, Rebuild
 from ckpipe.selecting import pruned
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
+from ckpipe.trees import checked_definitions
 from ckpipe.types import LoadReport, LoadResult, StageReport, VerifyResult
 
 
@@ -130,8 +131,10 @@ def _match_all(bundle: Bundle, request: LoadRequest) -> _Matched:
     structure, layout = bundle.structures[part.structure], bundle.layouts[part.layout]
     data = PartData(part, layout)
     targets = Targets(StoredTensors(structure, layout, data), cast=request.cast)
-    rebuild = Rebuild(structure, part.values, targets, pickling=request.pickling)
-    tree = pruned(structure.tree, request.select, rebuild.definitions)
+    attributes = (row.attributes for row in structure.tensors if row.attributes)
+    everything = checked_definitions([structure.tree, *attributes])
+    tree, definitions = pruned(structure.tree, request.select, everything)
+    rebuild = Rebuild(part.values, targets, definitions, pickling=request.pickling)
     missing: list[str] = []
     unexpected: list[str] = []
     if request.into is None:

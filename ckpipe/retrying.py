@@ -5,10 +5,11 @@ Source of the formula: "Exponential Backoff And Jitter", AWS Architecture Blog, 
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -19,6 +20,8 @@ from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
     from ckpipe.settings import Upload
+
+logger = logging.getLogger("ckpipe")
 
 T = TypeVar("T")
 
@@ -118,11 +121,20 @@ def policy_of(settings: Upload, events: EventBus, id: CheckpointId, rank: int) -
         said = f"{type(error).__name__}: {error}"
         events.emit(Retrying(str(id), id.step, rank, said, seconds))
 
+    return replace(logging_policy(settings), on_retry=report)
+
+
+def logging_policy(settings: Upload) -> RetryPolicy:
+    """The policy that a user's settings ask for, with its retries logged."""
     return RetryPolicy(
         settings.retries,
         settings.backoff_seconds,
         settings.backoff_max_seconds,
         settings.attempt_timeout_seconds,
         settings.deadline_seconds,
-        report,
+        _log,
     )
+
+
+def _log(error: CkpipeError, seconds: float) -> None:
+    logger.warning("Trying again in %.1f s after %s: %s", seconds, type(error).__name__, error)

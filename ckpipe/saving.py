@@ -175,7 +175,6 @@ class Save:
         self.clock = StageClock()
         self.scope: anyio.CancelScope | None = None
         self.cancel_requested = False
-        self.seen = False
         self.ration: Ration | None = None
         self.captured: Captured | None = None
         self.program: Program | None = None

@@ -44,33 +44,38 @@ def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def pruned(tree: Node, select: LabelFilter, definitions: Mapping[int, Node]) -> Node:
+def pruned(
+    tree: Node, select: LabelFilter, definitions: Mapping[int, Node]
+) -> tuple[Node, Mapping[int, Node]]:
     """The tree as it would be, had it been saved with a filter; a tree of nothing is absent.
 
     Args:
         tree: The saved tree.
         select: The filter.
         definitions: The containers that references in it point to.
+
+    Returns:
+        What is left of the tree, and of the definitions.
     """
     if select.selects_all:
-        return tree
-    return _Pruning(select, definitions).node(tree, "") or list(ABSENT)
+        return tree, definitions
+    pruning = _Pruning(select, definitions)
+    left = pruning.node(tree, "") or list(ABSENT)
+    return left, {**definitions, **pruning.kept}
 
 
 class _Pruning:
     def __init__(self, select: LabelFilter, definitions: Mapping[int, Node]) -> None:
         self._select, self._definitions = select, definitions
-        self._kept: set[int] = set()
+        self.kept: dict[int, Node] = {}
 
     def node(self, node: Node, label: str) -> Node | None:
         """What is left of a node; None if nothing is."""
         tag = node[0]
         if tag in ("tensor", "value", *SETS):
             return node if self._select(label) else None
-        if tag == "shared":
+        if tag in ("shared", "ref"):
             return self._shared(node[1], label)
-        if tag == "ref":
-            return node if node[1] in self._kept else self._shared(node[1], label)
         if tag in ("stateful", "registered"):
             inner = self.node(node[-1], label)
             return None if inner is None else [*node[:-1], inner]
@@ -79,13 +84,14 @@ class _Pruning:
         return self._container(node, label)
 
     def _shared(self, number: int, label: str) -> Node | None:
-        if number in self._kept:
+        if number in self.kept:
             return ["ref", number]
-        self._kept.add(number)
+        self.kept[number] = list(ABSENT)
         inner = self.node(self._definitions[number], label)
         if inner is None:
-            self._kept.discard(number)
+            del self.kept[number]
             return None
+        self.kept[number] = inner
         return ["shared", number, inner]
 
     def _container(self, node: Node, label: str) -> Node | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,11 @@ from ckpipe.errors import PipelineBusy
 from ckpipe.events import EventBus
 from ckpipe.lock import StateLock
 from ckpipe.planning import Planner, fingerprint
-from ckpipe.pruning import Facts
-from ckpipe.retention import Rule
+from ckpipe.pruning import Facts, prune
+from ckpipe.retention import Decision, Rule
 from ckpipe.saving import Program, Save, SkipSave
 from ckpipe.structure import Captured
+from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -39,6 +41,7 @@ class Site:
 
     Args:
         backend: Where checkpoints go; open.
+        patient: The same store, each request tried again after an error that may pass.
         settings: The settings.
         lock: Keeps trainers and copies apart.
         events: Where events go.
@@ -51,6 +54,7 @@ class Site:
     """
 
     backend: Backend
+    patient: Backend
     settings: Settings
     lock: StateLock
     events: EventBus
@@ -65,6 +69,7 @@ class Site:
     recent_blocks: list[int] = field(default_factory=list)
     rule: Rule | None = None
     facts: Facts = field(default_factory=dict)
+    deleted: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
 
     def protected(self) -> dict[str, str]:
@@ -73,6 +78,22 @@ class Site:
         if self.resumed_from is not None:
             kept[self.resumed_from] = "this run resumed from it"
         return kept
+
+    async def prune(self) -> Decision:
+        """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
+
+        Raises:
+            StoreError: If the store failed; pruning again goes on where it stopped.
+        """
+        sweep_after = timedelta(seconds=self.settings.retention.sweep_after_seconds)
+        return await prune(
+            self.patient,
+            self.rule,
+            self.protected(),
+            self.facts,
+            self.deleted,
+            sweep_after=sweep_after,
+        )
 
     def fits(self, captured: Captured) -> bool:
         """Whether the last plan serves a captured state."""

@@ -262,11 +262,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> int:
     options, for_training = parse_arguments()
+    beside = options.picture.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
     try:
         if options.folder:
             same = demonstrate(options.folder, for_training, options.kill_from, options.picture)
         else:
-            with tempfile.TemporaryDirectory(prefix="demo-", dir=Path.cwd()) as folder:
+            with tempfile.TemporaryDirectory(prefix="demo-", dir=beside) as folder:
                 same = demonstrate(Path(folder), for_training, options.kill_from, options.picture)
     except DemoFailed as reason:
         print(f"\nThe demo failed: {reason}.")

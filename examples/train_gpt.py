@@ -28,7 +28,7 @@ import ckpipe
 
 def train(options: argparse.Namespace) -> None:
     """Trains from the newest complete checkpoint, or from scratch, to the last step."""
-    make_deterministic(options.seed)
+    make_deterministic(options.seed, options.threads)
     text = english_text()
     model = GPT(options.layers, options.width, options.context, options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
@@ -169,11 +169,11 @@ def warmup_then_cosine(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def make_deterministic(seed: int) -> None:
+def make_deterministic(seed: int, threads: int) -> None:
     """Makes two runs equal to the last bit: sums depend on how work is split over threads."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
 
 
 def checksum(model: nn.Module) -> str:
@@ -197,6 +197,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--save-every", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="other numbers round otherwise")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192, help="a multiple of 32")
     parser.add_argument("--context", type=int, default=128, help="bytes the model looks back")

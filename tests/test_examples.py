@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Much state and little to compute: a save takes far longer than the reaction to its begin.
-SMALL_GPT = ("--layers", "1", "--width", "384", "--context", "8", "--batch", "1")
+SMALL_GPT = ["--layers", "1", "--width", "384", "--context", "8", "--batch", "1", "--threads", "1"]
 RUNS = ("undisturbed", "killed")
 
 
@@ -21,6 +22,7 @@ def run_example(name: str, *arguments: str, folder: Path) -> subprocess.Complete
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=90,

@@ -46,7 +46,7 @@ entry_sizes = st.one_of(
 )
 limits = st.builds(
     ReadLimits,
-    st.sampled_from([CHUNK_BYTES + 8192, 4 << 20, 16 << 20]),
+    st.sampled_from([64 << 10, CHUNK_BYTES + 8192, 4 << 20, 16 << 20]),
     st.sampled_from([1, 512, 4096]),
 )
 
@@ -128,7 +128,7 @@ def test_little_is_read_that_nobody_needs(case: Case) -> None:
 def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) -> None:
     reads = plan_reads(case.data, case.needs, case.limits)
     for one, other in pairwise(reads):
-        assert (one.file, one.offset) < (other.file, other.offset)
+        assert (one.file, one.offset) <= (other.file, other.offset)
         if one.file == other.file:
             assert other.offset > one.offset + one.size - 2 * case.limits.alignment
 
@@ -146,6 +146,23 @@ def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
     needs = [Need(0, 0, 100), Need(2, 0, 100)]
     assert len(plan_reads(near, needs, ReadLimits(16 << 20, 4096))) == 1
     assert len(plan_reads(far, needs, ReadLimits(16 << 20, 4096))) == 2
+
+
+def test_gaps_never_overdraw_the_allowance() -> None:
+    # Both needs cross a chunk's end by one byte on either side, which costs nearly all of it.
+    size = 2 * CHUNK_BYTES
+    data = part_data([[size, 200 << 10, size]])
+    needs = [Need(n, CHUNK_BYTES - 1, CHUNK_BYTES + 1) for n in (0, 2)]
+    reads = plan_reads(data, needs, ReadLimits(16 << 20, 4096))
+    assert sum(read.size for read in reads) <= 4 + 2 * ALLOWANCE_BYTES
+
+
+def test_alignment_never_overdraws_the_allowance() -> None:
+    data = part_data([[1, 2 * CHUNK_BYTES, 5000]])
+    (read,) = plan_reads(
+        data, [Need(1, CHUNK_BYTES - 1, CHUNK_BYTES + 1)], ReadLimits(4 << 20, 4096)
+    )
+    assert read.size <= 2 + ALLOWANCE_BYTES
 
 
 def test_twenty_thousand_tiny_entries_are_one_read() -> None:

@@ -332,10 +332,18 @@ def test_unsupported_object_is_named_by_its_path(tmp_path: Path) -> None:
         pipeline.save({"a": 1}, step=5, until="committed")
 
 
+def save_and_lose(store: Stores, pipeline: ckpipe.SyncPipeline) -> ckpipe.SyncSaveHandle:
+    """Saves step 0, which is staged and then fails."""
+    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
+    store.slow.hold("write")
+    handle = pipeline.save({"a": torch.ones(10)}, step=0)
+    store.slow.release()
+    return handle
+
+
 def test_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
-        handle = pipeline.save({"a": torch.ones(10)}, step=0)
+        handle = save_and_lose(store, pipeline)
         with pytest.raises(errors.StoreFull):
             handle._save.committed.result()
         with pytest.raises(errors.StoreFull, match="step 0"):
@@ -344,29 +352,61 @@ def test_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: Stores
 
 
 def test_failure_that_nobody_waited_for_is_raised_on_leaving(store: Stores) -> None:
-    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
     with pytest.raises(errors.StoreFull), ckpipe.SyncPipeline(store.url) as pipeline:
-        pipeline.save({"a": torch.ones(10)}, step=0)
+        save_and_lose(store, pipeline)
 
 
 def test_failure_only_warns_if_asked_to(store: Stores) -> None:
-    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
     with pytest.warns(RuntimeWarning, match="no room"):  # noqa: SIM117
         with ckpipe.SyncPipeline(store.url, on_error="warn") as pipeline:
-            pipeline.save({"a": torch.ones(10)}, step=0)
+            save_and_lose(store, pipeline)
+
+
+def test_failure_before_all_is_staged_only_warns_if_asked_to(store: Stores) -> None:
+    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
+    state = {"a": torch.ones(100_000)}
+    # Six blocks share the memory of one, so none but the first is copied before the fault.
+    staging = {"bytes": 65536, "block_bytes": 65536}
+    with pytest.warns(RuntimeWarning, match="no room"):  # noqa: SIM117
+        with ckpipe.SyncPipeline(store.url, on_error="warn", staging=staging) as pipeline:
+            handle = pipeline.save(state, step=0)
+            assert handle.status == "failed"
+    with pytest.raises(errors.StoreFull):
+        handle.wait()
 
 
 def test_failure_that_was_seen_is_not_raised_again(store: Stores) -> None:
-    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        handle = pipeline.save({"a": torch.ones(10)}, step=0)
+        handle = save_and_lose(store, pipeline)
         with pytest.raises(errors.StoreFull):
             handle.wait()
 
 
-def release_once_held(store: Stores) -> None:
-    store.slow.gate.wait_until_held()
-    store.slow.release()
+def test_a_save_that_waits_for_memory_ends_with_its_pipeline(store: Stores) -> None:
+    staging = {"bytes": 65536, "block_bytes": 65536}
+    state = {"a": torch.ones(10)}
+    raised: list[BaseException] = []
+    pipeline = ckpipe.SyncPipeline(store.url, drain_timeout_seconds=0, staging=staging)
+
+    def wait_for_memory() -> None:
+        try:
+            pipeline.save(state, step=1)
+        except errors.SaveError as error:
+            raised.append(error)
+
+    with pytest.raises(errors.DrainTimeout), pipeline:  # noqa: PT012
+        waits = threading.Event()
+        pipeline.events.add(
+            lambda event: waits.set() if event == events.SaveStarted(event.id, 1, 0) else None
+        )
+        store.slow.hold("write")
+        pipeline.save(state, step=0)
+        saver = threading.Thread(target=wait_for_memory)
+        saver.start()
+        assert waits.wait(30)
+    saver.join(30)
+    assert not saver.is_alive()
+    assert [type(each) for each in raised] == [errors.DrainTimeout]
 
 
 def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None:

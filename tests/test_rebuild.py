@@ -230,6 +230,7 @@ async def test_kinds_of_containers_and_values() -> None:
         "nothing": {},
     }
     loaded = (await round_trip(state)).state
+    assert loaded.pop("sets") == state.pop("sets")
     assert repr(loaded) == repr(state)
     assert list(loaded) == list(state)
     assert loaded["twice"][0] is loaded["twice"][1]
@@ -353,12 +354,18 @@ async def test_a_selection_leaves_out_the_rest() -> None:
 
 
 async def test_what_is_shared_stays_whole_when_its_first_place_is_left_out() -> None:
-    both = {"x": torch.ones(2)}
+    both: dict[str, Any] = {"x": torch.ones(2), "y": 1}
     state = {"first": both, "second": both, "third": [both]}
     loaded = (await round_trip(state, select=LabelFilter(exclude=["first"]))).state
     assert list(loaded) == ["second", "third"]
     assert loaded["second"] is loaded["third"][0]
     assert torch.equal(loaded["second"]["x"], both["x"])
+    loaded = (await round_trip(state, select=LabelFilter(exclude=["first", "*.y"]))).state
+    assert list(loaded["second"]) == ["x"]
+    target = {"second": {"x": torch.zeros(2), "y": 0}, "third": [{"x": torch.zeros(2), "y": 0}]}
+    await round_trip(state, target, select=LabelFilter(exclude=["first", "*.y"]))
+    assert repr(target["second"]) == repr({"x": both["x"], "y": 0})
+    assert repr(target["third"]) == repr([{"x": both["x"], "y": 0}])
 
 
 async def test_a_class_that_is_gone_is_named() -> None:

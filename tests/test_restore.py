@@ -16,6 +16,7 @@ from torch import nn
 from ckpipe.errors import (
     DtypeMismatch,
     ShapeMismatch,
+    SharingConflict,
     StructureMismatch,
     UnsupportedTopology,
 )
@@ -243,6 +244,8 @@ async def test_cast_converts() -> None:
     with pytest.raises(DtypeMismatch):
         await round_trip(saved, target)
     await round_trip(saved, target, cast=True)
+    with pytest.raises(DtypeMismatch):
+        await round_trip({"n": np.array(["1"])}, {"n": np.zeros(1)}, cast=True)
     assert torch.equal(target["a"], saved["a"].to(torch.bfloat16))
     assert torch.equal(target["b"], torch.ones(2, dtype=torch.int64))
     assert target["n"].tolist() == [0, 1, 2]
@@ -316,6 +319,36 @@ async def test_an_object_gets_its_whole_saved_state_once_in_its_own_tensors() ->
     assert loaded["other"].shape == (3,)
     assert loaded["n"] == 5
     assert loaded["new"]["x"].item() == 1
+
+
+async def test_one_object_that_was_saved_as_two_loads_once_if_these_agree() -> None:
+    own = torch.zeros(2)
+    target = Recorder(x=own)
+    twice = {"r": target, "s": [target]}
+    with pytest.raises(SharingConflict):
+        await round_trip({"r": Recorder(x=torch.ones(2)), "s": [Recorder(x=own)]}, twice)
+    assert (own.tolist(), target.loads) == ([0, 0], [])
+    await round_trip({"r": Recorder(x=torch.ones(2)), "s": [Recorder(x=torch.ones(2))]}, twice)
+    assert own.tolist() == [1, 1]
+    assert len(target.loads) == 1
+
+
+class Watched(nn.Linear):
+    """Notes whether it was given its own parameters, which costs no copy."""
+
+    given_own: list[bool]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.given_own = [
+            state_dict[prefix + name] is own for name, own in self._parameters.items()
+        ]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+async def test_a_module_is_given_its_own_parameters() -> None:
+    target = Watched(2, 3)
+    await round_trip({"m": nn.Sequential(nn.Linear(2, 3))}, {"m": nn.Sequential(target)})
+    assert target.given_own == [True, True]
 
 
 async def test_an_object_loads_what_was_saved_as_a_dict_and_the_other_way_round() -> None:

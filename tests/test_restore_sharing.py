@@ -8,10 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_states import round_trip, run_round_trip
+from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
+from ckpipe.load_planning import PartData
+from ckpipe.stored_tensors import StoredTensors
+from ckpipe.targets import Targets
+from ckpipe.testing import MemoryBackend
 
 
 class Tied(nn.Module):
@@ -31,6 +35,20 @@ async def test_saved_shared_and_target_not_fills_both() -> None:
     assert target.a.weight.data_ptr() != target.b.weight.data_ptr()
     assert result.report is not None
     assert result.report.bytes < 8192, "the shared bytes are read once"
+
+
+@pytest.mark.parametrize(("saved_tied", "first_reads"), [(True, 0), (False, 2)])
+async def test_what_was_shared_likewise_is_not_compared_first(
+    saved_tied: bool, first_reads: int
+) -> None:
+    bundle = await store(Tied(tied=saved_tied).state_dict(), MemoryBackend())
+    data = PartData(bundle.parts[0], bundle.layouts[0])
+    stored = StoredTensors(bundle.structures[0], bundle.layouts[0], data)
+    targets = Targets(stored, cast=False)
+    for number, tensor in enumerate(Tied(tied=True).state_dict().values()):
+        assert targets.fill(number, tensor, str(number))
+    targets.settle()
+    assert len(targets.first_needs) == first_reads
 
 
 async def test_target_shared_and_saved_not_needs_equal_bytes() -> None:

@@ -124,7 +124,7 @@ async def _landed(save: Save, site: Site, key: str, token: str, cause: BaseExcep
         CommitUnknown: If it cannot be read.
     """
     try:
-        found = await site.backend.get(key, max_bytes=MAX_STORED_BYTES)
+        found = await site.patient.get(key, max_bytes=MAX_STORED_BYTES)
         bundle = await anyio.to_thread.run_sync(
             lambda: decode_bundle(found, key=key, id=save.id, kind="index")
         )

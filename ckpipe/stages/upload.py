@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import anyio
@@ -9,12 +10,14 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.backend import Upload
 from ckpipe.checksum import crc32c
-from ckpipe.errors import ObjectExists
+from ckpipe.errors import CkpipeError, ObjectExists, StoreError
 from ckpipe.events import BlockUploaded
 from ckpipe.object_names import data_file_key
 from ckpipe.retrying import policy_of, retrying
 from ckpipe.saving import FilledBlock, Program, Save, StoredFiles
 from ckpipe.site import Site
+
+logger = logging.getLogger("ckpipe")
 
 
 async def run(
@@ -107,21 +110,35 @@ class _Files:
     async def _complete(self, number: int, upload: Upload) -> None:
         file = self._program.plan.files[number]
         key = data_file_key(self._save.id, file.name)
-        tries = 0
+        failed = False
 
         async def attempt() -> None:
-            nonlocal tries
-            tries += 1
+            nonlocal failed
             try:
                 await upload.complete()
-            except ObjectExists:
-                # The name is ours alone, so after a lost answer the object is what we wrote.
-                if tries == 1 or (await self._site.backend.stat(key)).size != file.size:
+            except CkpipeError as error:
+                foreign = isinstance(error, ObjectExists) and not failed
+                failed = True
+                if foreign or not await self._landed(key, file.size):
                     raise
 
         await retrying(self._policy, attempt)
 
+    async def _landed(self, key: str, size: int) -> bool:
+        """Whether an upload is complete although completing it failed.
+
+        The name is ours alone and objects are never partial, so what is there is what we wrote.
+        """
+        try:
+            return (await self._site.patient.stat(key)).size == size
+        except StoreError:
+            return False
+
     async def abort(self) -> None:
+        """Gives up what is not complete; a store that fails in this too keeps its leftovers."""
         for upload in self._uploads.values():
-            await upload.abort()
+            try:
+                await upload.abort()
+            except StoreError as error:
+                logger.warning("An upload of %s was left behind: %s", self._save.name, error)
         self._uploads.clear()

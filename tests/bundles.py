@@ -1,0 +1,166 @@
+"""Manifests of real states, of any rank, for tests of the format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ckpipe.checksum import CHUNK_BYTES, crc32c
+from ckpipe.data_file import encode_header
+from ckpipe.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
+from ckpipe.planning import LocalPlanner, RankPlan, Source, file_rows
+from ckpipe.sealed_json import seal, unseal
+from ckpipe.structure import Captured, capture
+from ckpipe.tensors import TensorLeaf
+from ckpipe.types import CheckpointId
+
+ID = CheckpointId("20261121T034205123Z-golden", 500, 0)
+WRITER = {"ckpipe": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A tensor that a rank holds and another rank has written.
+
+    Args:
+        owner: The rank that wrote it.
+        entry: The number of the entry among the owner's.
+    """
+
+    owner: int
+    entry: int
+
+
+def structure_of(state: Any) -> tuple[Structure, Captured]:
+    """The structure of a state as a manifest has it, and what the walk found."""
+    captured = capture(state)
+    rows = tuple(
+        TensorRow(
+            leaf.label, leaf.dtype, leaf.shape, leaf.device, leaf.kind, leaf.detail,
+            leaf.requires_grad, leaf.lazy, leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )  # fmt: skip
+    return Structure(captured.tree, rows, len(captured.values)), captured
+
+
+def manifest_of(
+    state: dict[Any, Any],
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    foreign: dict[str, Foreign] | None = None,
+    **fields: Any,
+) -> tuple[Bundle, dict[str, bytes]]:
+    """The manifest of a rank, and its data files by name.
+
+    Args:
+        state: What the rank holds.
+        rank: The rank.
+        world_size: How many ranks there are.
+        foreign: Which of the tensors at the state's top level others have written.
+        fields: More fields of the part.
+    """
+    foreign = foreign or {}
+    structure, held = structure_of(state)
+    _, written = structure_of({key: item for key, item in state.items() if key not in foreign})
+    plan = LocalPlanner().plan(written, rank=rank, world_size=1)
+    numbers = {row.label: number for number, row in enumerate(structure.tensors)}
+    chunks = [
+        replace(chunk, tensor=numbers[written.tensors[chunk.tensor].label])
+        for chunk in plan.layout.chunks
+    ]
+    chunks += [
+        ChunkRow(numbers[label], each.entry, owner=each.owner) for label, each in foreign.items()
+    ]
+    images = images_of(written, plan)
+    part = Part(
+        rank=rank,
+        structure=0,
+        layout=0,
+        values=tuple(held.values),
+        files=file_rows(plan, [crc32c(file.header) for file in plan.files]),
+        checksums=_checksums(plan, list(images.values())),
+        token=f"{rank:032x}",
+        started="2026-11-21T03:42:05.123+00:00",
+        writer=WRITER,
+        **fields,
+    )
+    layout = replace(plan.layout, chunks=tuple(chunks))
+    return Bundle("manifest", ID, world_size, (structure,), (layout,), (part,)), images
+
+
+def as_shard(bundle: Bundle, label: str, dimension_size: int, first: int) -> Bundle:
+    """Makes a whole tensor of a manifest one block of rows of a larger one."""
+    (structure,), (layout,) = bundle.structures, bundle.layouts
+    number = next(n for n, row in enumerate(structure.tensors) if row.label == label)
+    local = structure.tensors[number].shape
+    lower = (first, *(0 for _ in local[1:]))
+    upper = (first + local[0], *local[1:])
+    bounds = f"{','.join(map(str, lower))}:{','.join(map(str, upper))}"
+    rows = [
+        replace(row, shape=(dimension_size, *local[1:])) if row.label == label else row
+        for row in structure.tensors
+    ]
+    entries = [
+        replace(row, name=f"{label}@{bounds}") if row.name == label else row
+        for row in layout.entries
+    ]
+    chunks = [
+        replace(chunk, box=(lower, upper)) if chunk.tensor == number else chunk
+        for chunk in layout.chunks
+    ]
+    header = encode_header([(r.name, r.dtype, r.shape, r.offset, r.nbytes) for r in entries])
+    (part,) = bundle.parts
+    (file,) = part.files
+    assert len(header) == file.header_bytes
+    return replace(
+        bundle,
+        structures=(replace(structure, tensors=tuple(rows)),),
+        layouts=(replace(layout, entries=tuple(entries), chunks=tuple(chunks)),),
+        parts=(replace(part, files=(replace(file, header_crc32c=crc32c(header)),)),),
+    )
+
+
+def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
+    """The data files of a plan, put together in the simplest way."""
+    images = {}
+    for file in plan.files:
+        data = b"".join(
+            _source_bytes(captured.tensors[source.tensor], source)
+            for entry in file.entries
+            for source in plan.sources[entry]
+        )
+        images[file.name] = file.header + data
+    return images
+
+
+def _source_bytes(leaf: TensorLeaf, source: Source) -> bytes:
+    if source.skip is None:
+        tensor = leaf.tensor.resolve_conj().resolve_neg().contiguous()
+        return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    storage = leaf.tensor.untyped_storage()
+    begin = leaf.address - storage.data_ptr() + source.skip
+    return bytes(storage[begin : begin + source.nbytes])
+
+
+def _checksums(plan: RankPlan, images: list[bytes]) -> tuple[int, ...]:
+    sums = []
+    for row in plan.layout.entries:
+        begin = len(plan.files[row.file].header) + row.offset
+        data = images[row.file][begin : begin + row.nbytes]
+        sums += [crc32c(data[lo : lo + CHUNK_BYTES]) for lo in range(0, len(data), CHUNK_BYTES)]
+    return tuple(sums)
+
+
+def document_of(data: bytes) -> dict[str, Any]:
+    """The JSON of a stored bundle."""
+    return unseal(data, LIMIT)
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """A stored bundle of JSON, with the right checksum: what an attacker would write."""
+    return seal(document)
