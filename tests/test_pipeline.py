@@ -409,6 +409,11 @@ def test_a_save_that_waits_for_memory_ends_with_its_pipeline(store: Stores) -> N
     assert [type(each) for each in raised] == [errors.DrainTimeout]
 
 
+def release_once_held(store: Stores) -> None:
+    store.slow.gate.wait_until_held()
+    store.slow.release()
+
+
 def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None:
     store.slow.hold("write")
     with pytest.raises(ZeroDivisionError), ckpipe.SyncPipeline(store.url) as pipeline:  # noqa: PT012

@@ -1,0 +1,84 @@
+"""Checksums are those of the standard, and come out the same however the bytes are cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe import checksum
+from ckpipe.checksum import ChunkSums, chunk_count, chunk_spans, combine, crc32c
+
+
+def slow_crc32c(data: bytes) -> int:
+    """Bit by bit, as RFC 3720 defines it."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", 0),
+        (b"\0" * 32, 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(reversed(range(32))), 0x113FDB5C),
+        (b"123456789", 0xE3069283),
+    ],
+)
+def test_values_of_the_standard(data: bytes, expected: int) -> None:
+    assert crc32c(data) == expected
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_pieces_make_the_whole(data: bytes, cut: int) -> None:
+    first, second = data[:cut], data[cut:]
+    assert crc32c(data) == slow_crc32c(data)
+    assert crc32c(memoryview(second), crc32c(first)) == crc32c(data)
+    assert combine(crc32c(first), crc32c(second), len(second)) == crc32c(data)
+
+
+@given(st.integers(0, 5 << 20), st.integers(0, 5 << 20))
+def test_spans_cover_a_range_and_respect_chunks(lo: int, hi: int) -> None:
+    spans = list(chunk_spans(lo, hi))
+    assert sum(end - start for _, start, end in spans) == max(0, hi - lo)
+    for number, start, end in spans:
+        assert number << 20 <= start < end <= (number + 1) << 20
+    assert [start for _, start, _ in spans[1:]] == [end for _, _, end in spans[:-1]]
+
+
+@given(st.data())
+def test_sums_come_out_the_same_however_blocks_are_cut(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksum, "CHUNK_BYTES", 16)
+        sizes = data.draw(st.lists(st.integers(0, 70), max_size=4))
+        content = [random.Random(size).randbytes(size) for size in sizes]
+        pieces = []
+        for entry, size in enumerate(sizes):
+            cuts = data.draw(st.lists(st.integers(0, size), max_size=6))
+            bounds = sorted({0, size, *cuts})
+            for begin, stop in itertools.pairwise(bounds):
+                pieces += [(entry, lo, hi) for _, lo, hi in chunk_spans(begin, stop)]
+        sums = ChunkSums(sizes)
+        for entry, lo, hi in data.draw(st.permutations(pieces)):
+            sums.add(entry, lo, hi, crc32c(content[entry][lo:hi]))
+        assert sums.finished() == [
+            slow_crc32c(each[lo : lo + 16]) for each in content for lo in range(0, len(each), 16)
+        ]
+        assert len(sums.finished()) == sum(map(chunk_count, sizes))
+
+
+def test_missing_piece_is_noticed() -> None:
+    sums = ChunkSums([(1 << 20) + 8])
+    sums.add(0, 0, 1 << 20, 1)
+    sums.add(0, 1 << 20, (1 << 20) + 4, 2)
+    with pytest.raises(AssertionError, match="never checksummed"):
+        sums.finished()
