@@ -84,7 +84,8 @@ def empty_mapping(node: Node) -> Callable[[], Any]:
 
 def check_attributes(cls: Any, names: list[str], label: str) -> None:
     """Makes sure that a class is a dataclass whose objects can have these attributes."""
-    if not dataclasses.is_dataclass(cls):
+    is_dataclass: bool = dataclasses.is_dataclass(cls)
+    if not is_dataclass:
         raise StructureMismatch(f"{cls!r} was a dataclass when it was saved", key=label or None)
     for name in names:
         if name.startswith("__") or not (cls.__dictoffset__ or hasattr(cls, name)):

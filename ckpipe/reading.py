@@ -9,6 +9,7 @@ and are copied while they are still in the processor's cache.
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,6 +81,9 @@ class Reader:
         self._limits = ReadLimits(min(len(buffer) for buffer in buffers), alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
+        # Lanes that read together would also verify together and leave the store idle meanwhile;
+        # where each waits for a core of its own, some of them always read.
+        self._cores = anyio.CapacityLimiter(max(1, len(os.sched_getaffinity(0))))
 
     async def deliver(
         self,
@@ -137,12 +141,13 @@ class Reader:
         view = await self._view(data.rank, name, first.offset, size)
         if view is not None:
             put = partial(_put, batch, view, destinations, self.tally)
-            self._check(data, first.file, await anyio.to_thread.run_sync(put))
+            self._check(data, first.file, await anyio.to_thread.run_sync(put, limiter=self._cores))
             return
         for read in batch:
             source = await self._filled(data.rank, name, read.offset, buffer[: read.size])
             put = partial(_put, (read,), source, destinations, self.tally)
-            self._check(data, read.file, await anyio.to_thread.run_sync(put))
+            bad = await anyio.to_thread.run_sync(put, limiter=self._cores)
+            self._check(data, read.file, bad)
 
     async def header(self, data: PartData, file: int) -> None:
         """Verifies the header of a data file.

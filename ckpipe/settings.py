@@ -118,8 +118,8 @@ class Upload(_Group):
 class Load(_Group):
     """How a checkpoint is read."""
 
-    lanes: int = Field(4, ge=1)
-    """Reads under way at the same time."""
+    lanes: int = Field(6, ge=1)
+    """Reads under way at the same time. Each holds a block of staging memory."""
 
 
 class Lock(_Group):

@@ -129,12 +129,16 @@ def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
     """The data files of a plan, put together in the simplest way."""
     images = {}
     for file in plan.files:
-        data = b"".join(
-            _source_bytes(captured.tensors[source.tensor], source)
-            for entry in file.entries
-            for source in plan.sources[entry]
-        )
-        images[file.name] = file.header + data
+        image = bytearray(file.size)
+        image[: len(file.header)] = file.header
+        for number in file.entries:
+            begin = len(file.header) + plan.layout.entries[number].offset
+            for source in plan.sources[number]:
+                at = begin + source.offset
+                data = _source_bytes(captured.tensors[source.tensor], source)
+                image[at : at + source.nbytes] = data
+        assert len(image) == file.size
+        images[file.name] = bytes(image)
     return images
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from ckpipe.object_names import data_file_key, group_key, index_key, manifest_ke
 from ckpipe.sealed_json import opened
 
 DATA = Path(__file__).parent / "data" / "format-v1"
+FORMAT = Path(__file__).parent.parent / "docs" / "format.md"
 SCHEMA = Path(__file__).parent.parent / "docs" / "schema" / "bundle-v1.json"
 WORLDS = (1, 3, 200)
 
@@ -214,6 +216,17 @@ def test_data_file_of_then_opens_with_safetensors() -> None:
     assert torch.equal(found["../~1~0/ü😀.half"], state["../@~/ü😀"]["half"])
     header = decode_header(image, size=len(image))
     assert {entry.name for entry in header.entries} == set(found)
+
+
+def test_example_in_the_documentation_is_what_is_written() -> None:
+    example = re.search(r"## A small example.*?```json\n(.*?)```", FORMAT.read_text(), re.DOTALL)
+    assert example is not None
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    state = {"model": {"w": weight, "n": torch.tensor(7)}, "lr": 0.5, 1: None}
+    manifest, _ = manifest_of(state, metrics={"loss": 0.25})
+    written = encode_bundle(merge([manifest], "index"))
+    # Compared as text, since 1 and true are equal to Python.
+    assert json.dumps(json.loads(example[1])) == json.dumps(json.loads(written))
 
 
 def write() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundles import ID, LIMIT, as_shard, document_of, manifest_of, sealed
+from bundles import ID, LIMIT, Foreign, as_shard, document_of, manifest_of, sealed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -378,6 +378,23 @@ def test_group_and_index_have_exactly_their_ranks() -> None:
         index["world_size"] = world_size
         with pytest.raises(WrongWorldSize):
             read(sealed(index), "index")
+
+
+def test_chunk_in_what_another_rank_wrote_must_lie_there() -> None:
+    state = {"a": torch.ones(4), "b": torch.ones(2)}
+    every = [
+        manifest_of(state, 0, 2)[0],
+        manifest_of(state, 1, 2, foreign={"a": Foreign(0, 0)})[0],
+    ]
+    document = document_of(encode_bundle(merge(every, "index")))
+    read(sealed(document), "index")
+    chunks = document["layouts"][1]["chunks"]
+    place = chunks["owner"].index(0)
+    # Entry 1 of rank 0 has 8 bytes, too few for a.
+    for entry, error in ((1, InvalidExtent), (2, InvalidManifest)):
+        chunks["entry"][place] = entry
+        with pytest.raises(error):
+            read(sealed(document), "index")
 
 
 def test_what_differs_between_ranks_must_be_there() -> None:

@@ -367,7 +367,7 @@ def test_failure_before_all_is_staged_only_warns_if_asked_to(store: Stores) -> N
     state = {"a": torch.ones(100_000)}
     # Six blocks share the memory of one, so none but the first is copied before the fault.
     staging = {"bytes": 65536, "block_bytes": 65536}
-    with pytest.warns(RuntimeWarning, match="no room"):  # noqa: SIM117
+    with pytest.warns(RuntimeWarning, match="no room"):  # noqa: PT031, SIM117
         with ckpipe.SyncPipeline(store.url, on_error="warn", staging=staging) as pipeline:
             handle = pipeline.save(state, step=0)
             assert handle.status == "failed"

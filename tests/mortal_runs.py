@@ -1,0 +1,177 @@
+"""Runs that die by SIGKILL at a chosen store operation or moment, in processes of their own.
+
+As a script this is a process that has imported all there is to import and has one thread. For
+every line of JSON on its standard input it forks a child that does what the line says, waits for
+the child's end and answers with its wait status. So hundreds of real processes cost little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ckpipe
+import ckpipe.pipeline
+import ckpipe.sync
+from ckpipe import registry
+from ckpipe.testing import FaultyBackend, Landing
+from ckpipe_local import LocalBackend
+
+URL = "mortal://store"
+SAVES = 4
+STAGING: dict[str, Any] = {"block_bytes": 65536}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """What a checkpoint of a step holds."""
+    return {"step": step, "weight": torch.full((30_000,), float(step)), "tiny": torch.tensor(step)}
+
+
+def note(root: str, line: str) -> None:
+    """Appends a line to the run's log, in one system call, so that a kill cannot tear it."""
+    log = os.open(f"{root}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.write(log, f"{line}\n".encode())
+    os.close(log)
+
+
+def notes(root: Path) -> list[str]:
+    """The lines of a run's log."""
+    log = Path(f"{root}.log")
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def die(*_: object) -> None:
+    """Ends this process as a power switch would end its program."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mortal_backend(case: dict[str, Any]) -> FaultyBackend:
+    """Makes the store of a case, behind ``URL``; it kills the process at an operation."""
+    faulty = FaultyBackend(LocalBackend(case["root"]))
+    if "at" in case:
+        faulty.call(die, case["at"], Landing(case["landing"]))
+    if "verb" in case:
+        faulty.call(die, case["verb"], Landing(case["landing"]), nth=case["nth"])
+    registry.register_backend("mortal", lambda url: faulty)
+    return faulty
+
+
+def save_some(case: dict[str, Any]) -> None:
+    """Goes on from the newest checkpoint for some saves, and notes each that is committed."""
+    backend = mortal_backend(case)
+    with ckpipe.SyncPipeline(URL, keep_last=2, staging=STAGING) as pipeline:
+        loaded = pipeline.load()
+        first = loaded.step + 1 if loaded else 0
+        if "seconds" in case:
+            note(case["root"], "begun")
+            threading.Timer(case["seconds"], die).start()
+        for step in range(first, first + case.get("saves", SAVES)):
+            pipeline.save(state_of(step), step=step).wait()
+            note(case["root"], f"committed {step}")
+    note(case["root"], f"operations {len(backend.operations)}")
+
+
+def train(case: dict[str, Any]) -> None:
+    """Trains a small model with dropout, and notes every loss to the last bit."""
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(16),
+        torch.nn.GELU(), torch.nn.Linear(16, 1),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=case["steps"])
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "rng": ckpipe.RngState(),
+    }
+    mortal_backend(case)
+    with ckpipe.SyncPipeline(URL, guard=optimizer, staging=STAGING) as pipeline:
+        loaded = pipeline.load(state)
+        first = loaded.step + 1 if loaded else 0
+        note(case["root"], f"from {first}")
+        for step in range(first, case["steps"]):
+            x = torch.randn(4, 8) + random.random() + np.random.rand()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            note(case["root"], f"loss {step} {loss.item().hex()}")
+            if step % 3 == 2:
+                pipeline.save(state, step=step)
+
+
+def main() -> None:
+    """Runs one child for each line of the standard input."""
+    for line in sys.stdin:
+        case = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _live(case)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{status}\n")
+        sys.stdout.flush()
+
+
+def _live(case: dict[str, Any]) -> None:
+    try:
+        {"save_some": save_some, "train": train}[case["do"]](case)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+class Runs:
+    """Starts runs and waits for their end.
+
+    Args:
+        process: The process that forks them.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, do: str, root: Path, **case: Any) -> int | None:
+        """Runs a case; returns its exit code, or None if it was killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, "root": str(root), **case}) + "\n")
+        self._process.stdin.flush()
+        status = int(self._process.stdout.readline())
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            return None
+        return os.WEXITSTATUS(status)
+
+
+@contextmanager
+def runs() -> Iterator[Runs]:
+    """The process that forks runs, for as long as it is needed."""
+    command = [sys.executable, __file__]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Runs(process)
+
+
+if __name__ == "__main__":
+    main()

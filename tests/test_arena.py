@@ -1,0 +1,185 @@
+"""Host memory for staging: reused, bounded, given back, and not inherited by a fork."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpipe.arena import Arena, Block
+
+BLOCK = 64 << 10
+
+
+def backed(block: Block) -> int:
+    """How many bytes of the mapping that a block lies in have memory behind them."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name and not name.endswith(":"):
+            low, high = (int(part, 16) for part in name.split("-"))
+            found = low <= block.address < high
+        elif found and name == "Rss:":
+            return int(rest.split()[0]) * 1024
+    raise AssertionError("the block is in no mapping")
+
+
+def test_blocks_are_reused_the_last_one_first() -> None:
+    arena = Arena(BLOCK)
+    first, second = arena.take(), arena.take()
+    assert arena.blocks == 2
+    arena.give(first)
+    arena.give(second)
+    assert arena.take() is second
+    assert arena.take() is first
+    assert (arena.blocks, arena.free_blocks) == (2, 0)
+
+
+def test_blocks_are_aligned_and_apart() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(3)
+    blocks = [arena.take() for _ in range(5)]
+    starts = sorted(block.address for block in blocks)
+    assert all(start % mmap.PAGESIZE == 0 for start in starts)
+    assert all(high - low >= BLOCK for low, high in zip(starts, starts[1:], strict=False))
+    assert {len(block.view) for block in blocks} == {BLOCK}
+
+
+def test_view_tensor_and_address_are_the_same_bytes() -> None:
+    block = Arena(BLOCK).take()
+    block.view[:4] = b"\x01\x02\x03\x04"
+    assert block.tensor[:4].tolist() == [1, 2, 3, 4]
+    assert block.tensor.data_ptr() == block.address
+    block.tensor[BLOCK - 1] = 9
+    assert block.view[BLOCK - 1] == 9
+
+
+def test_used_blocks_go_before_untouched_ones() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(3)
+    used = arena.take()
+    assert (arena.free_blocks, arena.touched_blocks) == (2, 0)
+    arena.give(used)
+    assert (arena.free_blocks, arena.touched_blocks) == (3, 1)
+    assert arena.take() is used
+
+
+def test_reserving_grows_only_by_what_is_missing() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(4)
+    held = [arena.take() for _ in range(3)]
+    arena.reserve(1)
+    assert arena.blocks == 4
+    arena.reserve(3)
+    assert (arena.blocks, arena.free_blocks) == (6, 3)
+    assert len(held) == 3
+
+
+def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(1)
+    block = arena.next_untouched
+    assert block is not None
+    assert backed(block) == 0
+    block.touch()
+    assert backed(block) >= BLOCK
+    arena.mark_touched(block)
+    assert (arena.next_untouched, arena.touched_blocks) == (None, 1)
+    block.view[:3] = b"abc"
+    block.touch()
+    assert bytes(block.view[:3]) == b"abc"
+
+
+def test_block_taken_meanwhile_is_not_handed_out_twice() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(1)
+    being_touched = arena.next_untouched
+    assert being_touched is not None
+    assert arena.take() is being_touched
+    arena.mark_touched(being_touched)
+    assert arena.free_blocks == 0
+    assert arena.take() is not being_touched
+
+
+def test_trimming_gives_memory_back_but_none_in_use() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(2)
+    kept = arena.take()
+    arena.reserve(4)  # a second segment, of three blocks
+    assert arena.blocks == 5
+    memory = weakref.ref(arena._segments[1].memory)
+    arena.trim(5)
+    assert arena.blocks == 5
+    arena.trim(2)
+    gc.collect()
+    assert memory() is None
+    assert arena.blocks == 2
+    arena.trim(0)
+    assert arena.blocks == 2  # a block of it is in use
+    arena.give(kept)
+    arena.trim(0)
+    assert arena.blocks == 0
+    assert arena.take() is not kept
+
+
+def test_closing_forgets_all_but_what_is_still_looked_at() -> None:
+    arena = Arena(BLOCK)
+    block = arena.take()
+    memory = weakref.ref(arena._segments[0].memory)
+    block.view[:2] = b"ok"
+    arena.close()
+    assert arena.blocks == 0
+    assert bytes(block.view[:2]) == b"ok"
+    del block
+    gc.collect()
+    assert memory() is None
+
+
+def test_growing_opens_no_file() -> None:
+    arena = Arena(BLOCK)
+    before = len(os.listdir("/proc/self/fd"))
+    for blocks in range(1, 30):
+        arena.reserve(blocks)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_blocks_hold_what_tensors_are_copied_into_them() -> None:
+    block = Arena(BLOCK).take()
+    values = torch.arange(BLOCK // 8)
+    block.tensor.view(torch.int64).copy_(values)
+    assert bytes(block.view) == values.numpy().tobytes()
+
+
+FORKED = """
+import os, sys
+from ckpipe.arena import Arena
+
+block = Arena({size}).take()
+block.touch()
+inherited = bytearray(b"inherited")
+
+def mapped():
+    bounds = [line.split()[0].split("-") for line in open("/proc/self/maps")]
+    return any(int(low, 16) <= block.address < int(high, 16) for low, high in bounds)
+
+assert mapped()
+child = os.fork()
+if not child:
+    os._exit(3 if mapped() or inherited != b"inherited" else 0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("size", [BLOCK, 4 << 20])
+def test_forked_child_does_not_have_the_memory(size: int) -> None:
+    # A program of its own: forking this one would fork the threads' locks of all tests before.
+    code = [sys.executable, "-c", FORKED.format(size=size)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

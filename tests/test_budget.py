@@ -1,0 +1,202 @@
+"""The byte budget against a simpler model, and rations that give everything back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe.arena import Arena
+from ckpipe.budget import ByteBudget, Ration
+
+BLOCK = 4096
+
+
+@dataclass
+class Model:
+    """Who holds and who waits, first come, first served."""
+
+    capacity: int
+    held: dict[int, int] = field(default_factory=dict)
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+
+    @property
+    def used(self) -> int:
+        return sum(self.held.values())
+
+    def acquire(self, name: int, amount: int) -> None:
+        self.waiting.append((name, amount))
+        self.serve()
+
+    def give_up(self, name: int) -> None:
+        """Ends a request, whether it waits or has been granted."""
+        self.held.pop(name, None)
+        self.waiting = deque(each for each in self.waiting if each[0] != name)
+        self.serve()
+
+    def serve(self) -> None:
+        while self.waiting and self.used + self.waiting[0][1] <= self.capacity:
+            name, amount = self.waiting.popleft()
+            self.held[name] = amount
+
+
+async def settle() -> None:
+    """Lets every task run until it waits for something."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+class Play:
+    """Does to a budget what it does to the model, and compares the two."""
+
+    def __init__(self, capacity: int) -> None:
+        self.budget, self.model = ByteBudget(capacity), Model(capacity)
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def acquire(self, name: int, amount: int) -> None:
+        if amount > self.model.capacity:
+            with pytest.raises(ValueError, match="can never be had"):
+                await self.budget.acquire(amount)
+            return
+        self.tasks[name] = asyncio.create_task(self.budget.acquire(amount))
+        self.model.acquire(name, amount)
+
+    def release(self, name: int) -> None:
+        self.budget.release(self.model.held[name])
+        self.model.give_up(name)
+        del self.tasks[name]
+
+    def cancel(self, name: int) -> None:
+        self.tasks.pop(name).cancel()
+        self.model.give_up(name)
+
+    def raise_capacity(self, capacity: int) -> None:
+        self.budget.raise_capacity(capacity)
+        self.model.capacity = max(self.model.capacity, capacity)
+        self.model.serve()
+
+    def compare(self) -> None:
+        budget, model = self.budget, self.model
+        granted = {name for name, task in self.tasks.items() if task.done()}
+        assert granted == model.held.keys()
+        assert budget.used == model.used <= budget.capacity == model.capacity
+        assert budget.waiting == len(model.waiting)
+
+    async def end(self) -> None:
+        while self.model.waiting or self.model.held:
+            for name in list(self.model.held):
+                self.release(name)
+            await settle()
+            self.compare()
+        assert (self.budget.used, self.budget.waiting) == (0, 0)
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["acquire", "acquire", "release", "cancel", "grant and cancel", "raise"]),
+        st.integers(0, 12),
+    ),
+    max_size=30,
+)
+
+
+@given(st.integers(1, 10), MOVES)
+def test_budget_serves_in_order_and_never_above_capacity(
+    capacity: int, moves: list[tuple[str, int]]
+) -> None:
+    async def main() -> None:
+        play = Play(capacity)
+        for name, (move, number) in enumerate(moves):
+            held, waiting = list(play.model.held), [each for each, _ in play.model.waiting]
+            if move == "acquire":
+                await play.acquire(name, number)
+            elif move == "release" and held:
+                play.release(held[number % len(held)])
+            elif move == "cancel" and waiting:
+                play.cancel(waiting[number % len(waiting)])
+            elif move == "grant and cancel" and held and waiting:
+                # The head may have its bytes already, and not have run since.
+                play.release(held[number % len(held)])
+                play.cancel(waiting[0])
+            elif move == "raise":
+                play.raise_capacity(number)
+            await settle()
+            play.compare()
+        await play.end()
+
+    asyncio.run(main())
+
+
+async def test_small_requests_do_not_overtake_a_large_one() -> None:
+    play = Play(10)
+    for name, amount in enumerate((6, 8, 1)):
+        await play.acquire(name, amount)
+    await settle()
+    with pytest.raises(anyio.WouldBlock):
+        play.budget.acquire_nowait(1)
+    play.compare()
+    play.cancel(1)
+    await settle()
+    assert play.tasks[2].done()
+    await play.end()
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=40),
+)
+def test_ration_gives_everything_back(
+    reserved: int, needed: int, moves: list[tuple[bool, int]]
+) -> None:
+    reserved = min(reserved, needed)
+
+    async def main() -> None:
+        budget, arena = ByteBudget(8 * BLOCK), Arena(BLOCK)
+        await budget.acquire(reserved * BLOCK)
+        ration = Ration(budget, arena, reserved=reserved, needed=needed)
+        while (block := arena.next_untouched) is not None:
+            arena.mark_touched(block)  # without it the ration waits a while for warm memory
+        held: list[Any] = []
+        taken = 0
+        for take, number in moves:
+            if take and taken < needed and not ration.full:
+                blocks = await ration.take(min(number, needed - taken))
+                assert 1 <= len(blocks) <= number
+                held += blocks
+                taken += len(blocks)
+            elif held:
+                ration.give(held.pop(number % len(held)))
+            assert ration.held == len(held) <= reserved
+            still_to_come = min(reserved, needed - taken + len(held))
+            assert budget.used == max(still_to_come, len(held)) * BLOCK
+        ration.close()
+        assert (ration.held, budget.used) == (0, 0)
+        assert arena.free_blocks == arena.blocks == reserved
+        ration.close()
+        assert budget.used == 0
+
+    asyncio.run(main())
+
+
+async def test_full_ration_waits_for_a_block() -> None:
+    budget, arena = ByteBudget(2 * BLOCK), Arena(BLOCK)
+    await budget.acquire(2 * BLOCK)
+    ration = Ration(budget, arena, reserved=2, needed=3)
+    first, second = [(await ration.take(1))[0] for _ in range(2)]
+    assert ration.full
+    third = asyncio.create_task(ration.take(5))
+    await settle()
+    assert not third.done()
+    ration.give(second)
+    assert await third == [second]
+    ration.give(first)
+    assert budget.used == BLOCK  # two blocks were for three; now one is left to be given
+    ration.close()
+    assert budget.used == 0

@@ -1,0 +1,160 @@
+"""The image of a data file: the same bytes whatever the blocks, and the tensors can be read off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load as load_safetensors
+from tensor_states import SPECS, Spec, build
+
+from ckpipe import copying
+from ckpipe.arena import Arena
+from ckpipe.copying import CopyWindow, Gather, fill_block, plan_blocks
+from ckpipe.dtypes import stored_dtype
+from ckpipe.planning import LocalPlanner, RankPlan
+from ckpipe.structure import Captured, capture
+
+BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
+ARENA = Arena(max(BLOCK_BYTES))
+
+
+def planned(state: Any) -> tuple[Captured, RankPlan]:
+    captured = capture(state)
+    return captured, LocalPlanner().plan(captured, rank=0, world_size=1)
+
+
+def images(captured: Captured, plan: RankPlan, block_bytes: int) -> list[bytes]:
+    """The data files, each filled block by block, over what the block held before."""
+    made = [bytearray(file.size) for file in plan.files]
+    written = [0 for _ in plan.files]
+    block = ARENA.take()
+    for step in plan_blocks(plan, captured.tensors, block_bytes):
+        block.tensor[:block_bytes].fill_(0xA5)
+        fill_block(step, captured.tensors, block)
+        assert step.offset == written[step.file]
+        made[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
+        rest = block.view[step.nbytes : block_bytes]
+        assert bytes(rest) == b"\xa5" * len(rest)
+        written[step.file] += step.nbytes
+    ARENA.give(block)
+    assert written == [file.size for file in plan.files]
+    return [bytes(each) for each in made]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The bytes of a tensor's elements in order, lazy bits resolved."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    values: list[int] = plain.view(-1).view(torch.uint8).tolist()
+    return values
+
+
+def read_back(captured: Captured, plan: RankPlan, files: list[bytes], number: int) -> torch.Tensor:
+    """A tensor, read from the files by nothing but what the layout says."""
+    chunk, leaf = plan.layout.chunks[number], captured.tensors[number]
+    entry = plan.layout.entries[chunk.entry]
+    start = len(plan.files[entry.file].header) + entry.offset
+    raw = bytearray(files[entry.file][start + chunk.offset : start + entry.nbytes])
+    shape, dtype = leaf.shape, leaf.tensor.dtype
+    if not leaf.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    whole = len(raw) // dtype.itemsize * dtype.itemsize
+    flat = torch.frombuffer(raw[:whole], dtype=torch.uint8).view(dtype)
+    if chunk.stride is not None:
+        flat = flat.as_strided(shape, chunk.stride)
+    else:
+        flat = flat[: leaf.tensor.numel()].view(shape)
+    in_group = any(source.skip is not None for source in plan.sources[chunk.entry]) or (
+        plan.sources[chunk.entry] and plan.sources[chunk.entry][0].tensor != number
+    )
+    if in_group and "c" in leaf.lazy:
+        flat = flat.conj()
+    return torch._neg_view(flat) if in_group and "n" in leaf.lazy else flat
+
+
+@given(SPECS)
+def test_block_size_does_not_change_a_byte(spec: Spec) -> None:
+    captured, plan = planned(build(spec))
+    first, *others = [images(captured, plan, size) for size in BLOCK_BYTES]
+    assert all(other == first for other in others)
+
+
+@given(SPECS, st.sampled_from(BLOCK_BYTES))
+def test_every_tensor_can_be_read_off(spec: Spec, block_bytes: int) -> None:
+    state = build(spec)
+    captured, plan = planned(state)
+    files = images(captured, plan, block_bytes)
+    for number, leaf in enumerate(captured.tensors):
+        again = read_back(captured, plan, files, number)
+        assert bits(again) == bits(state[leaf.label]), leaf.label
+
+
+@given(SPECS, st.sampled_from(BLOCK_BYTES))
+def test_safetensors_reads_the_same(spec: Spec, block_bytes: int) -> None:
+    state = build(spec)
+    captured, plan = planned(state)
+    for file in images(captured, plan, block_bytes):
+        for name, tensor in load_safetensors(file).items():
+            if name in state and tensor.dtype == state[name].dtype:
+                assert tensor.shape == state[name].shape
+                assert bits(tensor) == bits(state[name])
+            else:  # a window, or a dtype that the format lacks
+                assert tensor.dtype == torch.uint8
+                assert name.endswith("~window") or stored_dtype(state[name].dtype) is None
+
+
+@given(SPECS, st.sampled_from(BLOCK_BYTES))
+def test_spans_are_the_entries_cut_at_the_blocks(spec: Spec, block_bytes: int) -> None:
+    captured, plan = planned(build(spec))
+    ends = [0 for _ in plan.layout.entries]
+    for block in plan_blocks(plan, captured.tensors, block_bytes):
+        for span in block.spans:
+            entry = plan.layout.entries[span.entry]
+            start = len(plan.files[entry.file].header) + entry.offset
+            assert ends[span.entry] == span.lo < span.hi
+            assert start + span.lo == block.offset + span.at
+            assert span.at + span.hi - span.lo <= block.nbytes
+            ends[span.entry] = span.hi
+    assert ends == [entry.nbytes for entry in plan.layout.entries]
+
+
+def test_small_neighbours_of_one_dtype_are_gathered() -> None:
+    state = {f"{number:04}": torch.full((3,), number) for number in range(1000)}
+    captured, plan = planned(state)
+    (block,) = plan_blocks(plan, captured.tensors, 1 << 20)
+    assert [type(step) for step in block.steps].count(Gather) == 1
+    assert len(block.steps) == 2  # the header, and all the rest
+    (image,) = images(captured, plan, 1 << 20)
+    assert load_safetensors(image)["0777"].tolist() == [777] * 3
+
+
+def test_gathering_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{number}": torch.randn(number % 7) for number in range(50)}
+    captured, plan = planned(state)
+    gathered = images(captured, plan, 4096)
+    monkeypatch.setattr(copying, "SMALL_BYTES", -1)
+    blocks = plan_blocks(plan, captured.tensors, 4096)
+    assert not any(isinstance(step, Gather) for block in blocks for step in block.steps)
+    assert images(captured, plan, 4096) == gathered
+
+
+def test_shared_memory_is_copied_as_it_lies() -> None:
+    memory = torch.arange(100.0)
+    captured, plan = planned({"even": memory[::2], "odd": memory[1::2], "some": memory[10:20]})
+    blocks = plan_blocks(plan, captured.tensors, 4096)
+    assert any(isinstance(step, CopyWindow) for block in blocks for step in block.steps)
+    (image,) = images(captured, plan, 4096)
+    assert image.endswith(memory.numpy().tobytes())
+
+
+def test_later_values_of_the_same_tensors_need_no_new_plan() -> None:
+    state = {"a": torch.zeros(5), "b": torch.zeros(3, 3).t()}
+    captured, plan = planned(state)
+    state["a"].fill_(7)
+    state["b"].copy_(torch.arange(9.0).view(3, 3))
+    loaded = load_safetensors(images(captured, plan, 4096)[0])
+    assert torch.equal(loaded["a"], state["a"])
+    assert torch.equal(loaded["b"], state["b"])

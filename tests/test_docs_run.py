@@ -1,0 +1,125 @@
+"""What the documentation shows is what happens: every python fence runs, and every link leads on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SECONDS = 100
+
+# The fences of a page are one program, like cells of a notebook, with their places in tracebacks.
+RUN = """
+import json, sys
+for _fence in json.load(sys.stdin):
+    exec(compile("\\n" * _fence[0] + _fence[1], sys.argv[1], "exec"))
+"""
+_FENCE = re.compile(r"```python(?:\s.*?)?(?:title=\"(?P<title>[^\"]+)\".*)?")
+_OPT_OUT = re.compile(r"<!-- not run: (.+) -->")
+
+
+class Fence(NamedTuple):
+    """A piece of python in a page: its first line, text and title, and why it is not run."""
+
+    line: int
+    text: str
+    title: str | None
+    not_run: str | None
+
+
+def fences(page: Path) -> list[Fence]:
+    """The python fences of a page."""
+    found = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opening = _FENCE.fullmatch(lines[number])
+        if opening is None:
+            number += 1
+            continue
+        end = lines.index("```", number)
+        above = _OPT_OUT.fullmatch(lines[number - 1]) if number else None
+        text = "\n".join(lines[number + 1 : end])
+        found.append(Fence(number + 1, text, opening["title"], above[1] if above else None))
+        number = end + 1
+    return found
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the fences of a page in a new process."""
+    program = [(fence.line, fence.text) for fence in fences(page) if not fence.not_run]
+    return subprocess.run(
+        [sys.executable, "-c", RUN, str(page)],
+        input=json.dumps(program),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def name(page: Path) -> str:
+    """How a page is called in the name of a test."""
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page)], ids=name)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    done = run_page(page, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pages_with_python_are_found() -> None:
+    with_python = {name(page) for page in PAGES if fences(page)}
+    assert {"README.md", "docs/index.md", "docs/tutorials/resume.md"} <= with_python
+
+
+def test_a_fence_that_fails_is_told_by_its_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n```python\nx = 1\n```\n\n<!-- not run: it fails -->\n```python\n1 / 0\n```\n\n"
+        '```python title="a.py"\nx\nraise SystemExit(f"x is {undefined}")\n```\n'
+    )
+    assert [fence.not_run for fence in fences(page)] == [None, "it fails", None]
+    assert [fence.title for fence in fences(page)] == [None, None, "a.py"]
+    done = run_page(page, tmp_path)
+    assert done.returncode == 1
+    assert "page.md\", line 14" in done.stderr
+    assert "'undefined' is not defined" in done.stderr
+
+
+def test_the_backend_of_the_tutorial_meets_the_contract(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "tutorials" / "write_a_backend.md"
+    titled = {fence.title: fence.text for fence in fences(page) if fence.title}
+    assert titled.keys() == {"sqlite_backend.py", "test_sqlite_backend.py"}
+    for title, text in titled.items():
+        (tmp_path / title).write_text(text)
+    options = ["-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "--rootdir", "."]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 50, done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_to_files_lead_to_files(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    files = [target for target in targets if "://" not in target]
+    assert [target for target in files if not (page.parent / target).exists()] == []

@@ -1,0 +1,192 @@
+"""Keys and inline values come back as they were, of the same type, through real JSON."""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import json
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
+from ckpipe.keys import LabelFilter, decode_key, encode_key, join, label_part, unique_label
+from ckpipe.values import NotInline, class_path, decode_value, encode_value, resolve_class
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "b"
+
+
+class Bits(enum.IntFlag):
+    A = 1
+
+
+floats = st.floats(allow_nan=True)
+keys = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), floats, st.text()),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=6,
+)
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(), floats, st.text(), st.binary(),
+    st.complex_numbers(allow_nan=True), st.binary().map(bytearray), st.datetimes(),
+    st.datetimes(timezones=st.just(dt.UTC)), st.dates(), st.times(), st.timedeltas(),
+    st.sampled_from([
+        torch.float32, torch.bool, torch.float8_e4m3fn, torch.device("cpu"),
+        torch.device("cuda", 1), torch.Size([1, 0, 3]), torch.Size([]), torch.strided,
+        torch.channels_last, Ellipsis, Color.RED, Color.BLUE, Bits.A, range(1, 9, 2),
+        pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:\\x"), pathlib.PurePosixPath("."),
+        np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("ü"), np.complex128(1j),
+        np.datetime64("2026-11-21"), np.float16("nan"), 2**53, -(2**53) + 1, 10**4000,
+    ]),
+)  # fmt: skip
+
+
+def exact(value: Any) -> Any:
+    """A form that tells 1 from True and 0.0 from -0.0, and for which NaN is NaN."""
+    return type(value), repr(value), getattr(value, "fold", None)
+
+
+def through_json(data: Any) -> Any:
+    return json.loads(json.dumps(data, allow_nan=False))
+
+
+@given(keys)
+def test_keys_round_trip(key: Any) -> None:
+    assert exact(decode_key(through_json(encode_key(key)))) == exact(key)
+
+
+@given(values)
+def test_values_round_trip(value: Any) -> None:
+    assert exact(decode_value(through_json(encode_value(value)))) == exact(value)
+
+
+def test_fold_of_a_repeated_hour_survives() -> None:
+    late = dt.datetime(2026, 10, 25, 2, 30, fold=1)
+    assert decode_value(through_json(encode_value(late))).fold == 1
+
+
+@given(st.lists(keys, unique_by=exact, max_size=10))
+def test_different_keys_have_different_forms(found: list[Any]) -> None:
+    forms = {json.dumps(encode_key(key)) for key in found}
+    # All NaNs have one form, as they have one name.
+    assert len(forms) == len({exact(key) for key in found})
+
+
+@pytest.mark.parametrize("key", [b"x", object(), Color.RED, (1, [2]), np.int64(1), frozenset()])
+def test_other_keys_are_refused_by_name(key: Any) -> None:
+    with pytest.raises(UnsupportedState) as caught:
+        encode_key(key, "model.x")
+    assert caught.value.key == "model.x"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        1.5, [1], {}, {"int": 5}, {"int": "x"}, {"int": "1" * 5000}, {"float": "1"},
+        {"float": None}, {"tuple": 1}, {"tuple": [[1]]}, {"other": 1}, {"int": "1", "float": 1.0},
+    ],
+)  # fmt: skip
+def test_malformed_keys_are_refused(data: Any) -> None:
+    with pytest.raises(InvalidManifest):
+        decode_key(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {}, [], [None], ["unknown"], ["int"], ["int", 5], ["int", "0x1"], ["float", "1.0"],
+        ["complex", 1], ["bytes", "%"], ["bytes", 5], ["dtype", "Tensor"], ["dtype", "nn"],
+        ["device", "nowhere"], ["size", "abc"], ["datetime", "now", 0], ["date", 5],
+        ["datetime", "2026-11-21", 2], ["timedelta", 10**30, 0, 0], ["range", 1, 2, 0],
+        ["numpy", "|O8", "AAAAAAAAAAA="], ["numpy", "<f4", "AAAA"], ["numpy", "<f4", ""],
+        ["numpy", "<V0", ""], ["enum", 5, "x"], ["path", 5], ["ellipsis", 1], [["int"], "1"],
+    ],
+)  # fmt: skip
+def test_malformed_values_are_refused(data: Any) -> None:
+    with pytest.raises(InvalidManifest):
+        decode_value(data)
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), floats, st.text(max_size=5)),
+        lambda inner: st.lists(inner, max_size=4),
+    ),
+    st.sampled_from(
+        ["int", "float", "complex", "bytes", "dtype", "size", "layout", "datetime", "date", "time",
+         "timedelta", "range", "numpy", "path", "device"]
+    ),
+)  # fmt: skip
+def test_no_made_up_value_raises_anything_but_our_error(data: Any, kind: str) -> None:
+    arguments = data if isinstance(data, list) else [data]
+    try:
+        decode_value([kind, *arguments])
+    except InvalidManifest:
+        return
+
+
+def test_enum_of_a_class_or_member_that_is_gone() -> None:
+    for data in (["enum", "no.such:Thing", "A"], ["enum", class_path(Color), "GREEN"]):
+        with pytest.raises(StructureMismatch):
+            decode_value(data)
+
+
+def test_classes_are_only_looked_up_and_never_imported_or_called() -> None:
+    assert resolve_class(class_path(Color), enum.Enum) is Color
+    for path in ("os:system", "os:path", "antigravity:x", "builtins:int", "", ":", "os"):
+        with pytest.raises(StructureMismatch):
+            resolve_class(path, enum.Enum)
+
+
+@pytest.mark.parametrize("value", [object(), [1], {}, lambda: 0, type, np.zeros(1).dtype])
+def test_other_objects_are_not_inline(value: Any) -> None:
+    with pytest.raises(NotInline):
+        encode_value(value)
+
+
+@given(st.text(), st.text())
+def test_different_names_have_different_label_parts(first: str, second: str) -> None:
+    assert (label_part(first) == label_part(second)) == (first == second)
+    label_part(first).encode()
+    assert "@" not in label_part(first)
+
+
+@given(st.lists(st.text(max_size=4), max_size=12))
+def test_labels_are_unique_and_fit_a_header(parts: list[str]) -> None:
+    taken: set[str] = set()
+    labels = [unique_label(join("", part), taken) for part in parts]
+    assert len(set(labels)) == len(labels)
+    assert "" not in labels
+    assert "__metadata__" not in labels
+
+
+def test_labels_of_odd_keys() -> None:
+    assert join("a", 1) == join("a", "1") == "a.1"
+    assert join("", "~@x") == "~0~1x"
+    assert label_part("\ud800") == "~ud800"
+    assert math.isnan(decode_key(encode_key(math.nan)))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "selected"),
+    [
+        (None, None, ["a", "a.b", "ab", "c.d.e"]),
+        (["a"], None, ["a", "a.b"]),
+        (["*.d"], None, ["c.d.e"]),
+        (None, ["a*"], ["c.d.e"]),
+        (["a", "c"], ["a.b"], ["a", "c.d.e"]),
+        ([], None, []),
+    ],
+)
+def test_filters(include: Any, exclude: Any, selected: list[str]) -> None:
+    select = LabelFilter(include, exclude)
+    assert [label for label in ["a", "a.b", "ab", "c.d.e"] if select(label)] == selected

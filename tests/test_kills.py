@@ -1,0 +1,129 @@
+"""Processes are killed while they save, on real files; what they committed is there and right."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mortal_runs import SAVES, Runs, notes, runs, state_of
+from pipelines import same
+
+import ckpipe
+
+EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
+SEED = int(os.environ.get("CKPIPE_TEST_SEED") or random.randrange(2**32))
+SAMPLE = 16
+KILLS = 60 if EVERY else 12
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Runs]:
+    with runs() as made:
+        yield made
+
+
+@pytest.fixture(params=[SEED], ids=[f"seed={SEED}"])
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.param)
+
+
+def committed(root: Path) -> list[int]:
+    """The steps that runs on this root reported committed."""
+    return [int(line.split()[1]) for line in notes(root) if line.startswith("committed")]
+
+
+def check(root: Path) -> None:
+    """Opens what a killed run has left: all of it is complete and right, or does not count."""
+    reported = committed(root)
+    with ckpipe.SyncPipeline(root) as pipeline:
+        complete = [info for info in pipeline.steps() if info.complete]
+        for info in complete:
+            pipeline.verify(info)
+            result = pipeline.load(step=info)
+            assert result is not None
+            assert same(result.state, state_of(info.step))
+        if reported:
+            assert complete[-1].step >= reported[-1]
+        for info in pipeline.steps():
+            if not info.complete:
+                with pytest.raises(ckpipe.errors.CheckpointIncomplete):
+                    pipeline.load(step=info.id)
+
+
+def operations(mortal: Runs, root: Path) -> int:
+    """How many store operations a run makes that nothing disturbs."""
+    assert mortal.run("save_some", root) == 0
+    return int(notes(root)[-1].removeprefix("operations "))
+
+
+def test_killed_at_any_store_operation(mortal: Runs, chance: random.Random, tmp_path: Path) -> None:
+    last = operations(mortal, tmp_path / "undisturbed")
+    cases = [(number, landing) for number in range(1, last + 1) for landing in ("before", "after")]
+    for number, landing in cases if EVERY else chance.sample(cases, SAMPLE):
+        root = tmp_path / f"run-{number}-{landing}"
+        assert mortal.run("save_some", root, at=number, landing=landing) is None
+        check(root)
+        before = len(committed(root))
+        assert mortal.run("save_some", root) == 0
+        assert len(committed(root)) == before + SAVES
+        check(root)
+
+
+def test_killed_at_any_moment_again_and_again(
+    mortal: Runs, chance: random.Random, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    for _ in range(KILLS):
+        seconds = chance.uniform(0, 0.1)
+        assert mortal.run("save_some", root, seconds=seconds, saves=10**6) is None
+        check(root)
+    assert mortal.run("save_some", root) == 0
+    check(root)
+    steps = committed(root)
+    assert steps == sorted(steps)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mortal: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a training run that nothing has disturbed."""
+    root = tmp_path_factory.mktemp("training") / "undisturbed"
+    assert mortal.run("train", root, steps=STEPS) == 0
+    return root
+
+
+def losses(root: Path) -> dict[int, str]:
+    """The losses of all runs on a root; a step that was trained twice must have lost the same."""
+    found: dict[int, str] = {}
+    for line in notes(root):
+        if line.startswith("loss"):
+            _, step, loss = line.split()
+            assert found.setdefault(int(step), loss) == loss, f"step {step}"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("verb", "landing", "nth"),
+    [
+        ("write", "before", 4),
+        ("write", "after", 6),
+        ("complete", "before", 3),
+        ("complete", "after", 5),
+        ("put", "before", 7),
+        ("put", "after", 6),
+    ],
+)
+def test_training_goes_on_to_the_last_bit(
+    mortal: Runs, undisturbed: Path, tmp_path: Path, verb: str, landing: str, nth: int
+) -> None:
+    killed = tmp_path / "killed"
+    assert mortal.run("train", killed, steps=STEPS, verb=verb, landing=landing, nth=nth) is None
+    assert mortal.run("train", killed, steps=STEPS) == 0
+    resumed_from = [int(line.split()[1]) for line in notes(killed) if line.startswith("from")]
+    assert resumed_from[0] == 0
+    assert 0 < resumed_from[1] < STEPS
+    assert losses(killed) == losses(undisturbed)
+    assert len(losses(killed)) == STEPS

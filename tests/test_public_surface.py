@@ -1,0 +1,277 @@
+"""What programs and plug-ins lean on: names, signatures, settings, errors. A change here is news."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import ckpipe
+from ckpipe import errors
+
+NAMES = """
+    Backend CheckpointInfo Children CkpipeError KeepBest KeepEvery KeepIf KeepLast KeepWithin
+    LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode RngState
+    SaveHandle SaveReport Settings StateLock SyncPipeline SyncSaveHandle Upload UploadLimits
+    VerifyResult __version__ register_backend register_type
+"""
+
+_OPEN = """(
+    self, url: str | os.PathLike[str] | None = None, *, guard: Guarded = None,
+    settings: Settings | None = None, **fields: Any
+) -> None"""
+_SAVE = """(
+    self, state: Any, *, step: int | None = None, metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, Any] | None = None, until: Literal['staged', 'committed'] = 'staged',
+    final: bool = False, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+) -> """
+_PIPELINE = {
+    "__init__": _OPEN,
+    "load": """(
+        self, into: Any = None, *, step: Which | None = None,
+        include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
+        strict: bool = True, cast: bool = False, fallback: bool = False,
+        per_rank: Literal['raise', 'drop', 'rank0'] = 'raise',
+        pickle: Literal['refuse', 'allow'] = 'refuse'
+    ) -> LoadResult | None""",
+    "delete": "(self, step: Which) -> None",
+    "guard": "(self, *optimizers: Optimizer) -> None",
+    "latest": "(self) -> CheckpointInfo | None",
+    "pin": "(self, step: Which) -> None",
+    "prune": "(self, *, dry_run: bool = False) -> Decision",
+    "steps": "(self) -> list[CheckpointInfo]",
+    "unpin": "(self, step: Which) -> None",
+    "verify": "(self, step: Which) -> VerifyResult",
+    "events": "property -> EventBus",
+    "lock": "property -> StateLock",
+    "settings": "property -> Settings",
+}
+_HANDLE = {
+    "cancel": "(self) -> None",
+    "id": "property -> str",
+    "report": "property -> SaveReport",
+    "status": "property -> SaveStatus",
+    "step": "property -> int",
+}
+SIGNATURES: dict[str, dict[str, str]] = {
+    "Pipeline": _PIPELINE | {"save": _SAVE + "SaveHandle", "__aenter__": "(self) -> Self"},
+    "SyncPipeline": _PIPELINE | {"save": _SAVE + "SyncSaveHandle", "__enter__": "(self) -> Self"},
+    "SaveHandle": _HANDLE
+    | {
+        "__await__": "(self) -> Generator[Any, Any, CheckpointInfo]",
+        "committed": "(self) -> CheckpointInfo",
+        "complete": "(self, timeout: float | None = None) -> CheckpointInfo",
+        "staged": "(self) -> None",
+    },
+    "SyncSaveHandle": _HANDLE
+    | {
+        "wait": "(self, timeout: float | None = None) -> CheckpointInfo",
+        "wait_complete": "(self, timeout: float | None = None) -> CheckpointInfo",
+        "wait_staged": "(self, timeout: float | None = None) -> None",
+    },
+    "Backend": {
+        "__aenter__": "(self) -> Self",
+        "children": "(self, prefix: str = '') -> Children",
+        "delete": "(self, keys: Iterable[str]) -> None",
+        "get": "(self, key: str, *, max_bytes: int) -> bytes",
+        "limits": "UploadLimits(min_block_bytes=1, max_blocks=None, alignment=1)",
+        "list": "(self, prefix: str = '') -> AsyncIterator[ObjectInfo]",
+        "open_upload": "(self, key: str, *, size: int, block_bytes: int) -> Upload",
+        "put": "(self, key: str, data: bytes, mode: PutMode) -> None",
+        "read_into": "(self, key: str, offset: int, buffer: memoryview) -> None",
+        "remove_stale_uploads": "(self, prefix: str, *, before: datetime) -> int",
+        "stat": "(self, key: str) -> ObjectInfo",
+        "view": "(self, key: str, offset: int, size: int) -> memoryview | None",
+    },
+    "Upload": {
+        "abort": "(self) -> None",
+        "complete": "(self) -> None",
+        "write": "(self, offset: int, data: memoryview) -> None",
+    },
+    "Planner": {"plan": "(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan"},
+}
+FUNCTIONS = {
+    "register_backend": "(scheme: str, factory: BackendFactory) -> None",
+    "register_type": """(
+        cls: type[T], *, to_state: Callable[[T], Any], from_state: Callable[[Any], T],
+        name: str | None = None
+    ) -> None""",
+}
+SETTINGS = """
+    url attempt_id solo on_busy on_error drain_timeout_seconds pickle
+    staging.bytes staging.block_bytes staging.pinned staging.overlap
+    upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
+    upload.attempt_timeout_seconds upload.deadline_seconds
+    load.lanes lock.timeout_seconds
+    retention.keep_last retention.rules retention.sweep_after_seconds
+    backends
+"""
+_SPECIAL = ("__init__", "__aenter__", "__enter__", "__await__")
+
+
+def normal(text: str) -> str:
+    """One line, without the marks of an annotation that is text."""
+    text = re.sub(r"""(?<=: )'([^']*)'|(?<=-> )'([^']*)'""", r"\1\2", text)
+    text = re.sub(r'(?<=: )"([^"]*)"', r"\1", text)
+    return re.sub(r"\s+", " ", text).replace("( ", "(").replace(" )", ")")
+
+
+def members(cls: type[Any]) -> dict[str, str]:
+    """What a class offers in public, each with how it is called."""
+    found: dict[str, str] = {}
+    for name in dir(cls):
+        written_here = any(
+            name in vars(base) and base.__module__.startswith("ckpipe") for base in cls.__mro__
+        )
+        if (name.startswith("_") and name not in _SPECIAL) or not written_here:
+            continue
+        value = inspect.getattr_static(cls, name)
+        if isinstance(value, property):
+            assert value.fget is not None
+            found[name] = f"property -> {inspect.signature(value.fget).return_annotation}"
+        else:
+            found[name] = normal(str(inspect.signature(value)) if callable(value) else repr(value))
+    return found
+
+
+def test_names_are_these() -> None:
+    assert ckpipe.__all__ == sorted(NAMES.split())
+
+
+def test_every_name_is_there_and_documented() -> None:
+    for name in ckpipe.__all__:
+        value = getattr(ckpipe, name)
+        if name != "__version__":
+            assert inspect.getdoc(value), name
+            assert len(inspect.getdoc(value) or "") > 20, name
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_these(name: str) -> None:
+    found = members(getattr(ckpipe, name))
+    if name in ("SaveHandle", "SyncSaveHandle", "Planner"):
+        found.pop("__init__", None)  # the library makes them
+    assert found == {member: normal(text) for member, text in SIGNATURES[name].items()}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_every_public_method_is_documented(name: str) -> None:
+    cls = getattr(ckpipe, name)
+    bare = [
+        member
+        for member in SIGNATURES[name]
+        if not member.startswith("__")
+        and member != "limits"
+        and not inspect.getdoc(getattr(cls, member))
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_called_so(name: str) -> None:
+    signature = normal(str(inspect.signature(getattr(ckpipe, name))))
+    assert signature == normal(FUNCTIONS[name])
+
+
+def test_both_pipelines_take_the_same() -> None:
+    def parameters(cls: type[Any]) -> dict[str, str]:
+        entered = {"__aenter__", "__enter__"}
+        return {
+            name: text.partition(" -> ")[0]
+            for name, text in members(cls).items()
+            if name not in entered
+        }
+
+    assert parameters(ckpipe.SyncPipeline) == parameters(ckpipe.Pipeline)
+
+
+def test_settings_are_these() -> None:
+    def names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+        for name, info in model.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                yield from names(info.annotation, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    assert sorted(names(ckpipe.Settings)) == sorted(SETTINGS.split())
+
+
+def tree(cls: type[Any], stem: str = "") -> Iterator[str]:
+    """The subclasses of an error as lines of a drawing."""
+    children = [each for each in cls.__subclasses__() if each.__module__ == errors.__name__]
+    for number, child in enumerate(children):
+        last = number == len(children) - 1
+        yield f"{stem}{'└── ' if last else '├── '}{child.__name__}"
+        yield from tree(child, stem + ("    " if last else "│   "))
+
+
+def test_errors_are_the_tree_in_their_docstring() -> None:
+    assert errors.__doc__ is not None
+    _, _, rest = errors.__doc__.partition("CkpipeError\n")
+    drawing = rest.partition("\n\n")[0]
+    drawn = [re.sub(r"^ {4}(.*?\w+)\b.*", r"\1", line) for line in drawing.splitlines()]
+    assert drawn == list(tree(ckpipe.CkpipeError))
+
+
+def every_error(cls: type[Any] = ckpipe.CkpipeError) -> Iterator[type[errors.CkpipeError]]:
+    yield cls
+    for each in cls.__subclasses__():
+        if each.__module__ == errors.__name__:
+            yield from every_error(each)
+
+
+@pytest.mark.parametrize("cls", list(every_error()), ids=lambda cls: cls.__name__)
+def test_errors_cross_processes_whole(cls: type[errors.CkpipeError]) -> None:
+    error = cls("It broke", step=3, rank=2, key="model.weight", hint="Mend it")
+    error.target_touched = True  # type: ignore[attr-defined]
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is cls
+    assert vars(again) == vars(error)
+    assert str(again) == str(error) == "It broke [step 3, rank 2, key 'model.weight']. Mend it."
+    assert cls.__doc__
+
+
+def test_only_errors_that_may_pass_are_transient() -> None:
+    transient = {cls for cls in every_error() if cls.transient}
+    assert transient == {errors.StoreUnavailable, errors.Throttled}
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(ckpipe.__path__[0]) / "py.typed").exists()
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_costs_nothing_that_is_not_used() -> None:
+    heavy = "torch numpy pydantic pydantic_settings anyio awscrt aiofiles aiobotocore aiohttp"
+    code = f"import sys, ckpipe; print([n for n in {heavy.split()} if n in sys.modules])"
+    assert run(code) == "[]\n"
+
+
+def test_a_backend_or_a_lock_needs_no_settings() -> None:
+    names = "ckpipe.Backend, ckpipe.StateLock, ckpipe.KeepLast, ckpipe.Progress, ckpipe.Planner"
+    code = f"import sys, ckpipe; {names}; print('pydantic' in sys.modules)"
+    assert run(code) == "False\n"
+
+
+def test_the_package_shows_its_names_and_no_others() -> None:
+    assert dir(ckpipe) == ckpipe.__all__
+    with pytest.raises(AttributeError, match="module 'ckpipe' has no attribute 'pipelin'"):
+        _ = ckpipe.pipelin
+    namespace: dict[str, Any] = {}
+    exec("from ckpipe import *", namespace)
+    assert set(NAMES.split()) <= namespace.keys()
