@@ -78,7 +78,7 @@ def decode_float(data: Json) -> float:
 
 def decode_int(text: str) -> int:
     """An integer written as decimal text; long ones are allowed up to 4,300 digits."""
-    if not re.fullmatch(r"-?\d{1,4300}", text):
+    if not re.fullmatch(r"-?[0-9]{1,4300}", text):
         raise InvalidManifest(f"This is not an integer: {text!r:.100}")
     return int(text)
 

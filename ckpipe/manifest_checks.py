@@ -17,6 +17,7 @@ from ckpipe.errors import (
     DuplicateName,
     InvalidExtent,
     InvalidManifest,
+    OversizedMetadata,
     UnsafePath,
     WrongWorldSize,
 )
@@ -140,7 +141,9 @@ def _check_files(part: Part, data_bytes: list[int]) -> None:
                 rank=part.rank,
             )
         head = file.header_bytes
-        if not 0 < head <= MAX_HEADER_BYTES or head % ALIGNMENT or file.header_crc32c > _MAX_CRC:
+        if head > MAX_HEADER_BYTES:
+            raise OversizedMetadata(f"The header of {expected} is too large", rank=part.rank)
+        if head <= 0 or head % ALIGNMENT or file.header_crc32c > _MAX_CRC:
             raise InvalidManifest(f"The header of {expected} has a wrong size", rank=part.rank)
         if file.size != head + nbytes:
             raise InvalidExtent(

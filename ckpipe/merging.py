@@ -90,15 +90,12 @@ def _private(layout: Layout) -> dict[int, _Place]:
         sums.append(slice(end, end + chunk_count(entry.nbytes)))
         end = sums[-1].stop
     found: dict[int, _Place] = {}
-    pieces: set[int] = set()
     for chunk in layout.chunks:
-        if chunk.box is not None or chunk.owner is not None or chunk.tensor in found:
-            pieces.add(chunk.tensor)
-            continue
-        row = layout.entries[chunk.entry]
-        place = (row.dtype, row.shape, chunk.offset, chunk.stride)
-        found[chunk.tensor] = (place, sums[chunk.entry])
-    return {tensor: place for tensor, place in found.items() if tensor not in pieces}
+        if chunk.box is None and chunk.owner is None:
+            row = layout.entries[chunk.entry]
+            place = (row.dtype, row.shape, chunk.offset, chunk.stride)
+            found[chunk.tensor] = (place, sums[chunk.entry])
+    return found
 
 
 def _differing_tensors(

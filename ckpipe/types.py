@@ -13,8 +13,8 @@ SaveStatus = Literal[
 ]
 """Where a save stands, in this order; the last four are final."""
 
-_ATTEMPT = r"\d{8}T\d{9}Z-[0-9A-Za-z_-]{1,64}"
-_NAME = re.compile(rf"step-(\d{{12,}})\.({_ATTEMPT})\.(\d+)")
+_ATTEMPT = r"[0-9]{8}T[0-9]{9}Z-[0-9A-Za-z_-]{1,64}"
+_NAME = re.compile(rf"step-([0-9]{{12,18}})\.({_ATTEMPT})\.([0-9]{{1,18}})")
 _ATTEMPT_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 

@@ -109,6 +109,12 @@ _BASES: tuple[tuple[type[Any], Callable[[Any], Json]], ...] = (
 )
 
 
+_MALFORMED = (
+    AttributeError, TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError,
+    binascii.Error,
+)  # fmt: skip
+
+
 def decode_value(data: Json) -> Any:
     """The value that :func:`encode_value` encoded.
 
@@ -122,7 +128,7 @@ def decode_value(data: Json) -> Any:
         raise InvalidManifest(f"This is not an inline value: {data!r:.100}")
     try:
         return _DECODERS[data[0]](*data[1:])
-    except (TypeError, ValueError, KeyError, IndexError, OverflowError, binascii.Error) as error:
+    except _MALFORMED as error:
         raise InvalidManifest(f"This is not an inline value: {data!r:.100}") from error
 
 

@@ -31,7 +31,7 @@ from ckpipe.testing import FaultyBackend, Landing
 from ckpipe_local import LocalBackend
 
 URL = "mortal://store"
-SAVES = 4
+SAVES = 3
 STAGING: dict[str, Any] = {"block_bytes": 65536}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import subprocess
@@ -48,7 +49,7 @@ def test_blocks_are_aligned_and_apart() -> None:
     blocks = [arena.take() for _ in range(5)]
     starts = sorted(block.address for block in blocks)
     assert all(start % mmap.PAGESIZE == 0 for start in starts)
-    assert all(high - low >= BLOCK for low, high in zip(starts, starts[1:], strict=False))
+    assert all(high - low >= BLOCK for low, high in itertools.pairwise(starts))
     assert {len(block.view) for block in blocks} == {BLOCK}
 
 

@@ -167,6 +167,13 @@ def test_hostile_header_has_its_own_error(
     assert caught.value.key == "a/file"
 
 
+@pytest.mark.parametrize(("second", "what"), [(2, "overlaps"), (5, "hole")])
+def test_error_says_what_is_wrong_with_an_extent(second: int, what: str) -> None:
+    header, size = raw({"a": entry(0, 4), "b": entry(second, second + 4)}, second + 4)
+    with pytest.raises(InvalidExtent, match=what):
+        decode_header(header, size=size)
+
+
 def test_header_that_is_cut_off() -> None:
     header = encode_header([("a", "U8", (4,), 0, 4)])
     for size in (0, 7, 8, 100, len(header) - 1):

@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: every python fence runs, and every link leads on."""
+"""What the documentation shows is what happens: python fences run, and links lead on."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_fence_that_fails_is_told_by_its_place(tmp_path: Path) -> None:
     assert [fence.title for fence in fences(page)] == [None, None, "a.py"]
     done = run_page(page, tmp_path)
     assert done.returncode == 1
-    assert "page.md\", line 14" in done.stderr
+    assert 'page.md", line 14' in done.stderr
     assert "'undefined' is not defined" in done.stderr
 
 

@@ -104,7 +104,7 @@ def test_malformed_keys_are_refused(data: Any) -> None:
     "data",
     [
         {}, [], [None], ["unknown"], ["int"], ["int", 5], ["int", "0x1"], ["float", "1.0"],
-        ["complex", 1], ["bytes", "%"], ["bytes", 5], ["dtype", "Tensor"], ["dtype", "nn"],
+        ["complex", 1], ["bytes", "%"], ["bytes", 5], ["dtype", "Tensor"], ["dtype", "no_such"],
         ["device", "nowhere"], ["size", "abc"], ["datetime", "now", 0], ["date", 5],
         ["datetime", "2026-11-21", 2], ["timedelta", 10**30, 0, 0], ["range", 1, 2, 0],
         ["numpy", "|O8", "AAAAAAAAAAA="], ["numpy", "<f4", "AAAA"], ["numpy", "<f4", ""],

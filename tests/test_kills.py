@@ -15,7 +15,7 @@ import ckpipe
 
 EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
 SEED = int(os.environ.get("CKPIPE_TEST_SEED") or random.randrange(2**32))
-SAMPLE = 16
+SAMPLE = 12
 KILLS = 60 if EVERY else 12
 STEPS = 30
 

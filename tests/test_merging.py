@@ -135,10 +135,10 @@ def test_ranks_of_different_structure_are_not_compared() -> None:
 
 
 def test_tables_are_shared_by_their_exact_content() -> None:
-    keys: list[Any] = [True, 1, 1.0, "1"]
-    every = [manifest_of({key: torch.ones(1)}, rank, 4)[0] for rank, key in enumerate(keys)]
+    keys: list[Any] = [True, 1, 1.0, "1", "a", "A"]
+    every = [manifest_of({key: torch.ones(1)}, rank, 6)[0] for rank, key in enumerate(keys)]
     index = _stored(merge(every, "index"))
-    assert len(index.structures) == 4
+    assert len(index.structures) == 6
     alike = [manifest_of({"a": torch.ones(1)}, rank, 4)[0] for rank in range(4)]
     index = _stored(merge(alike, "index"))
     assert (len(index.structures), len(index.layouts)) == (1, 1)

@@ -1,4 +1,4 @@
-"""What programs and plug-ins lean on: names, signatures, settings, errors. A change here is news."""
+"""What programs and plug-ins lean on: names, signatures, settings, errors."""
 
 from __future__ import annotations
 

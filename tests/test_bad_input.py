@@ -1,0 +1,592 @@
+"""Bad input: each kind has its own clear error, and nothing is lost by it.
+
+Messages are held to what users need: the step, the key where there is one, and what to do next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import subprocess
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import same, small_state
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.checksum import crc32c
+from ckpipe.sealed_json import seal, unseal
+
+EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
+Document = dict[str, Any]
+
+
+def save_one(root: Path, state: Any, step: int = 5, **arguments: Any) -> ckpipe.CheckpointInfo:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        return pipeline.save(state, step=step, **arguments).wait()
+
+
+def load_one(root: Path, into: Any = None, **arguments: Any) -> Any:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        result = pipeline.load(into, **arguments)
+    assert result is not None
+    return result
+
+
+def verify_one(root: Path, step: int = 5) -> None:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        pipeline.verify(step)
+
+
+def index_of(root: Path) -> Path:
+    (path,) = root.glob("step-*.json")
+    return path
+
+
+def data_of(root: Path) -> Path:
+    (path,) = root.glob("step-*/rank-00000.safetensors")
+    return path
+
+
+def says(error: BaseException, *patterns: str) -> None:
+    """Checks that a message has all that its reader needs, and ends as a sentence."""
+    for pattern in patterns:
+        assert re.search(pattern, str(error)), f"{pattern!r} is not in {error}"
+
+
+# Targets that cannot be written
+
+
+class TestTarget:
+    """Where checkpoints cannot go."""
+
+    def test_path_below_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(errors.StoreError) as caught, ckpipe.SyncPipeline(tmp_path / "file/run"):
+            pass
+        says(caught.value, re.escape(str(tmp_path / "file/run")), "file", "Remove|name another")
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_mount_that_is_read_only(self, tmp_path: Path) -> None:
+        (tmp_path / "run").mkdir()
+        with (
+            mounted(["-o", "bind,ro", str(tmp_path / "run")], tmp_path / "ro") as root,
+            pytest.raises(errors.PermissionDenied) as caught,
+            ckpipe.SyncPipeline(root / "sub"),
+        ):
+            pass
+        says(caught.value, "(?i)read-only", "Mount .* for writing, or name another directory")
+
+    def test_directory_that_is_taken_away_during_a_run(self, tmp_path: Path) -> None:
+        root = tmp_path / "run"
+        with ckpipe.SyncPipeline(root) as pipeline:
+            pipeline.save(small_state(), step=0).wait()
+            shutil.rmtree(root)
+            root.write_text("something else")
+            with pytest.raises(errors.StoreError) as caught:
+                pipeline.save(small_state(), step=1).wait()
+            says(caught.value, "step 1", "key 'step-000000000001")
+            root.unlink()
+            root.mkdir()
+            pipeline.save(small_state(), step=2).wait()
+            pipeline.verify(2)
+
+
+@contextlib.contextmanager
+def mounted(options: list[str], where: Path) -> Iterator[Path]:
+    """Mounts something for a while, or skips the test where that is not allowed."""
+    where.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting needs root and the program mount")
+    done = subprocess.run(["mount", *options, str(where)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_full_disk_in_the_middle_of_a_save(tmp_path: Path, direct: bool) -> None:
+    staging = {"block_bytes": 65536}
+    state = {"weight": torch.ones(200_000)}
+    backends = {"file": {"direct": direct}}
+    with mounted(["-t", "tmpfs", "-o", "size=2M", "tmpfs"], tmp_path / "small") as root:
+        with ckpipe.SyncPipeline(root, staging=staging, backends=backends) as pipeline:
+            pipeline.save(state, step=1).wait()
+            ballast = fill(root / "ballast", leave=300_000)
+            with pytest.raises(errors.StoreFull) as caught:
+                pipeline.save(state, step=2).wait()
+            says(caught.value, "step 2", "key 'step-000000000002", "Free space")
+            assert [info.step for info in pipeline.steps() if info.complete] == [1]
+            result = pipeline.load()
+            assert result is not None
+            assert same(result.state, state)
+            ballast.unlink()
+            pipeline.save(state, step=3).wait()
+            pipeline.verify(3)
+        assert not [each for each in root.rglob("*") if ".ckpipe-tmp" in each.name]
+
+
+def test_disk_without_room_for_even_the_index(tmp_path: Path) -> None:
+    tmpfs = ["-t", "tmpfs", "-o", "size=1M", "tmpfs"]
+    with mounted(tmpfs, tmp_path / "small") as root, ckpipe.SyncPipeline(root) as pipeline:
+        pipeline.save({"a": 1}, step=1).wait()
+        ballast = fill(root / "ballast", leave=0)
+        with pytest.raises(errors.StoreFull) as caught:
+            pipeline.save({"a": 2}, step=2).wait()
+        says(caught.value, "step 2", "Free space")
+        ballast.unlink()
+        pipeline.save({"a": 3}, step=3).wait()
+        assert [info.step for info in pipeline.steps() if info.complete] == [1, 3]
+
+
+def fill(path: Path, leave: int) -> Path:
+    """Fills a file system but for some bytes."""
+    with path.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+            os.write(file.fileno(), bytes(max(1, min(free - leave, 65536))))
+            if free <= leave:
+                break
+    return path
+
+
+# Keys
+
+ODD_KEYS: list[dict[Any, Any]] = [
+    {1: 0, "1": 1},
+    {"a.b": 0, "a": {"b": 1}},
+    {"/": 0, "..": {"..": 1}, ".": 2, "a/b": 3, "a": {"b": 4}},
+    {"@": 0, "a@0:1": 1, "a": 2, "~": 3, "~0": 4, "~~": 5},
+    {"__metadata__": 0, "__class__": 1, "dict": 2},
+    {"ä": 0, "a\u0308": 1, "日本": 2, "🎉": 3, "\u202e": 4, "\0": 5, "\n": 6, "\x7f": 7},
+    {"\ud800": 0, "\udfff\ud800": 1, "a\udc80": 2},
+    {"k" * 4096: 0, "k" * 4095: 1},
+    {"": 0, "x": {"": {"": 1}}, " ": 2},
+    {(1, "a"): 0, (1, ("a", None)): 1, (): 2, ("1",): 3, (1,): 4},
+    {1.5: 0, -0.0: 1, math.inf: 2, -math.inf: 3, 1e300: 4, 2: 5},
+    {True: 0, "True": 1, None: 2, "None": 3},
+    {False: 0, "0": 1, 2**70: 2, -(2**70): 3, "state": 4, "param_groups": 5},
+]
+
+
+@pytest.mark.parametrize("values", ["tensors", "numbers"])
+@pytest.mark.parametrize("keys", ODD_KEYS, ids=range(len(ODD_KEYS)))
+def test_odd_keys_survive_exactly(tmp_path: Path, keys: dict[Any, Any], values: str) -> None:
+    make = (lambda n: torch.tensor([n, n])) if values == "tensors" else (lambda n: n)
+    state, target = mapped(keys, make), mapped(keys, lambda n: make(n + 100))
+    save_one(tmp_path, state)
+    verify_one(tmp_path)
+    fresh = load_one(tmp_path).state
+    assert same(fresh, state)
+    assert typed_keys(fresh) == typed_keys(state)
+    assert same(load_one(tmp_path, target).state, state)
+    assert same(target, state)
+
+
+def mapped(keys: dict[Any, Any], make: Callable[[int], Any]) -> dict[Any, Any]:
+    return {k: mapped(v, make) if isinstance(v, dict) else make(v) for k, v in keys.items()}
+
+
+def typed_keys(state: Any) -> Any:
+    """The keys with their types, since to Python 1, 1.0 and True are one key."""
+    if not isinstance(state, dict):
+        return None
+    return [(type(key), repr(key), typed_keys(item)) for key, item in state.items()]
+
+
+@pytest.mark.parametrize("key", [b"bytes", frozenset(), object()], ids=repr)
+def test_keys_that_no_checkpoint_can_hold_are_refused(tmp_path: Path, key: Any) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(errors.UnsupportedState) as caught:
+            pipeline.save({"outer": {key: 1}}, step=6)
+        says(caught.value, "step 6", "outer", type(key).__name__)
+        assert pipeline.steps() == []
+
+
+# Damage
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A root with one checkpoint, of step 5."""
+    root = tmp_path / "run"
+    save_one(root, small_state(5))
+    return root
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object], type[errors.CkpipeError], list[str]]] = [
+    (
+        "data file cut off",
+        lambda root: os.truncate(data_of(root), data_of(root).stat().st_size - 3),
+        errors.TruncatedObject,
+        ["step 5", "key 'step-000000000005.*safetensors'"],
+    ),
+    (
+        "data file empty",
+        lambda root: os.truncate(data_of(root), 0),
+        errors.TruncatedObject,
+        ["step 5", "key 'step-000000000005.*safetensors'"],
+    ),
+    (
+        "data file gone",
+        lambda root: data_of(root).unlink(),
+        errors.MissingObject,
+        ["step 5", "gone", "key 'step-000000000005.*safetensors'"],
+    ),
+    (
+        "index cut off",
+        lambda root: os.truncate(index_of(root), 100),
+        errors.TruncatedObject,
+        ["step 5", "key 'step-000000000005.*json'"],
+    ),
+    (
+        "index empty",
+        lambda root: os.truncate(index_of(root), 0),
+        errors.TruncatedObject,
+        ["step 5", "key 'step-000000000005.*json'"],
+    ),
+    (
+        "index gone",
+        lambda root: index_of(root).unlink(),
+        errors.CheckpointIncomplete,
+        ["step 5", "no index", "Name another step"],
+    ),
+    (
+        "index of another checkpoint",
+        lambda root: index_of(root).rename(root / index_of(root).name.replace("05.", "06.")),
+        errors.CheckpointNotFound,
+        ["step 5|checkpoint 5"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "patterns"), [pytest.param(*case[1:], id=case[0]) for case in DAMAGE]
+)
+def test_damage_is_found_and_older_checkpoints_load(
+    saved: Path,
+    damage: Callable[[Path], object],
+    error: type[errors.CkpipeError],
+    patterns: list[str],
+) -> None:
+    damage(saved)
+    target = small_state(0)
+    with ckpipe.SyncPipeline(saved) as pipeline:
+        for call in (lambda: pipeline.verify(5), lambda: pipeline.load(target, step=5)):
+            with pytest.raises(error) as caught:
+                call()
+            says(caught.value, *patterns)
+        assert same(target, small_state(0))
+        pipeline.save(small_state(7), step=7).wait()
+        result = pipeline.load()
+        assert result is not None
+        assert same(result.state, small_state(7))
+
+
+def test_fallback_loads_the_newest_that_is_whole(saved: Path) -> None:
+    damaged = save_one(saved, small_state(6), step=6)
+    path = next(saved.glob(f"{damaged.id}/*.safetensors"))
+    os.truncate(path, 10)
+    with pytest.warns(RuntimeWarning, match="step-000000000006.* is damaged"):
+        result = load_one(saved, fallback=True)
+    assert result.step == 5
+    assert same(result.state, small_state(5))
+
+
+def flipped(path: Path, number: int) -> bytes:
+    """Flips one bit of one byte of a file; returns the bytes as they were."""
+    good = path.read_bytes()
+    path.write_bytes(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :])
+    return good
+
+
+@pytest.mark.parametrize("which", ["index", "data"])
+def test_any_flipped_bit_is_found(saved: Path, which: str) -> None:
+    path = index_of(saved) if which == "index" else data_of(saved)
+    expected, header = small_state(5), 4096 if which == "data" else 0
+    numbers = [*range(0, header, 1 if EVERY else 7), *range(header, path.stat().st_size)]
+    with ckpipe.SyncPipeline(saved) as pipeline:
+        for number in numbers:
+            good = flipped(path, number)
+            with pytest.raises(errors.CkpipeError, match="step 5"):
+                pipeline.verify(5)
+            target = small_state(0)
+            try:
+                result = pipeline.load(target)
+            except errors.CorruptCheckpoint as error:
+                says(error, "step 5", "key 'step-")
+            else:
+                # Loading does not need the header: all it says is in the index.
+                assert number < header
+                assert result is not None
+                assert same(result.state, expected)
+            path.write_bytes(good)
+        pipeline.verify(5)
+
+
+# Hostile indexes
+
+
+def forge(root: Path, change: Callable[[Document], object]) -> None:
+    """Changes what an index says, and gives it a checksum that is right."""
+    path = index_of(root)
+    document = unseal(path.read_bytes(), 1 << 30)
+    change(document)
+    path.write_bytes(seal(document))
+
+
+def files(document: Document) -> Document:
+    found: Document = document["parts"]["files"][0]
+    return found
+
+
+def entries(document: Document) -> Document:
+    found: Document = document["layouts"][0]["entries"]
+    return found
+
+
+def chunks(document: Document) -> Document:
+    found: Document = document["layouts"][0]["chunks"]
+    return found
+
+
+HOSTILE: list[tuple[str, Callable[[Document], object], type[errors.CkpipeError]]] = [
+    (
+        "newer format",
+        lambda d: d.update(version=2, structures="something new"),
+        errors.UnsupportedVersion,
+    ),
+    (
+        "path that leaves the checkpoint",
+        lambda d: files(d).update(name=["../../etc/passwd"]),
+        errors.UnsafePath,
+    ),
+    ("absolute path", lambda d: files(d).update(name=["/etc/passwd"]), errors.UnsafePath),
+    (
+        "file of another rank",
+        lambda d: files(d).update(name=["rank-00001.safetensors"]),
+        errors.UnsafePath,
+    ),
+    (
+        "extent beyond the file",
+        lambda d: entries(d).update(shape=[[2**40], *entries(d)["shape"][1:]]),
+        errors.InvalidExtent,
+    ),
+    (
+        "file that is too small for its entries",
+        lambda d: files(d).update(size=[4097]),
+        errors.InvalidExtent,
+    ),
+    (
+        "entries that overlap",
+        lambda d: entries(d).update(offset=[0] * len(entries(d)["offset"])),
+        errors.InvalidExtent,
+    ),
+    (
+        "chunk beyond its entry",
+        lambda d: chunks(d).update(offset=[2**30] * len(chunks(d)["entry"])),
+        errors.InvalidExtent,
+    ),
+    (
+        "giant header",
+        lambda d: files(d).update(header_bytes=[1 << 40], size=[(1 << 40) + 500]),
+        errors.OversizedMetadata,
+    ),
+    (
+        "label that stands twice",
+        lambda d: d["structures"][0]["tensors"].update(
+            label=["weight"] * len(d["structures"][0]["tensors"]["label"])
+        ),
+        errors.DuplicateName,
+    ),
+    (
+        "entry that stands twice",
+        lambda d: entries(d).update(name=[0] * len(entries(d)["name"])),
+        errors.DuplicateName,
+    ),
+    ("wrong world size", lambda d: d.update(world_size=2), errors.WrongWorldSize),
+    ("giant world size", lambda d: d.update(world_size=2**50), errors.WrongWorldSize),
+    ("wrong rank", lambda d: d["parts"].update(rank=[3]), errors.WrongWorldSize),
+    ("another step", lambda d: d.update(step=6), errors.InvalidManifest),
+    ("another program's", lambda d: d.update(format="zip"), errors.InvalidManifest),
+    ("no structure", lambda d: d.update(structures=[]), errors.InvalidManifest),
+    ("value that is not there", lambda d: d.update(values=[[]]), errors.InvalidManifest),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [pytest.param(*case[1:], id=case[0]) for case in HOSTILE]
+)
+def test_hostile_index_has_its_own_error(
+    saved: Path, change: Callable[[Document], object], error: type[errors.CkpipeError]
+) -> None:
+    forge(saved, change)
+    target = small_state(0)
+    with ckpipe.SyncPipeline(saved) as pipeline:
+        for call in (lambda: pipeline.verify(5), lambda: pipeline.load(target, step=5)):
+            with pytest.raises(errors.CkpipeError) as caught:
+                call()
+            assert type(caught.value) is error, caught.value
+            says(caught.value, "step 5", "key 'step-000000000005")
+    assert same(target, small_state(0))
+
+
+def test_newer_format_says_to_upgrade(saved: Path) -> None:
+    forge(saved, lambda document: document.update(version=9))
+    with pytest.raises(errors.UnsupportedVersion) as caught:
+        load_one(saved)
+    says(caught.value, "version 1", "Upgrade ckpipe")
+
+
+def bomb(size: int) -> bytes:
+    """A small compressed object that is right in all but the length of what it holds."""
+    packer = zlib.compressobj(9)
+    stream = packer.compress(b"{" + b" " * 4096)
+    blank = b" " * (1 << 20)
+    stream += b"".join(packer.compress(blank) for _ in range(size >> 20)) + packer.flush()
+    return stream + crc32c(stream).to_bytes(4, "big")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EVERY, reason="takes a gigabyte of memory; make test-all runs it")
+def test_compression_bomb_is_stopped(saved: Path) -> None:
+    index_of(saved).write_bytes(bomb(3 << 30))
+    with pytest.raises(errors.OversizedMetadata) as caught:
+        load_one(saved)
+    says(caught.value, "step 5", "key 'step-000000000005", "decompressed")
+
+
+# Targets that do not fit
+
+
+def test_shape_mismatch_leaves_the_target_alone(saved: Path) -> None:
+    target = small_state(0) | {"half": torch.zeros(8).bfloat16()}
+    before = {key: value.clone() for key, value in target.items() if torch.is_tensor(value)}
+    with pytest.raises(errors.ShapeMismatch) as caught:
+        load_one(saved, target)
+    says(caught.value, "step 5", "key 'half'", r"7.*8|8.*7")
+    assert all(torch.equal(target[key], value) for key, value in before.items())
+    assert target["inline"] == small_state(0)["inline"]
+
+
+def test_dtype_mismatch_leaves_the_target_alone_and_says_how_to_cast(saved: Path) -> None:
+    target = small_state(0) | {"half": torch.zeros(7)}
+    with pytest.raises(errors.DtypeMismatch) as caught:
+        load_one(saved, target)
+    says(caught.value, "step 5", "key 'half'", "bfloat16", "float32", "cast")
+    assert same(target, small_state(0) | {"half": torch.zeros(7)})
+    load_one(saved, target, cast=True)
+    assert torch.equal(target["half"], small_state(5)["half"].float())
+
+
+def test_keys_that_do_not_fit_leave_the_target_alone(saved: Path) -> None:
+    target = small_state(0) | {"new": torch.zeros(1)}
+    with pytest.raises(errors.StructureMismatch) as caught:
+        load_one(saved, target)
+    says(caught.value, "step 5", "new", "strict")
+    assert same(target, small_state(0) | {"new": torch.zeros(1)})
+
+
+# Calls that come at the wrong time, or twice
+
+
+def test_saving_after_close_says_so(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        handle = pipeline.save({"a": 1}, step=1)
+    assert handle.wait().step == 1
+    for call in (lambda: pipeline.save({"a": 2}, step=2), pipeline.load, pipeline.steps):
+        with pytest.raises(errors.PipelineClosed, match=r"closed.*with block"):
+            call()
+    assert load_one(tmp_path).state == {"a": 1}
+
+
+def test_restart_with_the_same_attempt_id_says_what_to_do(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, attempt_id="job-1") as pipeline:
+        pipeline.save({"a": 1}, step=1)
+    with (
+        pytest.raises(errors.AttemptReused) as caught,
+        ckpipe.SyncPipeline(tmp_path, attempt_id="job-1"),
+    ):
+        pass
+    says(caught.value, "job-1", "rank 0", "an id of its own")
+    assert load_one(tmp_path).state == {"a": 1}
+
+
+@pytest.mark.parametrize("attempt_id", ["", "a/b", "..", "a.b", "ä", "x" * 300])
+def test_attempt_ids_that_are_no_names_are_refused(tmp_path: Path, attempt_id: str) -> None:
+    with (
+        pytest.raises(errors.SettingsError, match="attempt_id"),
+        ckpipe.SyncPipeline(tmp_path, attempt_id=attempt_id),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("step", [-1, 10**12, 1.5, "7", True])
+def test_steps_that_are_no_steps_are_refused(tmp_path: Path, step: Any) -> None:
+    with (
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+        pytest.raises(errors.UsageError, match=re.escape(repr(step))),
+    ):
+        pipeline.save({"a": 1}, step=step)
+
+
+# Values
+
+NON_FINITE = [math.nan, math.inf, -math.inf]
+
+
+def test_non_finite_numbers_survive(tmp_path: Path) -> None:
+    state = {"floats": [*NON_FINITE, -0.0], "complex": complex(math.nan, -math.inf)}
+    tensor = torch.tensor(NON_FINITE)
+    metrics = dict(zip(("nan", "inf", "low"), NON_FINITE, strict=True))
+    save_one(tmp_path, state | {"tensor": tensor}, metrics=metrics)
+    result = load_one(tmp_path)
+    assert repr(result.state["floats"]) == repr(state["floats"])
+    assert repr(result.state["complex"]) == repr(state["complex"])
+    assert torch.equal(result.state["tensor"].view(torch.int32), tensor.view(torch.int32))
+    assert repr(result.metrics) == repr(metrics)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"metrics": {"loss": "low"}}, "Metrics"),
+        ({"metrics": {"loss": torch.ones(3)}}, "Metrics"),
+        ({"metadata": {"a": math.nan}}, "Metadata"),
+        ({"metadata": {"a": object()}}, "Metadata"),
+        ({"metadata": {"a": {1, 2}}}, "Metadata"),
+    ],
+)
+def test_metrics_and_metadata_are_checked(
+    tmp_path: Path, arguments: dict[str, Any], what: str
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(errors.UsageError) as caught:
+            pipeline.save({"a": 1}, step=8, **arguments)
+        says(caught.value, what, "step 8")
+        assert pipeline.steps() == []
+
+
+def test_what_raises_in_the_state_itself_reaches_the_caller(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError("mine")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            pipeline.save({"broken": Broken()}, step=1)
+        pipeline.save({"a": 1}, step=2).wait()
+        assert [info.step for info in pipeline.steps()] == [2]
