@@ -150,6 +150,22 @@ def test_shared_memory_is_copied_as_it_lies() -> None:
     assert image.endswith(memory.numpy().tobytes())
 
 
+def test_group_under_a_conjugate_view_is_copied_as_it_lies() -> None:
+    memory = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1)
+    state = {"all": memory.conj(), "part": memory[1:3]}
+    captured, plan = planned(state)
+    files = images(captured, plan, 4096)
+    for number, label in enumerate(state):
+        assert bits(read_back(captured, plan, files, number)) == bits(state[label])
+
+
+def test_bytes_that_no_tensor_has_are_zeros() -> None:
+    memory = torch.full((8,), 255, dtype=torch.uint8)
+    captured, plan = planned({"bytes": memory[1:7], "float": memory.view(torch.float32)[1:]})
+    (image,) = images(captured, plan, 4096)
+    assert image.endswith(b"\0" + b"\xff" * 7)
+
+
 def test_later_values_of_the_same_tensors_need_no_new_plan() -> None:
     state = {"a": torch.zeros(5), "b": torch.zeros(3, 3).t()}
     captured, plan = planned(state)

@@ -67,7 +67,7 @@ HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
     ("file with a null byte", "parts/files/0/name", ["rank-00000.safetensors\0"], UnsafePath),
     ("file too short", "parts/files/0/size", [4096 + 71], InvalidExtent),
     ("file too long", "parts/files/0/size", [4096 + 73], InvalidExtent),
-    ("giant header", "parts/files/0/header_bytes", [1 << 40], InvalidManifest),
+    ("giant header", "parts/files/0/header_bytes", [1 << 40], OversizedMetadata),
     ("header off the page", "parts/files/0/header_bytes", [4095], InvalidManifest),
     ("no header", "parts/files/0/header_bytes", [0], InvalidManifest),
     ("header sum too large", "parts/files/0/header_crc32c", [1 << 32], InvalidManifest),

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import random
 import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ WITHOUT_FLUSH = struct.pack("I", 2)
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}, "upload": {"retries": 0}}
 
 
+_numbers = itertools.count()
+
+
 class Disk:
     """A small disk whose power can be cut.
 
@@ -65,7 +70,11 @@ class Disk:
         _run("mount", "-o", "loop", str(self._image), str(self._mount))
 
     def cut(self, *_: object) -> None:
-        """Cuts the power: whatever was not made durable is lost."""
+        """Cuts the power, also from an event loop: whatever was not made durable is lost."""
+        with ThreadPoolExecutor() as threads:
+            threads.submit(self._cut).result()
+
+    def _cut(self) -> None:
         directory = os.open(self._mount, os.O_RDONLY)
         try:
             fcntl.ioctl(directory, SHUT_DOWN, WITHOUT_FLUSH)
@@ -114,9 +123,13 @@ def save_until_dark(
     """Saves until the power fails or all is saved; returns the steps reported committed."""
     faulty = FaultyBackend(LocalBackend(str(disk.root)))
     prepare(faulty)
-    registry.register_backend("dark", lambda url: faulty)
+    scheme = f"dark{next(_numbers)}"
+    registry.register_backend(scheme, lambda url: faulty)
     committed = []
-    with contextlib.suppress(errors.StoreError), ckpipe.SyncPipeline("dark://", **SETTINGS) as run:
+    with (
+        contextlib.suppress(errors.StoreError),
+        ckpipe.SyncPipeline(f"{scheme}://", **SETTINGS) as run,
+    ):
         for step in range(steps):
             run.save(content(step), step=step).wait()
             committed.append(step)
