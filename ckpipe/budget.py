@@ -120,9 +120,9 @@ class Ration:
         return len(self._held)
 
     @property
-    def full(self) -> bool:
-        """Whether the next block comes only when another has been given back."""
-        return len(self._held) >= self._reserved
+    def short(self) -> bool:
+        """Whether the next block is best had by another being given back."""
+        return len(self._held) >= self._reserved or not self._arena.touched_blocks
 
     async def take(self, at_most: int) -> list[Block]:
         """Takes at least one block and at most as many as are there without waiting."""

@@ -39,7 +39,7 @@ class Destination(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class RawBytes:
     """Host memory that the bytes ``[start, stop)`` of an entry are copied to as they are."""
 
@@ -94,39 +94,37 @@ class Filling:
         # Destinations know addresses only; this keeps alive what lies there.
         self._alive: list[torch.Tensor] = []
 
-    def fresh(self, number: int) -> torch.Tensor:
-        """A new tensor on the CPU for a stored one; always the same one for the same number.
+    def fresh(self, stored: StoredTensor) -> torch.Tensor:
+        """A new tensor on the CPU for a stored one; always the same one.
 
         Its elements are valid once the bytes are there and :meth:`finish` has run.
 
         Raises:
             InvalidManifest: If the checkpoint contradicts itself about it.
         """
-        tensor = self._fresh.get(number)
+        tensor = self._fresh.get(stored.number)
         if tensor is None:
-            stored = self._stored[number]
             tensor = self._in_window(stored) if stored.window else self._alone(stored)
-            self._fresh[number] = tensor
+            self._fresh[stored.number] = tensor
         return tensor
 
-    def live(self, number: int, target: torch.Tensor) -> None:
+    def live(self, stored: StoredTensor, target: torch.Tensor) -> None:
         """Fills a tensor that exists, with a conversion if its dtype is another.
 
         Args:
-            number: The number of the stored tensor.
+            stored: The stored tensor.
             target: A plain tensor of its shape, detached.
         """
-        stored = self._stored[number]
         lies_otherwise = stored.window and (stored.row.lazy or not _lies_flat(stored))
         if lies_otherwise or memory_overlaps(target):
-            self.copy_later(number, target)
+            self.copy_later(stored, target)
         else:
             for chunk in stored.chunks:
                 self._add(stored, chunk, target)
 
-    def copy_later(self, number: int, target: torch.Tensor) -> None:
+    def copy_later(self, stored: StoredTensor, target: torch.Tensor) -> None:
         """Fills a tensor from a fresh one, by :meth:`finish`."""
-        self._copies.append((target, self.fresh(number)))
+        self._copies.append((target, self.fresh(stored)))
 
     def resolve_fresh(self) -> None:
         """Gives fresh tensors their final values, once their bytes are there."""

@@ -11,7 +11,7 @@ from typing import Any
 from ckpipe.keys import LabelFilter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Hint:
     """The live counterpart of a node.
 

@@ -18,7 +18,7 @@ _UNINITIALIZED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class LiveTensor:
     """A tensor of the target that a stored one is to be loaded into.
 

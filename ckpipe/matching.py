@@ -99,15 +99,14 @@ class Matching:
     # Leaves
 
     def match_tensor(self, target: Any, node: Node, label: str) -> Make:
-        number = node[1]
-        stored = self._targets.stored[number]
+        stored = self._targets.stored[node[1]]
         if not isinstance(target, torch.Tensor | np.ndarray):
             raise _wrong_kind("a tensor", target, label)
         error = misfit(stored, target, cast=self._targets.cast)
         if error is not None:
             error.key = label or error.key
             raise error
-        if not self._targets.fill(number, target, label):
+        if not self._targets.fill(stored, target, label):
             return self._rebuild.plan(node, label)
         if not stored.row.attributes:
             return partial(_same, target)

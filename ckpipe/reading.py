@@ -1,9 +1,15 @@
-"""Carrying out planned reads: lanes that read, verify and deliver, each with a block of its own.
+"""Carrying out planned reads: lanes that read, and deliverers that verify and hand on.
 
-A lane owns one buffer, so memory is bounded by the number of lanes. What the store has in memory
-already is looked at where it is; all else is read into the buffer. One call in a worker thread
-then verifies and delivers: a chunk's bytes reach nothing before its checksum was found right,
-and are copied while they are still in the processor's cache.
+::
+
+    free buffers ──▶ lanes (read) ──arrived──▶ deliverers (verify, put) ──▶ tensors
+         ▲                                            │
+         └────────────────────────────────────────────┘
+
+A fixed number of buffers bounds the memory. Lanes read whenever one is free, so the store never
+waits for a checksum; there is a deliverer for each core, since more would only take turns. What
+the store has in memory already is delivered from where it is. A chunk's bytes reach nothing
+before its checksum was found right, and are copied while they are still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +25,8 @@ from functools import partial
 import anyio
 import anyio.to_thread
 import torch
+from anyio import create_memory_object_stream, create_task_group
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
@@ -47,6 +55,8 @@ from ckpipe.types import CheckpointId
 
 _MIN_ALIGNMENT = 4096
 _VIEW_BYTES = 256 << 20
+DELIVERERS = min(8, len(os.sched_getaffinity(0)))
+"""Worker threads that verify and deliver."""
 
 
 @dataclass(slots=True)
@@ -66,13 +76,22 @@ class ReadTally:
     delivered: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Bytes of reads of one file that follow one another, and the buffer they are in, if any."""
+
+    reads: Sequence[Read]
+    source: memoryview
+    buffer: memoryview | None
+
+
 class Reader:
     """Reads data files of one checkpoint.
 
     Args:
         backend: The store.
         id: The checkpoint.
-        buffers: One for each lane.
+        buffers: Where bytes are read into, one for each read under way or being delivered.
     """
 
     def __init__(self, backend: Backend, id: CheckpointId, buffers: Sequence[memoryview]) -> None:
@@ -81,9 +100,6 @@ class Reader:
         self._limits = ReadLimits(min(len(buffer) for buffer in buffers), alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
-        # Lanes that read together would also verify together and leave the store idle meanwhile;
-        # where each waits for a core of its own, some of them always read.
-        self._cores = anyio.CapacityLimiter(max(1, len(os.sched_getaffinity(0))))
 
     async def deliver(
         self,
@@ -106,48 +122,69 @@ class Reader:
         """
         started = time.perf_counter()
         reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits)
-        lanes = len(self._buffers)
+        lanes = max(1, len(self._buffers) - DELIVERERS)
         total = sum(read.size for read in reads)
-        pending = batched(reads, min(_VIEW_BYTES, total // (4 * lanes) + 1))
+        # All lanes pull from one iterator, on one thread.
+        pending = batched(reads, min(_VIEW_BYTES, total // (8 * DELIVERERS) + 1))
+        free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
+        arrived_out, arrived = create_memory_object_stream[_Arrived](0)
+        for buffer in self._buffers:
+            free_out.send_nowait(buffer)
         failures: list[Exception] = []
 
-        async def lane(buffer: memoryview) -> None:
+        async def attempt(work: Awaitable[None]) -> None:
             try:
-                # All lanes pull from one iterator, on one thread.
-                for batch in pending:
-                    await self._deliver(batch, buffer, data, destinations)
+                await work
             except Exception as error:
                 failures.append(error)
                 group.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as group:
-            for number, buffer in enumerate(self._buffers[: len(reads)]):
-                group.start_soon(lane, buffer, name=f"ckpipe load lane {number}")
+        async with free_out, free, create_task_group() as group, arrived_out, arrived:
+            for number in range(min(lanes, len(reads))):
+                lane = self._lane(data, pending, free, arrived_out.clone())
+                group.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
+            for number in range(min(DELIVERERS, len(reads))):
+                deliverer = self._deliverer(data, arrived.clone(), free_out, destinations)
+                group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
         self.tally.seconds += time.perf_counter() - started
         if failures:
             # Only the first tells something: the others may be what stopping them has caused.
             raise failures[0]
 
-    async def _deliver(
+    async def _lane(
         self,
-        batch: Sequence[Read],
-        buffer: memoryview,
         data: PartData,
+        pending: Iterator[list[Read]],
+        free: MemoryObjectReceiveStream[memoryview],
+        out: MemoryObjectSendStream[_Arrived],
+    ) -> None:
+        async with out:
+            for batch in pending:
+                first, last = batch[0], batch[-1]
+                name = data.files[first.file].name
+                size = last.offset + last.size - first.offset
+                view = await self._view(data.rank, name, first.offset, size)
+                if view is not None:
+                    await out.send(_Arrived(batch, view, None))
+                    continue
+                for read in batch:
+                    buffer = await free.receive()
+                    source = await self._filled(data.rank, name, read.offset, buffer[: read.size])
+                    await out.send(_Arrived((read,), source, buffer))
+
+    async def _deliverer(
+        self,
+        data: PartData,
+        inbox: MemoryObjectReceiveStream[_Arrived],
+        free: MemoryObjectSendStream[memoryview],
         destinations: Mapping[int, Sequence[Destination]],
     ) -> None:
-        first, last = batch[0], batch[-1]
-        name = data.files[first.file].name
-        size = last.offset + last.size - first.offset
-        view = await self._view(data.rank, name, first.offset, size)
-        if view is not None:
-            put = partial(_put, batch, view, destinations, self.tally)
-            self._check(data, first.file, await anyio.to_thread.run_sync(put, limiter=self._cores))
-            return
-        for read in batch:
-            source = await self._filled(data.rank, name, read.offset, buffer[: read.size])
-            put = partial(_put, (read,), source, destinations, self.tally)
-            bad = await anyio.to_thread.run_sync(put, limiter=self._cores)
-            self._check(data, read.file, bad)
+        async with inbox:
+            async for arrived in inbox:
+                put = partial(_put, arrived.reads, arrived.source, destinations, self.tally)
+                self._check(data, arrived.reads[0].file, await anyio.to_thread.run_sync(put))
+                if arrived.buffer is not None:
+                    free.send_nowait(arrived.buffer)
 
     async def header(self, data: PartData, file: int) -> None:
         """Verifies the header of a data file.
@@ -226,16 +263,17 @@ class Reader:
 
 @contextmanager
 def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[memoryview]]:
-    """Lends a buffer for each lane: blocks of the arena, unless these are too small for a chunk.
+    """Lends buffers for lanes and deliverers: blocks of the arena, unless too small for a chunk.
 
     Must be entered and left on the thread that uses the arena.
     """
     least = CHUNK_BYTES + 2 * max(backend.limits.alignment, _MIN_ALIGNMENT)
+    count = lanes + DELIVERERS
     if arena.block_bytes < least:
-        yield [memoryview(mmap.mmap(-1, least)) for _ in range(lanes)]
+        yield [memoryview(mmap.mmap(-1, least)) for _ in range(count)]
         return
-    arena.reserve(lanes)
-    blocks = [arena.take() for _ in range(lanes)]
+    arena.reserve(count)
+    blocks = [arena.take() for _ in range(count)]
     try:
         yield [block.view for block in blocks]
     finally:

@@ -131,7 +131,7 @@ class Rebuild:
         if hint is not None and isinstance(live, torch.Tensor | np.ndarray) and has_shape(live):
             stored = self._targets.stored[number]
             error = misfit(stored, live, cast=hint.must_fit and self._targets.cast)
-            if error is None and self._targets.fill(number, live, label):
+            if error is None and self._targets.fill(stored, live, label):
                 return partial(_same, live)
             if error is not None and hint.must_fit:
                 raise error
@@ -140,8 +140,9 @@ class Rebuild:
     def _fresh_tensor(self, number: int) -> Make:
         if number in self._objects:
             return self._objects[number]
-        row = self._targets.stored[number].row
-        obj = tensor_object(row, self._targets.filling.fresh(number))
+        stored = self._targets.stored[number]
+        row = stored.row
+        obj = tensor_object(row, self._targets.filling.fresh(stored))
         make: Make = partial(_same, obj)
         self._objects[number] = make
         if row.attributes:

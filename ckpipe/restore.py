@@ -28,7 +28,7 @@ from ckpipe.rebuild import Make, Rebuild
 from ckpipe.selecting import pruned
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
-from ckpipe.trees import checked_definitions
+from ckpipe.trees import shared_containers
 from ckpipe.types import LoadReport, LoadResult, StageReport, VerifyResult
 
 
@@ -132,7 +132,7 @@ def _match_all(bundle: Bundle, request: LoadRequest) -> _Matched:
     data = PartData(part, layout)
     targets = Targets(StoredTensors(structure, layout, data), cast=request.cast)
     attributes = (row.attributes for row in structure.tensors if row.attributes)
-    everything = checked_definitions([structure.tree, *attributes])
+    everything = shared_containers([structure.tree, *attributes])
     tree, definitions = pruned(structure.tree, request.select, everything)
     rebuild = Rebuild(part.values, targets, definitions, pickling=request.pickling)
     missing: list[str] = []

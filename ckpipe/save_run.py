@@ -2,12 +2,14 @@
 
 ::
 
-    lock ──turns──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──▶ serialize
-                                                                             │ sealed
-    retention ◀──complete── commit ◀──stored── upload (lanes) ◀──────────────┘
+    lock ──turns──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──┬──▶ serialize ──sums──┐
+                                                                      └──▶ upload (lanes)    │
+                                                                              │ stored       │
+                              retention ◀──complete── commit ◀────────────────┴──────────────┘
 
-Streams hold nothing, so that a slow stage slows those before it; only ``filled`` takes as many
-blocks as come, since the save's ration of memory bounds those already.
+Streams hold nothing, so that a slow stage slows those before it; only those of filled blocks take
+as many as come, since the save's ration of memory bounds those already. A block is free again
+when its checksums are computed and it is uploaded.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ async def run_save(save: Save, site: Site) -> None:
     turns_out, turns = create_memory_object_stream[Turn](0)
     states_out, states = create_memory_object_stream[CapturedState](0)
     planned_out, planned = create_memory_object_stream[PlannedState](0)
+    unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)
     filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
-    sealed_out, sealed = create_memory_object_stream[FilledBlock](0)
+    sums_out, sums = create_memory_object_stream[list[int]](0)
     stored_out, stored = create_memory_object_stream[StoredFiles](0)
     complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
     try:
@@ -43,11 +46,13 @@ async def run_save(save: Save, site: Site) -> None:
             tasks.start_soon(lock.run, save, site, turns_out, name=f"lock {save.name}")
             tasks.start_soon(stage.walk, save, site, turns, states_out, name=f"walk {save.name}")
             tasks.start_soon(plan.run, save, site, states, planned_out, name=f"plan {save.name}")
-            tasks.start_soon(stage.copy, save, site, planned, filled_out, name=f"copy {save.name}")
-            tasks.start_soon(serialize.run, save, filled, sealed_out, name=f"serialize {save.name}")
-            tasks.start_soon(upload.run, save, site, sealed, stored_out, name=f"upload {save.name}")
             tasks.start_soon(
-                commit.run, save, site, stored, complete_out, name=f"commit {save.name}"
+                stage.copy, save, site, planned, unsummed_out, filled_out, name=f"copy {save.name}"
+            )
+            tasks.start_soon(serialize.run, save, unsummed, sums_out, name=f"serialize {save.name}")
+            tasks.start_soon(upload.run, save, site, filled, stored_out, name=f"upload {save.name}")
+            tasks.start_soon(
+                commit.run, save, site, stored, sums, complete_out, name=f"commit {save.name}"
             )
             tasks.start_soon(retention.run, save, site, complete, name=f"retention {save.name}")
     finally:

@@ -13,7 +13,6 @@ import anyio
 
 from ckpipe.arena import Block
 from ckpipe.budget import Ration
-from ckpipe.checksum import ChunkSums
 from ckpipe.copying import BlockPlan
 from ckpipe.keys import Json, LabelFilter
 from ckpipe.lock import CaptureToken, StateLock
@@ -102,12 +101,13 @@ class PlannedState:
     program: Program
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class FilledBlock:
-    """A block of a data file, in host memory."""
+    """A block of a data file, in host memory, which two stages need at the same time."""
 
     plan: BlockPlan
     block: Block
+    users: int = 2
 
     @property
     def data(self) -> memoryview:
@@ -178,7 +178,6 @@ class Save:
         self.ration: Ration | None = None
         self.captured: Captured | None = None
         self.program: Program | None = None
-        self.sums: ChunkSums | None = None
         self.replanned = False
         self.staged_seconds: float | None = None
         self.durable_seconds: float | None = None
@@ -204,6 +203,12 @@ class Save:
             tensors=len(plan.layout.chunks) if plan else 0,
             planned=self.replanned,
         )
+
+    def release(self, filled: FilledBlock) -> None:
+        """Takes a block back from one stage; its memory is free once both are through with it."""
+        filled.users -= 1
+        if not filled.users and self.ration is not None:
+            self.ration.give(filled.block)
 
     def forget_state(self) -> None:
         """Drops what refers to the caller's objects; nothing needs them once all is copied."""

@@ -17,7 +17,7 @@ from ckpipe.manifest import ChunkRow, Layout, Structure, TensorRow
 from ckpipe.tensors import overlaps_itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StoredChunk:
     """A box of a tensor and where its bytes are.
 
@@ -41,7 +41,7 @@ class StoredChunk:
         return Need(self.entry, self.start, self.stop)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StoredTensor:
     """One tensor of a checkpoint, proved to have bytes for every element.
 

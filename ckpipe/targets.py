@@ -11,7 +11,7 @@ from ckpipe.filling import Filling
 from ckpipe.live_tensors import LiveTensor, writable_view
 from ckpipe.load_planning import Need
 from ckpipe.sharing import check_agreement, disputed_groups, distinct
-from ckpipe.stored_tensors import StoredTensors
+from ckpipe.stored_tensors import StoredTensor, StoredTensors
 
 
 class Targets:
@@ -32,7 +32,9 @@ class Targets:
         self._disputed: list[list[LiveTensor]] = []
         self._first: set[int] = set()
 
-    def fill(self, number: int, live: torch.Tensor | np.ndarray[Any, Any], label: str) -> bool:
+    def fill(
+        self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
+    ) -> bool:
         """Notes that a live tensor is to be filled with a stored one that fits it.
 
         Returns:
@@ -41,7 +43,7 @@ class Targets:
         view = writable_view(live)
         if view is None:
             return False
-        self._lives.append(LiveTensor(self.stored[number], label, view, live))
+        self._lives.append(LiveTensor(stored, label, view, live))
         return True
 
     def settle(self) -> None:
@@ -50,11 +52,10 @@ class Targets:
         self._disputed = disputed_groups(lives)
         self._first = self._entries_to_compare(lives)
         for live in lives:
-            number = live.stored.number
             if self._first and self._first.intersection(c.entry for c in live.stored.chunks):
-                self.filling.copy_later(number, live.tensor)
+                self.filling.copy_later(live.stored, live.tensor)
             else:
-                self.filling.live(number, live.tensor)
+                self.filling.live(live.stored, live.tensor)
 
     def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
@@ -89,7 +90,7 @@ class Targets:
         """
         self.filling.resolve_fresh()
         for group in self._disputed:
-            check_agreement(group, [self.filling.fresh(live.stored.number) for live in group])
+            check_agreement(group, [self.filling.fresh(live.stored) for live in group])
 
     def finish(self) -> None:
         """Completes the tensors once all bytes are there, and tells autograd of the change."""

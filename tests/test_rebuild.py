@@ -22,7 +22,7 @@ from ckpipe.keys import LabelFilter
 from ckpipe.manifest import Structure
 from ckpipe.registered_types import register_type
 from ckpipe.testing import MemoryBackend
-from ckpipe.trees import checked_definitions
+from ckpipe.tree_checks import check_tree
 
 
 class Color(enum.Enum):
@@ -393,7 +393,7 @@ async def test_a_class_that_is_gone_is_named() -> None:
 )  # fmt: skip
 def test_a_tree_of_another_form_is_refused(node: Any) -> None:
     with pytest.raises(InvalidManifest):
-        checked_definitions([["list", [node]]])
+        check_tree(Structure(["list", [node]], (), 0))
 
 
 @pytest.mark.parametrize(

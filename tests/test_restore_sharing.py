@@ -46,7 +46,7 @@ async def test_what_was_shared_likewise_is_not_compared_first(
     stored = StoredTensors(bundle.structures[0], bundle.layouts[0], data)
     targets = Targets(stored, cast=False)
     for number, tensor in enumerate(Tied(tied=True).state_dict().values()):
-        assert targets.fill(number, tensor, str(number))
+        assert targets.fill(stored[number], tensor, str(number))
     targets.settle()
     assert len(targets.first_needs) == first_reads
 

@@ -1,8 +1,9 @@
 """What the page cache holds of a file: how much from an offset on, and a view of it.
 
-The kernel is asked through ``mincore``, because ``RWF_NOWAIT`` is not free of side effects: each
-such read of what is not there starts a read-ahead of up to several MiB into the page cache, which
-then competes with the direct read of the same bytes.
+``cachestat`` counts the pages of a range at the cost of a few microseconds; ``mincore``, which
+looks at each, is asked only for where a gap begins, and by older kernels. ``RWF_NOWAIT`` is not
+free of side effects: each such read of what is not there starts a read-ahead of up to several MiB
+into the page cache, which then competes with the direct read of the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import mmap
 import os
 
 from ckpipe_local.failures import truncated
-from ckpipe_local.system_calls import address_of, populate, resident_pages
+from ckpipe_local.system_calls import address_of, cached_pages, populate, resident_pages
 
 
 def cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
@@ -19,9 +20,16 @@ def cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
     size = min(size, os.fstat(descriptor).st_size - offset)
     if size <= 0 or not _tells_residency(descriptor, path):
         return 0
+    cached = cached_pages(descriptor, offset, size)
+    if cached is not None and cached in (0, _pages(offset, size)):
+        return size if cached else 0
     view, skipped = _map(descriptor, offset, size)
     resident = resident_pages(address_of(view), len(view)) * mmap.PAGESIZE
     return max(0, min(size, resident - skipped))
+
+
+def _pages(offset: int, size: int) -> int:
+    return (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
 
 
 def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | None:
@@ -43,10 +51,14 @@ def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | N
 
 
 def _view(descriptor: int, offset: int, size: int) -> memoryview | None:
+    cached = cached_pages(descriptor, offset, size)
+    if cached is not None and cached < _pages(offset, size):
+        return None
     view, skipped = _map(descriptor, offset, size)
-    address = address_of(view)
-    resident = resident_pages(address, len(view)) * mmap.PAGESIZE
-    return view[skipped:] if resident >= len(view) and populate(address, len(view)) else None
+    address, length = address_of(view), len(view)
+    if cached is None and resident_pages(address, length) * mmap.PAGESIZE < length:
+        return None
+    return view[skipped:] if populate(address, length) else None
 
 
 def _map(descriptor: int, offset: int, size: int) -> tuple[memoryview, int]:

@@ -30,6 +30,7 @@ async def run(
     save: Save,
     site: Site,
     inbox: MemoryObjectReceiveStream[StoredFiles],
+    sums: MemoryObjectReceiveStream[list[int]],
     out: MemoryObjectSendStream[CheckpointInfo],
 ) -> None:
     """Writes the index, which with one rank is its manifest; the checkpoint is complete then.
@@ -39,11 +40,12 @@ async def run(
         CommitUnknown: If the answer was lost and the object cannot be read back.
         StoreError: If the store failed and nothing was written.
     """
-    async with inbox, out:
+    async with inbox, sums, out:
         async for stored in inbox:
+            checksums = await sums.receive()
             with save.clock.timing("commit"):
                 token = secrets.token_hex(16)
-                data = await anyio.to_thread.run_sync(_encode, save, site, stored, token)
+                data = await anyio.to_thread.run_sync(_encode, save, site, stored, checksums, token)
                 await _create(save, site, data, token)
             info = _info(save)
             metrics = {name: decode_float(value) for name, value in save.request.metrics.items()}
@@ -64,11 +66,10 @@ def _info(save: Save) -> CheckpointInfo:
     return CheckpointInfo(str(id), id.step, id.attempt, id.count, complete=True, saved_at=now)
 
 
-def _encode(save: Save, site: Site, stored: StoredFiles, token: str) -> bytes:
-    captured, program, sums = save.captured, save.program, save.sums
+def _encode(save: Save, site: Site, stored: StoredFiles, checksums: list[int], token: str) -> bytes:
+    captured, program = save.captured, save.program
     assert captured is not None
     assert program is not None
-    assert sums is not None
     rows = tuple(
         TensorRow(
             leaf.label, leaf.dtype, leaf.shape, leaf.device.partition(":")[0], leaf.kind,
@@ -82,7 +83,7 @@ def _encode(save: Save, site: Site, stored: StoredFiles, token: str) -> bytes:
         layout=0,
         values=tuple(captured.values),
         files=file_rows(program.plan, stored.header_sums),
-        checksums=tuple(sums.finished()),
+        checksums=tuple(checksums),
         token=token,
         started=datetime.fromtimestamp(save.started_at, UTC).isoformat(timespec="milliseconds"),
         writer={

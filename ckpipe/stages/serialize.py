@@ -1,28 +1,39 @@
-"""Stage 4: computes the checksums of each block, while the block is on its way."""
+"""Stage 4: computes the checksums of each block, beside its upload."""
 
 from __future__ import annotations
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.checksum import chunk_spans, crc32c
+from ckpipe.checksum import ChunkSums, chunk_spans, crc32c
 from ckpipe.saving import FilledBlock, Save
 
 
 async def run(
     save: Save,
     inbox: MemoryObjectReceiveStream[FilledBlock],
-    out: MemoryObjectSendStream[FilledBlock],
+    out: MemoryObjectSendStream[list[int]],
 ) -> None:
-    """Notes the checksum of every mebibyte of every entry, and passes the blocks on."""
+    """Computes the checksum of every mebibyte of every entry, in the order of the entries."""
+    sums: ChunkSums | None = None
     async with inbox, out:
         async for filled in inbox:
+            sums = sums or _sums_of(save)
             with save.clock.timing("serialize", filled.plan.nbytes):
                 pieces = await anyio.to_thread.run_sync(checksum_block, filled)
-            assert save.sums is not None
+            save.release(filled)
             for piece in pieces:
-                save.sums.add(*piece)
-            await out.send(filled)
+                sums.add(*piece)
+        await checkpoint_if_cancelled()  # the stream ends early if the copy failed
+        if save.program is not None:
+            sums = sums or _sums_of(save)
+            await out.send(sums.finished())
+
+
+def _sums_of(save: Save) -> ChunkSums:
+    assert save.program is not None
+    return ChunkSums(save.program.sizes)
 
 
 def checksum_block(filled: FilledBlock) -> list[tuple[int, int, int, int]]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import anyio.from_thread
+import anyio.lowlevel
 import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe import cuda
-from ckpipe.checksum import ChunkSums
 from ckpipe.collector import collector_paused
 from ckpipe.copying import BlockPlan, fill_block
 from ckpipe.events import Staged
@@ -21,9 +22,6 @@ from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn, 
 from ckpipe.site import Site
 from ckpipe.structure import Captured, capture
 from ckpipe.tensors import TensorLeaf
-
-BATCH_BLOCKS = 4
-"""Blocks that one visit to a worker thread fills at the most."""
 
 MAX_COPIERS = 4
 """Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
@@ -58,97 +56,134 @@ async def copy(
     save: Save,
     site: Site,
     inbox: MemoryObjectReceiveStream[PlannedState],
-    out: MemoryObjectSendStream[FilledBlock],
+    to_serialize: MemoryObjectSendStream[FilledBlock],
+    to_upload: MemoryObjectSendStream[FilledBlock],
 ) -> None:
     """The second half: copies every byte to its place in the file, and lets trainers go on.
 
-    The stream ``out`` needs room for all blocks of the save's ration, which is what bounds it.
+    Every block goes to both streams. They need room for all blocks of the save's ration, which
+    is what bounds them.
     """
-    async with inbox, out:
+    async with inbox, to_serialize, to_upload:
         async for state in inbox:
             save.captured, save.program = state.captured, state.program
-            save.sums = ChunkSums(state.program.sizes)
-            outlet = _Outlet(out, holding=not site.settings.staging.overlap)
+            outlet = _Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
             try:
                 with save.clock.timing("stage", state.program.plan.size):
                     await _copy_blocks(save, state, outlet)
             finally:
                 state.turn.end(copied=True)
             _staged(save, site, state)
-            outlet.flush()
+            outlet.open()
 
 
 class _Outlet:
-    """Where filled blocks leave for the next stage: at once, or held back until a flush."""
+    """Where filled blocks leave for the next two stages.
 
-    def __init__(self, out: MemoryObjectSendStream[FilledBlock], *, holding: bool) -> None:
-        self._out, self._holding = out, holding
+    Checksums are held back until it is opened: they would take a core from the copy, for which
+    the trainer waits. Uploads, which mostly wait for the store, begin at once if they may overlap.
+
+    Args:
+        to_serialize: Where blocks get their checksums.
+        to_upload: Where they are written to the store.
+        overlap: Whether uploads begin before it is opened.
+    """
+
+    def __init__(
+        self,
+        to_serialize: MemoryObjectSendStream[FilledBlock],
+        to_upload: MemoryObjectSendStream[FilledBlock],
+        *,
+        overlap: bool,
+    ) -> None:
+        self._to_serialize, self._to_upload, self._overlap = to_serialize, to_upload, overlap
         self._held: list[FilledBlock] = []
+        self._opened = False
 
     def send(self, filled: FilledBlock) -> None:
-        if self._holding:
-            self._held.append(filled)
-            return
-        # The next stages are gone if the save failed; its blocks are given back all the same.
-        with contextlib.suppress(anyio.BrokenResourceError):
-            self._out.send_nowait(filled)
+        """Takes a block that is filled."""
+        self._held.append(filled)
+        if self._overlap:
+            _send(self._to_upload, filled)
+        if self._opened:
+            self.open()
 
-    def flush(self) -> None:
-        held, self._held, self._holding = self._held, [], False
+    def open(self) -> None:
+        """Lets all go that was held back, and holds nothing back any more."""
+        self._opened = True
+        held, self._held = self._held, []
         for filled in held:
-            self.send(filled)
+            _send(self._to_serialize, filled)
+            if not self._overlap:
+                _send(self._to_upload, filled)
+
+
+def _send(stream: MemoryObjectSendStream[FilledBlock], filled: FilledBlock) -> None:
+    # The next stages are gone if the save failed; its blocks are given back all the same.
+    with contextlib.suppress(anyio.BrokenResourceError):
+        stream.send_nowait(filled)
 
 
 async def _copy_blocks(save: Save, state: PlannedState, outlet: _Outlet) -> None:
-    plans = deque(state.program.blocks)
-    on_devices = any(leaf.device != "cpu" for leaf in state.captured.tensors)
-    copiers = 1 if on_devices else min(MAX_COPIERS, torch.get_num_threads())
-    async with anyio.create_task_group() as tasks:
-        for _ in range(min(copiers, len(plans))):
-            tasks.start_soon(_copier, save, state, plans, outlet)
-
-
-async def _copier(
-    save: Save, state: PlannedState, plans: deque[BlockPlan], outlet: _Outlet
-) -> None:
-    """Fills blocks until none is left; several copiers share the work."""
+    """Hands out blocks as the ration has them, to copiers that share what is ready."""
     ration = save.ration
     assert ration is not None
-    loop = asyncio.get_running_loop()
-    streams: dict[str, Any] = {}
-    while plans:
-        wanted = [plans.popleft() for _ in range(min(BATCH_BLOCKS, len(plans)))]
-        while wanted:
-            if ration.full:
-                outlet.flush()  # without room for the whole state, the upload has to begin now
-            blocks = await ration.take(len(wanted))
-            batch = [FilledBlock(plan, block) for plan, block in zip(wanted, blocks, strict=False)]
-            del wanted[: len(batch)]
-            await anyio.to_thread.run_sync(_fill, save, state, batch, streams, loop, outlet.send)
+    ready: deque[FilledBlock] = deque()
+    fill = _Filling(save, state, ready, outlet)
+    on_devices = any(leaf.device != "cpu" for leaf in state.captured.tensors)
+    copiers = anyio.Semaphore(1 if on_devices else min(MAX_COPIERS, torch.get_num_threads()))
+    plans = deque(state.program.blocks)
+    async with anyio.create_task_group() as tasks:
+        while plans:
+            if ration.short:
+                outlet.open()  # blocks have to come back while the copy goes on
+            blocks = await ration.take(len(plans))
+            ready.extend(FilledBlock(plans.popleft(), block) for block in blocks)
+            for _ in range(min(len(blocks), copiers.value)):
+                tasks.start_soon(_copier, ready, fill, copiers)
+            await anyio.lowlevel.checkpoint()
 
 
-def _fill(
-    save: Save,
-    state: PlannedState,
-    batch: Sequence[FilledBlock],
-    streams: dict[str, Any],
-    loop: asyncio.AbstractEventLoop,
-    send: Callable[[FilledBlock], None],
-) -> None:
-    leaves = state.captured.tensors
-    with state.turn.here(), torch.no_grad():
+async def _copier(ready: deque[FilledBlock], fill: _Filling, copiers: anyio.Semaphore) -> None:
+    async with copiers:
+        while ready:
+            await anyio.to_thread.run_sync(fill.run)
+
+
+class _Filling:
+    """The work of the copiers' threads: fills what is ready until nothing is."""
+
+    def __init__(
+        self, save: Save, state: PlannedState, ready: deque[FilledBlock], outlet: _Outlet
+    ) -> None:
+        self._save, self._state, self._ready, self._outlet = save, state, ready, outlet
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, Any] = {}
+
+    def run(self) -> None:
+        leaves = self._state.captured.tensors
         events = []
-        for filled in batch:
-            devices = _devices(filled.plan, leaves)
-            if not devices:
-                fill_block(filled.plan, leaves, filled.block)
-                loop.call_soon_threadsafe(send, filled)
-                continue
-            events.append((filled, _fill_from_devices(filled, leaves, devices, streams, save)))
-        for filled, pending in events:
-            for event in pending:
-                event.synchronize()
-            loop.call_soon_threadsafe(send, filled)
+        with self._state.turn.here(), torch.no_grad():
+            while True:
+                try:
+                    filled = self._ready.popleft()
+                except IndexError:
+                    break
+                anyio.from_thread.check_cancelled()
+                devices = _devices(filled.plan, leaves)
+                if not devices:
+                    fill_block(filled.plan, leaves, filled.block)
+                    self._send(filled)
+                    continue
+                pending = _fill_from_devices(filled, leaves, devices, self._streams, self._save)
+                events.append((filled, pending))
+            for filled, pending in events:
+                for event in pending:
+                    event.synchronize()
+                self._send(filled)
+
+    def _send(self, filled: FilledBlock) -> None:
+        self._loop.call_soon_threadsafe(self._outlet.send, filled)
 
 
 def _devices(plan: BlockPlan, leaves: Sequence[TensorLeaf]) -> set[str]:

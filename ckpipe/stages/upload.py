@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import Upload
@@ -37,8 +38,9 @@ async def run(
             async with anyio.create_task_group() as lanes:
                 for lane in range(site.settings.upload.lanes):
                     lanes.start_soon(_lane, files, inbox.clone(), name=f"upload lane {lane}")
+            await checkpoint_if_cancelled()  # the stream ends early if the copy failed
             if save.program is None:
-                return  # the save ended before a block was filled
+                return  # the save was given up before there was a plan
             await files.complete()
             await out.send(StoredFiles([crc32c(file.header) for file in save.program.plan.files]))
         except BaseException:
@@ -74,8 +76,7 @@ class _Files:
         upload = await self._upload(plan.file)
         with save.clock.timing("upload", plan.nbytes):
             await retrying(self._policy, lambda: upload.write(plan.offset, filled.data))
-        assert save.ration is not None
-        save.ration.give(filled.block)
+        save.release(filled)
         self._written[plan.file] += 1
         self._bytes += plan.nbytes
         total = self._program.plan.size
