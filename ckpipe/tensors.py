@@ -73,27 +73,26 @@ def tensor_leaf(tensor: torch.Tensor, label: str) -> TensorLeaf:
     Raises:
         UnsupportedState: If it is sparse, nested, quantized, on the meta device or a wrapper.
     """
-    dtype = NAMES.get(tensor.dtype)
+    dtype, device = NAMES.get(tensor.dtype), tensor.device
     refused = _why_refused(tensor, dtype)
     if refused or dtype is None:
         raise UnsupportedState(
             f"This tensor {refused}", key=label, hint="Save a plain dense tensor, or leave it out"
         )
     kind, detail = _kind(tensor)
-    plain = tensor
-    if kind != PLAIN or tensor.requires_grad:
-        plain = tensor.detach().as_subclass(torch.Tensor)
+    requires_grad = tensor.requires_grad
+    plain = tensor.detach() if kind != PLAIN or requires_grad else tensor
+    if type(plain) is not torch.Tensor:
+        plain = plain.as_subclass(torch.Tensor)
     lazy = ("c" if plain.is_conj() else "") + ("n" if plain.is_neg() else "")
-    shape, stride, device = tuple(plain.shape), plain.stride(), plain.device
-    nbytes, contiguous = plain.numel() * plain.itemsize, plain.is_contiguous()
+    shape, stride = tuple(plain.shape), plain.stride()
+    nbytes, contiguous = plain.nbytes, plain.is_contiguous()
     window = nbytes if contiguous else _window(shape, stride, plain.itemsize)
     return TensorLeaf(
-        label, plain, dtype, shape, stride, "cpu" if device == _CPU else str(device), kind, detail,
-        tensor.requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
+        label, plain, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
+        requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
 
-
-_CPU = torch.device("cpu")
 
 
 def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:
