@@ -94,7 +94,6 @@ def tensor_leaf(tensor: torch.Tensor, label: str) -> TensorLeaf:
     )  # fmt: skip
 
 
-
 def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}"
