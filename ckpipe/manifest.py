@@ -88,7 +88,9 @@ class ChunkRow:
 
     Args:
         tensor: The number of the tensor.
-        entry: The number of the entry, in the owner's entries.
+        entry: The number of the entry, in the owner's entries. None where another rank wrote it
+            and this one cannot know the number: the owner's own chunk of the same label and the
+            same box tells it, with offset and strides.
         offset: Where it begins in the entry, in bytes.
         stride: None if the entry holds the box row by row (``offset`` may then cut out a part);
             else strides in elements of a window of memory that several tensors share.
@@ -98,7 +100,7 @@ class ChunkRow:
     """
 
     tensor: int
-    entry: int
+    entry: int | None
     offset: int = 0
     stride: tuple[int, ...] | None = None
     original_stride: tuple[int, ...] | None = None

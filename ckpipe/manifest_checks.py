@@ -7,8 +7,9 @@ so that whoever works with a bundle may rely on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from ckpipe.boxes import Box
 from ckpipe.checksum import chunk_count
 from ckpipe.columns import MAX_NUMBER
 from ckpipe.data_file import ALIGNMENT, MAX_HEADER_BYTES
@@ -53,14 +54,7 @@ def check_bundle(bundle: Bundle) -> None:
         _check_part(bundle, part)
         _check_files(part, data_bytes[part.layout])
         _check_checksums(part, checksums[part.layout])
-    owners = {part.rank: bundle.layouts[part.layout].entries for part in bundle.parts}
-    for structure_number, layout_number in {(part.structure, part.layout) for part in bundle.parts}:
-        _check_chunks(
-            bundle.structures[structure_number],
-            bundle.layouts[layout_number],
-            owners,
-            bundle.world_size,
-        )
+    _check_all_chunks(bundle)
     _check_per_rank(bundle)
 
 
@@ -159,32 +153,71 @@ def _check_checksums(part: Part, expected: int) -> None:
         )
 
 
-def _check_chunks(
-    structure: Structure,
-    layout: Layout,
-    owners: Mapping[int, Sequence[EntryRow]],
-    world_size: int,
-) -> None:
-    tensors, own = structure.tensors, layout.entries
-    for chunk in layout.chunks:
-        if chunk.tensor >= len(tensors):
-            raise InvalidManifest("A chunk is of a tensor that is not there")
-        tensor = tensors[chunk.tensor]
-        end = _end(chunk, tensor)
-        entries: Sequence[EntryRow] | None = own
-        if chunk.owner is not None:
-            if chunk.owner >= world_size:
+def _check_all_chunks(bundle: Bundle) -> None:
+    owners = {part.rank: part for part in bundle.parts}
+    written: dict[int, set[_Identity]] = {}
+    for structure_number, layout_number in {(part.structure, part.layout) for part in bundle.parts}:
+        tensors = bundle.structures[structure_number].tensors
+        own = bundle.layouts[layout_number].entries
+        for chunk in bundle.layouts[layout_number].chunks:
+            if chunk.tensor >= len(tensors):
+                raise InvalidManifest("A chunk is of a tensor that is not there")
+            if chunk.owner is None:
+                _check_chunk(chunk, tensors[chunk.tensor], own)
+                continue
+            if chunk.owner >= bundle.world_size:
                 raise WrongWorldSize("A chunk is owned by a rank outside the world")
             # What a rank of another group wrote is checked when that group is read.
-            entries = owners.get(chunk.owner)
-        if entries is None:
-            continue
-        if chunk.entry >= len(entries):
+            owner = owners.get(chunk.owner)
+            entries = None if owner is None else bundle.layouts[owner.layout].entries
+            _check_chunk(chunk, tensors[chunk.tensor], entries)
+            if chunk.entry is None and owner is not None:
+                if chunk.owner not in written:
+                    written[chunk.owner] = _written(bundle, owner)
+                _check_written(chunk, tensors[chunk.tensor], written[chunk.owner])
+
+
+_Identity = tuple[str, str, tuple[int, ...], Box | None]
+"""Label, dtype, shape and box: by these a rank finds among another's chunks what it holds too."""
+
+
+def _written(bundle: Bundle, owner: Part) -> set[_Identity]:
+    tensors = bundle.structures[owner.structure].tensors
+    chunks = bundle.layouts[owner.layout].chunks
+    return {
+        _identity(chunk, tensors[chunk.tensor])
+        for chunk in chunks
+        if chunk.owner is None and chunk.tensor < len(tensors)
+    }
+
+
+def _identity(chunk: ChunkRow, tensor: TensorRow) -> _Identity:
+    return tensor.label, tensor.dtype, tensor.shape, chunk.box
+
+
+def _check_written(chunk: ChunkRow, tensor: TensorRow, written: set[_Identity]) -> None:
+    if _identity(chunk, tensor) not in written:
+        raise InvalidManifest(
+            f"Rank {chunk.owner} should have written a box of {tensor.label!r:.200}, and has not"
+        )
+
+
+def _check_chunk(chunk: ChunkRow, tensor: TensorRow, entries: Sequence[EntryRow] | None) -> None:
+    end = _end(chunk, tensor)
+    if chunk.entry is None:
+        if chunk.owner is None:
             raise InvalidManifest(
-                f"A chunk of {tensor.label!r:.200} is in an entry that is not there"
+                f"A chunk of {tensor.label!r:.200} does not tell which entry it is in"
             )
-        if end > entries[chunk.entry].nbytes:
-            raise InvalidExtent(f"A chunk of {tensor.label!r:.200} ends behind its entry")
+        if chunk.offset or chunk.stride is not None:
+            raise InvalidManifest(f"A chunk of {tensor.label!r:.200} lies in an unknown entry")
+        return
+    if entries is None:
+        return
+    if chunk.entry >= len(entries):
+        raise InvalidManifest(f"A chunk of {tensor.label!r:.200} is in an entry that is not there")
+    if end > entries[chunk.entry].nbytes:
+        raise InvalidExtent(f"A chunk of {tensor.label!r:.200} ends behind its entry")
 
 
 def _end(chunk: ChunkRow, tensor: TensorRow) -> int:
@@ -206,7 +239,7 @@ def _end(chunk: ChunkRow, tensor: TensorRow) -> int:
     return chunk.offset + (last + 1) * item
 
 
-def _box_shape(box: tuple[tuple[int, ...], tuple[int, ...]], tensor: TensorRow) -> tuple[int, ...]:
+def _box_shape(box: Box, tensor: TensorRow) -> tuple[int, ...]:
     lower, upper = box
     if len(lower) != len(tensor.shape) or len(upper) != len(tensor.shape):
         raise InvalidExtent(f"A box of {tensor.label!r:.200} has a wrong number of dimensions")

@@ -52,7 +52,7 @@ CHUNKS = Table(
     "chunks",
     (
         Column("tensor", numbers),
-        Column("entry", numbers),
+        Column("entry", optional(numbers)),
         Column("offset", numbers, 0),
         Column("stride", optional(sizes), None),
         Column("original_stride", optional(sizes), None),

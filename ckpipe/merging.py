@@ -91,7 +91,7 @@ def _private(layout: Layout) -> dict[int, _Place]:
         end = sums[-1].stop
     found: dict[int, _Place] = {}
     for chunk in layout.chunks:
-        if chunk.box is None and chunk.owner is None:
+        if chunk.box is None and chunk.owner is None and chunk.entry is not None:
             row = layout.entries[chunk.entry]
             place = (row.dtype, row.shape, chunk.offset, chunk.stride)
             found[chunk.tensor] = (place, sums[chunk.entry])

@@ -89,7 +89,7 @@ class StoredTensors:
         holder: dict[int, int] = {}
         for chunk in layout.chunks:
             self._chunks[chunk.tensor].append(chunk)
-            if (
+            if chunk.entry is not None and (
                 chunk.stride is not None
                 or holder.setdefault(chunk.entry, chunk.tensor) != chunk.tensor
             ):
@@ -127,7 +127,7 @@ class StoredTensors:
         return StoredTensor(number, row, dtype, chunks, window, stride)
 
     def _chunk(self, row: TensorRow, itemsize: int, chunk: ChunkRow) -> StoredChunk:
-        if chunk.owner is not None and chunk.owner != self.data.rank:
+        if chunk.entry is None or (chunk.owner is not None and chunk.owner != self.data.rank):
             raise InvalidManifest(f"Its bytes are with rank {chunk.owner}", key=row.label)
         shape = row.shape if chunk.box is None else box_shape(chunk.box)
         reach = _reach(shape, chunk.stride, row.label) * itemsize

@@ -27,11 +27,11 @@ class Foreign:
 
     Args:
         owner: The rank that wrote it.
-        entry: The number of the entry among the owner's.
+        entry: The number of the entry among the owner's; None if this rank cannot know it.
     """
 
     owner: int
-    entry: int
+    entry: int | None = None
 
 
 def structure_of(state: Any) -> tuple[Structure, Captured]:

@@ -55,6 +55,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 def read_back(captured: Captured, plan: RankPlan, files: list[bytes], number: int) -> torch.Tensor:
     """A tensor, read from the files by nothing but what the layout says."""
     chunk, leaf = plan.layout.chunks[number], captured.tensors[number]
+    assert chunk.entry is not None
     entry = plan.layout.entries[chunk.entry]
     start = len(plan.files[entry.file].header) + entry.offset
     raw = bytearray(files[entry.file][start + chunk.offset : start + entry.nbytes])

@@ -98,6 +98,8 @@ HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
     ("layout of no structure", "layouts/0/structure", 5, InvalidManifest),
     ("chunk of no tensor", "layouts/0/chunks/tensor", [0, 1, 2, 4], InvalidManifest),
     ("chunk in no entry", "layouts/0/chunks/entry", [0, 1, 2, 3], InvalidManifest),
+    ("chunk of its own in an unknown entry", "layouts/0/chunks/entry", [None, 1, 2, 2],
+     InvalidManifest),
     ("chunk behind its entry", "layouts/0/chunks/offset", [4, 0, 0, 8], InvalidExtent),
     ("chunk off its items", "layouts/0/chunks/offset", [0, 0, 2, 8], InvalidExtent),
     ("strides that leave", "layouts/0/chunks/stride", [None, None, [9], None], InvalidExtent),
@@ -271,6 +273,30 @@ def test_chunk_in_what_another_rank_wrote_must_lie_there() -> None:
     for entry, error in ((1, InvalidExtent), (2, InvalidManifest)):
         chunks["entry"][place] = entry
         with pytest.raises(error):
+            read(sealed(document), "index")
+
+
+def test_chunk_in_an_unknown_entry_must_be_what_its_owner_wrote() -> None:
+    state = {"b": torch.ones(2), "a": torch.ones(4)}
+    every = [
+        manifest_of({"z": torch.zeros(3), **state}, 0, 2)[0],
+        manifest_of(state, 1, 2, foreign={"a": Foreign(0)})[0],
+    ]
+    index = merge(every, "index")
+    assert read(encode_bundle(index), "index") == index
+    assert read(encode_bundle(every[1])) == every[1]
+    changes: list[tuple[str, list[Any]]] = [
+        ("structures/0/tensors/label", ["z", "b", "c"]),
+        ("structures/0/tensors/dtype", ["float32", "float32", "int32"]),
+        ("layouts/0/chunks/box", [None, None, [[0], [2]]]),
+        ("layouts/0/chunks/owner", [None, None, 1]),
+        ("layouts/1/chunks/offset", [0, 4]),
+        ("layouts/1/chunks/stride", [None, [1]]),
+    ]
+    for path, value in changes:
+        document = document_of(encode_bundle(index))
+        _change(document, path, value)
+        with pytest.raises(InvalidManifest):
             read(sealed(document), "index")
 
 

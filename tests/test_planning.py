@@ -76,6 +76,7 @@ def test_every_tensor_finds_its_elements_in_its_entry(spec: Spec) -> None:
     captured, plan = planned(build(spec))
     assert [chunk.tensor for chunk in plan.layout.chunks] == list(range(len(captured.tensors)))
     for chunk, leaf in zip(plan.layout.chunks, captured.tensors, strict=True):
+        assert chunk.entry is not None
         entry = plan.layout.entries[chunk.entry]
         assert chunk.offset % leaf.tensor.itemsize == 0
         extent = leaf.nbytes if chunk.stride is None else leaf.window
