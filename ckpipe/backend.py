@@ -137,7 +137,9 @@ class Backend(abc.ABC):
 
     Implementers register a subclass under the URL's scheme, through the entry-point group
     ``ckpipe.backends`` or :func:`ckpipe.register_backend`; it is called as
-    ``cls(url, **options)``. :class:`ckpipe.testing.BackendConformance` tests this contract.
+    ``cls(url, **options)``. If opening writes anything, such as the root or a probe, it should
+    have an option ``access``, which is ``"read"`` for who only looks, and then write nothing.
+    :class:`ckpipe.testing.BackendConformance` tests this contract.
     """
 
     limits: UploadLimits = UploadLimits()

@@ -77,12 +77,31 @@ def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backen
         UsageError: If the URL is not one that the backend understands.
     """
     scheme = scheme_of(url)
-    with _lock:
-        factory = _registered.get(scheme)
-    factory = factory or _installed(scheme)
+    factory = _factory(scheme)
     options = dict(options or {})
     _check_options(scheme, factory, options)
     return factory(url, **options)
+
+
+def create_reader(url: str, options: Mapping[str, Any] | None = None) -> Backend:
+    """Makes the backend for a URL, not opened yet, for somebody who only looks.
+
+    Opening a backend may write: it makes its root, or tries what the store can do. One that can
+    do without has the option ``access``, and is given ``access="read"`` here.
+
+    Args:
+        url: As for :func:`create_backend`, which also says what is raised.
+        options: The backend's own options.
+    """
+    parameters = inspect.signature(_factory(scheme_of(url))).parameters
+    looking = {"access": "read"} if "access" in parameters else {}
+    return create_backend(url, {**(options or {}), **looking})
+
+
+def _factory(scheme: str) -> BackendFactory:
+    with _lock:
+        factory = _registered.get(scheme)
+    return factory or _installed(scheme)
 
 
 def _installed(scheme: str) -> BackendFactory:

@@ -13,6 +13,7 @@ This module imports pydantic, which is why ``import ckpipe`` does not import it.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -150,6 +151,11 @@ class Retention(_Group):
         if self.keep_last == 0 and self.rules is not None:
             raise ValueError("keep_last=0 allows no intermediate checkpoints for rules to keep")
         return self
+
+    @property
+    def sweep_after(self) -> timedelta:
+        """``sweep_after_seconds`` as a period."""
+        return timedelta(seconds=self.sweep_after_seconds)
 
     @property
     def rule(self) -> Rule | None:

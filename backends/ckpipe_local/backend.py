@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterable
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import unquote_to_bytes
 
 import aiofiles
@@ -26,6 +26,7 @@ from ckpipe.errors import InvalidKey, ObjectNotFound, StoreError, UsageError
 from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct
 from ckpipe_local.directories import (
     delete_files,
+    find_root,
     is_temporary,
     list_children,
     list_objects,
@@ -53,6 +54,8 @@ class LocalBackend(Backend):
             directory of this moment.
         direct: Whether to read and write bulk data past the page cache where the file system
             can do so.
+        access: ``"read"`` takes the root as it is: opening neither makes it nor tries whether
+            it can be written, so that a read-only file system will do.
 
     Raises:
         UsageError: If the URL names another host or no path.
@@ -60,10 +63,12 @@ class LocalBackend(Backend):
 
     limits = UploadLimits(alignment=ALIGNMENT)
 
-    def __init__(self, url: str, *, direct: bool = True) -> None:
+    def __init__(
+        self, url: str, *, direct: bool = True, access: Literal["write", "read"] = "write"
+    ) -> None:
         path = path_of(url)
         self._root = os.path.normpath(path if os.path.isabs(path) else f"{os.getcwd()}/{path}")
-        self._direct = direct
+        self._direct, self._access = direct, access
         self._durable: set[str] = set()
         self._uploads: set[PartialFile] = set()
 
@@ -72,8 +77,9 @@ class LocalBackend(Backend):
         return f"<LocalBackend {self._root} [{mode}, {len(self._uploads)} uploads]>"
 
     async def __aenter__(self) -> Self:
+        prepare = find_root if self._access == "read" else open_root
         with opening(self._root):
-            await in_thread(open_root, self._root)
+            await in_thread(prepare, self._root)
         return self
 
     async def __aexit__(

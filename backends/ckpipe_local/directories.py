@@ -50,6 +50,12 @@ def open_root(root: str) -> None:
     os.unlink(path)
 
 
+def find_root(root: str) -> None:
+    """Proves that the root directory is there and can be listed."""
+    with os.scandir(root):
+        return
+
+
 def _make_root(directory: str) -> None:
     if os.path.isdir(directory):
         return

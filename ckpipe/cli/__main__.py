@@ -1,0 +1,5 @@
+"""``python -m ckpipe.cli`` is the command ``ckpipe``."""
+
+from ckpipe.cli import main
+
+main()

@@ -1,0 +1,151 @@
+"""Commands that keep house: ``rm``, ``pin``, ``unpin`` and ``prune``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from ckpipe.backend import Backend
+from ckpipe.cli.running import OK, Command, Step, Url, parsed, serve, which
+from ckpipe.cli.screen import Screen, table, visible
+from ckpipe.discovery import discover, find
+from ckpipe.errors import SettingsError
+from ckpipe.opening import Access, open_store
+from ckpipe.protection import protected_by_others, remove
+from ckpipe.pruning import Facts, decide_on, pin, prune, unpin
+from ckpipe.retention import Decision, Rule, from_data
+from ckpipe.settings import Settings
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done, and why; change nothing.")
+]
+
+
+def rm(
+    ctx: typer.Context,
+    url: Url,
+    step: Step,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it is pinned, the newest, or in use.")
+    ] = False,
+) -> None:
+    """Deletes one checkpoint; an exact id also names an incomplete one."""
+
+    async def work(screen: Screen) -> int:
+        async with open_store(url, screen.settings, Access.CHANGE) as backend:
+            gone = await remove(backend, which(step), force=force)
+        screen.result({"url": url, "removed": gone.id}, Text(f"removed {gone.id}"))
+        return OK
+
+    serve(ctx, work)
+
+
+def pin_(ctx: typer.Context, url: Url, step: Step) -> None:
+    """Protects a checkpoint from retention until it is unpinned."""
+
+    async def work(screen: Screen) -> int:
+        async with open_store(url, screen.settings, Access.CHANGE) as backend:
+            info = await find(backend, which(step))
+            await pin(backend, parsed(info))
+        screen.result({"url": url, "pinned": info.id}, Text(f"pinned {info.id}"))
+        return OK
+
+    serve(ctx, work)
+
+
+def unpin_(ctx: typer.Context, url: Url, step: Step) -> None:
+    """Ends the protection of a checkpoint."""
+
+    async def work(screen: Screen) -> int:
+        async with open_store(url, screen.settings, Access.CHANGE) as backend:
+            info = await find(backend, which(step))
+            await unpin(backend, parsed(info))
+        screen.result({"url": url, "unpinned": info.id}, Text(f"unpinned {info.id}"))
+        return OK
+
+    serve(ctx, work)
+
+
+def prune_(
+    ctx: typer.Context,
+    url: Url,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest so many.")] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help='A rule as JSON, {"keep": "every", "steps": 1000}; any may keep.'),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Deletes the complete checkpoints that the rules do not keep.
+
+    Without rules here, those of the settings file and the environment hold. The newest, pinned
+    ones, those in use and the one that the newest run resumed from always stay.
+    """
+
+    async def work(screen: Screen) -> int:
+        settings = screen.settings
+        chosen = _rule(settings, keep_last, rule or [])
+        access = Access.READ if dry_run else Access.CHANGE
+        async with open_store(url, settings, access) as backend:
+            decision = await _prune(backend, chosen, settings, dry_run=dry_run)
+        screen.result(_decision_data(url, decision, chosen, dry_run), *_shown(decision))
+        return OK
+
+    serve(ctx, work)
+
+
+def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
+    given: list[Any] = [] if keep_last is None else [{"keep": "last", "n": keep_last}]
+    for text in rules:
+        try:
+            given.append(json.loads(text))
+        except ValueError as error:
+            raise SettingsError(f"This rule is not JSON: {text}") from error
+    found = from_data(given) if given else settings.retention.rule
+    if found is None:
+        raise SettingsError(
+            "No rule says what to keep",
+            hint="Give --keep-last or --rule, or set retention in the settings",
+        )
+    return found
+
+
+async def _prune(backend: Backend, rule: Rule, settings: Settings, *, dry_run: bool) -> Decision:
+    kept = await protected_by_others(backend, await discover(backend))
+    facts: Facts = {}
+    if dry_run:
+        return await decide_on(backend, rule, kept, facts)
+    return await prune(
+        backend, rule, kept, facts, set(), sweep_after=settings.retention.sweep_after
+    )
+
+
+def _decision_data(url: str, decision: Decision, rule: Rule, dry_run: bool) -> dict[str, Any]:
+    def listed(ids: tuple[str, ...]) -> list[dict[str, str]]:
+        return [{"id": name, "reason": decision.reasons[name]} for name in ids]
+
+    return {
+        "url": url,
+        "rule": repr(rule),
+        "dry_run": dry_run,
+        "keep": listed(decision.keep),
+        "remove": listed(decision.remove),
+    }
+
+
+def _shown(decision: Decision) -> list[RenderableType]:
+    rows = [("stays", name, decision.reasons[name]) for name in decision.keep]
+    rows += [("goes", name, decision.reasons[name]) for name in reversed(decision.remove)]
+    rows.sort(key=lambda row: row[0] != "stays")
+    if not rows:
+        return [Text(visible("no complete checkpoints here"))]
+    return [table(("", "id", "why"), rows)]
+
+
+COMMANDS = (
+    Command("rm", rm), Command("pin", pin_), Command("unpin", unpin_), Command("prune", prune_),
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""From a command's coroutine to its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, NamedTuple
+
+import anyio
+import typer
+
+from ckpipe.backend import Backend
+from ckpipe.cli.screen import Screen
+from ckpipe.discovery import discover, find
+from ckpipe.errors import (
+    CheckpointNotFound,
+    CkpipeError,
+    CorruptCheckpoint,
+    UnsupportedVersion,
+    UsageError,
+)
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
+"""The exit codes of commands that end by themselves."""
+
+Url = Annotated[str, typer.Argument(help="Where the checkpoints lie.", show_default=False)]
+Step = Annotated[str, typer.Argument(help="A step, or the id of a checkpoint.")]
+MaybeStep = Annotated[
+    str | None, typer.Argument(help="A step or an id; by default the newest complete checkpoint.")
+]
+
+
+class Command(NamedTuple):
+    """A command: its name, and the function whose parameters are its arguments."""
+
+    name: str
+    function: Callable[..., None]
+
+
+def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
+    """Runs a command's coroutine and exits with the code that it returns.
+
+    Args:
+        ctx: What the command was called with.
+        work: The coroutine function; raises errors of ckpipe as they come.
+    """
+    screen = ctx.obj
+    assert isinstance(screen, Screen)
+    try:
+        _ = screen.settings  # read here, since it would block the loop
+        code = anyio.run(work, screen)
+    except CkpipeError as error:
+        screen.note(f"error: {error}")
+        raise typer.Exit(_code(error)) from None
+    raise typer.Exit(code)
+
+
+def _code(error: CkpipeError) -> int:
+    if isinstance(error, CorruptCheckpoint):
+        return FOUND
+    if isinstance(error, UsageError | CheckpointNotFound | UnsupportedVersion):
+        return WRONG_USE
+    return STORE_FAILED
+
+
+def which(text: str) -> int | str:
+    """The step or id that an argument names."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
+    """The checkpoint that an argument names; without one the newest that is complete.
+
+    Raises:
+        CheckpointNotFound: If there is none.
+        StoreError: If the store failed.
+    """
+    if step is not None:
+        return await find(backend, which(step))
+    complete = [each for each in await discover(backend) if each.complete]
+    if not complete:
+        raise CheckpointNotFound("There is no complete checkpoint here")
+    return complete[0]
+
+
+def parsed(info: CheckpointInfo) -> CheckpointId:
+    """The id of a checkpoint as data."""
+    return CheckpointId(info.attempt, info.step, info.count)

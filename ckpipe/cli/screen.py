@@ -1,0 +1,144 @@
+"""What a command prints: text for people, plain text for pipes, JSON for programs.
+
+Results go to standard output, everything else to standard error. Names come from stores that
+anybody may have written, so that characters which would steer a terminal are shown escaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckpipe.cli.progress import Meter
+from ckpipe.settings import Settings
+
+_PIPE_WIDTH = 100_000
+
+
+class Screen:
+    """Where a command's results, notes and progress go.
+
+    Args:
+        as_json: Whether results are JSON.
+        settings: A file of settings.
+    """
+
+    def __init__(self, as_json: bool, settings: Path | None = None) -> None:
+        self.as_json, self._file = as_json, settings
+        self.out = _console(stderr=False)
+        self.err = _console(stderr=True)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The settings of the file and the environment; reading them the first time blocks.
+
+        Raises:
+            SettingsError: If one of them is wrong.
+        """
+        return Settings() if self._file is None else Settings.from_file(self._file)
+
+    def result(self, data: Any, *shown: RenderableType) -> None:
+        """Prints a result.
+
+        Args:
+            data: The result as data classes, mappings and lists: what ``--json`` prints.
+            shown: The same for people.
+        """
+        if self.as_json:
+            self.out.file.write(json.dumps(plain_data(data), allow_nan=False) + "\n")
+        else:
+            for each in shown:
+                self._show(each)
+
+    def _show(self, each: RenderableType) -> None:
+        if self.out.is_terminal:
+            self.out.print(each)
+            return
+        with self.out.capture() as captured:
+            self.out.print(each)
+        lines = captured.get().splitlines()
+        self.out.file.writelines(line.rstrip() + "\n" for line in lines)
+
+    def note(self, text: str) -> None:
+        """Says something beside the result."""
+        self.err.print(Text(visible(text)))
+
+    @contextmanager
+    def meter(self, action: str, total: int | None = None) -> Iterator[Meter]:
+        """Shows how far an action is, if it takes longer and somebody looks on.
+
+        Args:
+            action: What is done, as a word or two.
+            total: How many bytes it will take, if that is known.
+        """
+        with Meter(self.err, action, total) as meter:
+            yield meter
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(
+            stderr=stderr, markup=False, highlight=False, emoji=False,
+            width=_PIPE_WIDTH, color_system=None, force_terminal=False,
+        )  # fmt: skip
+    return console
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str) -> Table:
+    """Rows in columns without lines, of which some are aligned to the right."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        made.add_column(
+            heading,
+            justify="right" if heading in right else "left",
+            no_wrap=True,
+            overflow="ignore",
+        )
+    for row in rows:
+        made.add_row(*(Text(visible(str(cell))) for cell in row))
+    return made
+
+
+def visible(text: str) -> str:
+    """The text with characters that do not print written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def size(nbytes: int | None) -> str:
+    """A number of bytes for people."""
+    if nbytes is None:
+        return "?"
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    power = min(int(math.log(nbytes, 1024)), 6)
+    return f"{nbytes / 1024**power:.1f} {'KMGTPE'[power - 1]}iB"
+
+
+def plain_data(data: Any) -> Any:
+    """What the json module can write: floats that are not finite become text, sets lists."""
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return {
+            field.name: plain_data(getattr(data, field.name)) for field in dataclasses.fields(data)
+        }
+    if isinstance(data, dict):
+        return {str(key): plain_data(value) for key, value in data.items()}
+    if isinstance(data, list | tuple | set | frozenset):
+        return [plain_data(each) for each in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return repr(data)
+    if data is None or isinstance(data, str | int | float):
+        return data
+    return data.isoformat() if hasattr(data, "isoformat") else str(data)

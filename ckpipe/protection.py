@@ -1,0 +1,89 @@
+"""What must not be deleted, as far as the store itself tells; a pipeline knows more of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from ckpipe.backend import Backend
+from ckpipe.discovery import discover, find, read_index
+from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion, UsageError
+from ckpipe.leases import live_subjects, read_leases
+from ckpipe.pruning import delete
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+IN_USE = "somebody holds a lease on it: it is being loaded or written"
+RESUMED = "the newest checkpoint's run resumed from it"
+PINNED = "it is pinned"
+NEWEST = "it is the newest complete checkpoint"
+
+
+async def protected_by_others(backend: Backend, infos: Sequence[CheckpointInfo]) -> dict[str, str]:
+    """Checkpoints that retention must leave alone, besides pinned ones and the newest.
+
+    Args:
+        backend: The store.
+        infos: Its checkpoints, the newest first.
+
+    Returns:
+        The reason for each id: it is under a live lease, or the newest was resumed from it.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    kept = {}
+    newest = next((each for each in infos if each.complete), None)
+    origin = None if newest is None else await _resumed_from(backend, newest)
+    if origin is not None:
+        kept[origin] = RESUMED
+    live = live_subjects(await read_leases(backend), datetime.now(UTC))
+    return kept | {each.id: IN_USE for each in infos if each.id in live}
+
+
+async def remove(backend: Backend, which: int | str, *, force: bool = False) -> CheckpointInfo:
+    """Deletes one checkpoint, unless something protects it.
+
+    Args:
+        backend: The store.
+        which: A step, or an exact id, which may also name an incomplete checkpoint.
+        force: Whether to delete a pinned one, the newest, or one that others lean on.
+
+    Returns:
+        What it was.
+
+    Raises:
+        CheckpointNotFound: If there is none.
+        UsageError: If it is protected.
+        StoreError: If the store failed; removing it again goes on where it stopped.
+    """
+    infos = await discover(backend)
+    info = next((each for each in infos if each.id == which), None) or await find(backend, which)
+    reason = "" if force else await _protection(backend, infos, info)
+    if reason:
+        raise UsageError(
+            f"{info.id} is protected: {reason}", step=info.step, hint="Use force to delete it"
+        )
+    await delete(backend, CheckpointId(info.attempt, info.step, info.count))
+    return info
+
+
+async def _protection(
+    backend: Backend, infos: Sequence[CheckpointInfo], info: CheckpointInfo
+) -> str:
+    if info.pinned:
+        return PINNED
+    newest = next((each for each in infos if each.complete), None)
+    if newest is not None and newest.id == info.id:
+        return NEWEST
+    return (await protected_by_others(backend, infos)).get(info.id, "")
+
+
+async def _resumed_from(backend: Backend, info: CheckpointInfo) -> str | None:
+    id = CheckpointId(info.attempt, info.step, info.count)
+    try:
+        return (await read_index(backend, id)).parts[0].resumed_from
+    except (CorruptCheckpoint, UnsupportedVersion):
+        return None
+
+
+__all__ = ["protected_by_others", "remove"]

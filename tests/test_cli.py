@@ -1,0 +1,283 @@
+"""The commands that look and keep house, on real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Commands, program, save_steps
+from pipelines import small_state, stores
+
+import ckpipe
+from ckpipe.cli.screen import size, visible
+from ckpipe.version import __version__
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
+
+
+def damage(root: Path, id: str, at: int = -3) -> None:
+    """Flips a bit of a data file."""
+    path = root / id / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def crashed(root: Path) -> str:
+    """Leaves what a save leaves that was killed before its commit."""
+    (id,) = save_steps(root, 7)
+    (root / f"{id}.json").unlink()
+    return id
+
+
+def test_ls_shows_every_checkpoint_and_what_it_is(call: Commands, tmp_path: Path) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    lost = crashed(tmp_path)
+    assert call("pin", tmp_path, 1).code == 0
+    done = call("ls", tmp_path)
+    assert done.code == 0
+    heading, *lines = done.out.splitlines()
+    assert heading.split()[:3] == ["step", "saved", "at"]
+    assert [line.split()[-1] for line in lines] == [lost, two, one]
+    assert "incomplete: it has no index" in lines[0]
+    assert "pinned" in lines[2]
+    assert "loss=0.5" in lines[1]
+    data = call("ls", tmp_path, "--json").data
+    assert data["url"] == str(tmp_path)
+    last, middle, first = data["checkpoints"]
+    assert (last["complete"], last["bytes"], middle["complete"]) == (False, None, True)
+    assert last["reason"].startswith("it has no index")
+    assert (first["pinned"], middle["pinned"]) == (True, False)
+    assert first["metrics"] == {"loss": 1.0}
+    size_on_disk = (tmp_path / one / "rank-00000.safetensors").stat().st_size
+    assert (first["bytes"], first["world_size"]) == (size_on_disk, 1)
+
+
+def test_ls_brief_reads_no_index_and_ls_tells_of_a_damaged_one(
+    call: Commands, tmp_path: Path
+) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    index = tmp_path / f"{one}.json"
+    index.write_bytes(index.read_bytes().replace(b"ckpipe", b"ckpIpe"))
+    (found,) = [e for e in call("--json", "ls", tmp_path).data["checkpoints"] if e["id"] == one]
+    assert found["problem"]
+    assert "damaged" in call("ls", tmp_path).out
+    brief = call("ls", "--brief", "--json", tmp_path).data["checkpoints"]
+    assert [(e["id"], e["problem"], e["bytes"]) for e in brief] == [
+        (two, "", None),
+        (one, "", None),
+    ]
+
+
+def test_ls_of_an_empty_root(call: Commands, tmp_path: Path) -> None:
+    assert call("ls", tmp_path).out == "no checkpoints here\n"
+    assert call("ls", tmp_path, "--json").data["checkpoints"] == []
+
+
+def test_info_names_everything(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    data = call("info", tmp_path, "--json").data
+    assert data["step"] == 2
+    tensors = {each["label"]: each for each in data["tensors"]}
+    assert tensors["model.weight"]["shape"] == [2, 3]
+    assert tensors["model.weight"]["bytes"] == 24
+    assert tensors["weight"]["also"] == ["tied"]
+    assert tensors["weight"]["shares_with"] == ["rows"]
+    assert tensors["half"]["dtype"] == "bfloat16"
+    values = {each["label"]: each["value"] for each in data["values"]}
+    assert values["inline.1"] == "2.5"
+    assert {values["inline.5.1"], values["inline.5.1~2"]} == {'"int"', '"str"'}
+    text = call("info", tmp_path, 1).out
+    assert re.search(r"tied → weight", text)
+    assert re.search(r"bias float32\[2\], 8 B", text)
+    assert "loss=1.0" in text
+
+
+def test_info_selects_by_globs_and_depth(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    chosen = call("info", tmp_path, "--match", "*.bias", "--match", "inline.0", "--json").data
+    assert [each["label"] for each in chosen["tensors"]] == ["model.bias"]
+    assert [each["label"] for each in chosen["values"]] == ["inline.0"]
+    shallow = call("info", tmp_path, "--depth", 1).out
+    assert "model (2 tensors, 32 B)" in shallow
+    assert "bias" not in shallow
+
+
+def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"\x1b[31mred": torch.zeros(2)}, step=1, metadata={"\x9b2J": "[bold]"})
+    out = call("info", tmp_path).out
+    assert "\x1b" not in out
+    assert "\x9b" not in out
+    assert "\\x1b[31mred" in out
+    assert "[bold]" in out
+
+
+def test_verify_finds_a_flipped_bit(call: Commands, tmp_path: Path) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    assert call("verify", tmp_path, "--all").code == 0
+    damage(tmp_path, one)
+    assert call("verify", tmp_path).code == 0
+    done = call("verify", tmp_path, 1)
+    assert done.code == 1
+    assert done.out.startswith("damaged  step 1: ")
+    every = call("verify", tmp_path, "--all", "--json")
+    assert every.code == 1
+    bad, good = every.data["results"]
+    assert (bad["id"], bad["ok"], bad["error"]) == (one, False, "ChecksumMismatch")
+    assert (good["id"], good["ok"], good["files"]) == (two, True, 1)
+
+
+def test_verify_counts_a_missing_file_and_a_damaged_index_as_damage(
+    call: Commands, tmp_path: Path
+) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    (tmp_path / one / "rank-00000.safetensors").unlink()
+    index = tmp_path / f"{two}.json"
+    index.write_bytes(index.read_bytes()[:-9])
+    results = call("verify", tmp_path, "--all", "--json").data["results"]
+    assert [each["error"] for each in results] == ["MissingObject", "TruncatedObject"]
+
+
+def test_wrong_use_is_told_apart_from_a_failing_store(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path / "root", 1)
+    wrong = [
+        ("info", tmp_path / "root", 9),
+        ("verify", tmp_path / "root", "1", "--all"),
+        ("ls", "nosuch://place"),
+        ("ls",),
+        ("lss", tmp_path),
+        ("prune", tmp_path / "root"),
+        ("prune", tmp_path / "root", "--rule", "{"),
+        ("prune", tmp_path / "root", "--rule", '{"keep": "least"}'),
+        ("--settings", tmp_path / "none.toml", "ls", tmp_path),
+    ]
+    for arguments in wrong:
+        done = call(*arguments)
+        assert (done.code, done.out) == (2, ""), arguments
+        assert done.err, arguments
+    done = call("ls", tmp_path / "missing")
+    assert (done.code, done.out) == (3, "")
+    assert "missing" in done.err
+    for command in (("rm", tmp_path / "missing", 1), ("pin", tmp_path / "missing", 1)):
+        assert call(*command).code == 3
+    assert not (tmp_path / "missing").exists()
+
+
+def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> None:
+    one, two, three = save_steps(tmp_path, 1, 2, 3)
+    assert call("pin", tmp_path, 2).out == f"pinned {two}\n"
+    for step, reason in ((2, "it is pinned"), (3, "the newest")):
+        done = call("rm", tmp_path, step)
+        assert done.code == 2
+        assert reason in done.err
+    done = call("rm", tmp_path, one, "--json")
+    assert done.data == {"url": str(tmp_path), "removed": one}
+    assert not (tmp_path / one).exists()
+    assert call("unpin", tmp_path, 2).code == 0
+    assert call("rm", tmp_path, 2).code == 0
+    assert call("rm", tmp_path, 3, "--force").code == 0
+    assert call("ls", tmp_path).out == "no checkpoints here\n"
+    assert call("rm", tmp_path, three).code == 2
+
+
+def test_rm_takes_an_incomplete_checkpoint_by_its_id_only(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    lost = crashed(tmp_path)
+    assert call("rm", tmp_path, 7).code == 2
+    assert call("rm", tmp_path, lost).code == 0
+    assert not (tmp_path / lost).exists()
+
+
+def test_what_is_leased_or_resumed_from_stays(call: Commands, tmp_path: Path) -> None:
+    one, two, *_ = save_steps(tmp_path, 1, 2, 3)
+    lease = tmp_path / ".ckpipe" / "leases" / one / "reader.0"
+    lease.parent.mkdir(parents=True)
+    lease.write_text("{}")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.load(step=2)
+        pipeline.save(small_state(), step=3)
+    done = call("prune", tmp_path, "--keep-last", 1, "--json")
+    kept = {each["id"]: each["reason"] for each in done.data["keep"]}
+    assert "lease" in kept[one]
+    assert "resumed" in kept[two]
+    assert len(kept) == 3
+    assert "lease" in call("rm", tmp_path, one).err
+    os.utime(lease, (0, 0))
+    assert call("rm", tmp_path, one).code == 0
+
+
+def test_prune_does_what_the_dry_run_says(call: Commands, tmp_path: Path) -> None:
+    ids = save_steps(tmp_path, 1, 2, 3, 4, 5)
+    call("pin", tmp_path, 1)
+    rules = ("--keep-last", 1, "--rule", '{"keep": "every", "steps": 3}')
+    dry = call("prune", tmp_path, *rules, "--dry-run", "--json").data
+    assert dry["dry_run"] is True
+    assert [each["id"] for each in dry["remove"]] == [ids[1], ids[3]]
+    assert [each["id"] for each in dry["keep"]] == [ids[4], ids[2], ids[0]]
+    assert {each["reason"] for each in dry["keep"]} >= {"the newest", "it is pinned"}
+    assert len(call("ls", tmp_path, "--json").data["checkpoints"]) == 5
+    text = call("prune", tmp_path, *rules, "--dry-run").out.splitlines()
+    assert [line.split()[0] for line in text[1:]] == ["stays"] * 3 + ["goes"] * 2
+    done = call("prune", tmp_path, *rules, "--json").data
+    assert {**done, "dry_run": True} == dry
+    left = call("ls", tmp_path, "--json").data["checkpoints"]
+    assert [each["id"] for each in left] == [ids[4], ids[2], ids[0]]
+
+
+def test_prune_takes_rules_from_the_settings(
+    call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = save_steps(tmp_path / "root", 1, 2, 3)
+    file = tmp_path / "ckpipe.toml"
+    file.write_text("[retention]\nkeep_last = 2\n")
+    done = call("--settings", file, "prune", tmp_path / "root", "--dry-run", "--json")
+    assert [each["id"] for each in done.data["remove"]] == [ids[0]]
+    monkeypatch.setenv("CKPIPE_RETENTION__KEEP_LAST", "1")
+    done = call("prune", tmp_path / "root", "--dry-run", "--json")
+    assert [each["id"] for each in done.data["remove"]] == ids[:2]
+
+
+def test_commands_work_on_any_store(call: Commands) -> None:
+    with stores() as made:
+        save_steps(made.url, 1, 2)
+        assert call("verify", made.url, "--all").code == 0
+        assert call("rm", made.url, 1).code == 0
+        assert [e["step"] for e in call("ls", made.url, "--json").data["checkpoints"]] == [2]
+
+
+def test_looking_writes_nothing(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before[tmp_path] = tmp_path.stat().st_mtime_ns
+    for command in ("ls", "info", "verify"):
+        assert call(command, tmp_path).code == 0
+    assert call("prune", tmp_path, "--keep-last", 1, "--dry-run").code == 0
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    after[tmp_path] = tmp_path.stat().st_mtime_ns
+    assert after == before
+
+
+def test_the_program_prints_plain_text_into_pipes(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "40"}
+    done = program("ls", tmp_path, env=environment)
+    assert (done.code, done.err) == (0, "")
+    assert "\x1b" not in done.out
+    assert len(done.out.splitlines()) == 2
+    assert all(line == line.rstrip() for line in done.out.splitlines())
+    assert json.loads(program("info", tmp_path, "--json").out)["step"] == 1
+    assert program("--version").out == f"ckpipe {__version__}\n"
+
+
+def test_sizes_and_escapes() -> None:
+    shown = [size(n) for n in (None, 0, 1023, 1024, 1 << 20, 3 << 39, 1 << 70)]
+    assert shown == ["?", "0 B", "1023 B", "1.0 KiB", "1.0 MiB", "1.5 TiB", "1024.0 EiB"]
+    assert visible("a\tb\u202ec") == "a\\tb\\u202ec"
