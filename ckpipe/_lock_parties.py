@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ckpipe._threads import FrameMark
-from ckpipe.errors import LockMisuse, StateLockTimeout
+from ckpipe.errors import CaptureTooSlow, LockMisuse, StateLockTimeout
 from ckpipe.lock_state import Request, Side
 
 
@@ -56,6 +57,10 @@ class Party:
         mark: Of an optimizer step, the frame that holds on while it runs.
         key: Of an optimizer step, the hook that brackets it.
         since: When it came, or was let in, by the monotonic clock.
+        grace: Of a deferred capture, for how many seconds a trainer waits for it.
+        deferred_at: When it was deferred, by the monotonic clock.
+        readers: Of a deferred capture, how many threads are reading just now.
+        forfeited: Whether a trainer has taken the lock from it, or is about to.
     """
 
     request: Request
@@ -65,6 +70,10 @@ class Party:
     mark: FrameMark | None = None
     key: object = None
     since: float = field(default_factory=time.monotonic)
+    grace: float = math.inf
+    deferred_at: float = 0.0
+    readers: int = 0
+    forfeited: bool = False
 
     @property
     def name(self) -> str:
@@ -80,6 +89,10 @@ class Party:
         # The frame goes straight into the call: kept in a variable here it could close a cycle.
         return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
 
+    def grace_left(self, trainer: Party) -> float:
+        """For how many more seconds a trainer waits for this deferred capture."""
+        return max(self.deferred_at, trainer.since) + self.grace - time.monotonic()
+
     def use(self) -> LockUse:
         """Plain data about it, as of now."""
         seconds = time.monotonic() - self.since
@@ -89,13 +102,26 @@ class Party:
 class CaptureToken:
     """One held capture; any thread may give it to :meth:`StateLock.release_capture`."""
 
-    __slots__ = ("owner", "ticket")
+    __slots__ = ("grace", "owner", "ticket")
 
     def __init__(self, request: Request) -> None:
         self.ticket, self.owner = request.ticket, request.owner
+        self.grace = math.inf
 
     def __repr__(self) -> str:
         return f"<CaptureToken {self.ticket}>"
+
+
+class Fence(Protocol):
+    """Reads that a device still has to do, of memory that trainers may change afterwards."""
+
+    def passed(self) -> bool:
+        """Whether the reads are done."""
+        ...
+
+    def hold_back(self) -> None:
+        """Lets no work that this thread gives to the device from now on begin before them."""
+        ...
 
 
 class Deadline:
@@ -149,13 +175,23 @@ def mutation_misused(name: str, purpose: str) -> LockMisuse:
     )
 
 
+def forfeited(grace: float) -> CaptureTooSlow:
+    """The error for a capture that a trainer has taken the lock from."""
+    return CaptureTooSlow(
+        f"A step waited {grace:g} s for the copy of what it changes, and went on without it",
+        hint='Save with until="staged", raise lock.max_step_wait_seconds, or save less often',
+    )
+
+
 __all__ = [
     "CaptureToken",
     "Deadline",
+    "Fence",
     "LockStatistics",
     "LockUse",
     "Party",
     "capture_misused",
+    "forfeited",
     "mutation_misused",
     "timed_out",
 ]

@@ -19,7 +19,7 @@ from ckpipe.raw_memory import populate
 HUGE_PAGE_BYTES = 2 << 20
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Block:
     """A page-aligned piece of host memory.
 
@@ -28,12 +28,16 @@ class Block:
         tensor: The same bytes as a tensor of uint8.
         address: Where they begin.
         segment: What it is a part of.
+        touched: Whether its pages are backed with memory.
+        uses: How often it was handed out; what it held before the last time is gone.
     """
 
     view: memoryview
     tensor: torch.Tensor
     address: int
     segment: _Segment
+    touched: bool = False
+    uses: int = 0
 
     def touch(self) -> None:
         """Has the system back every page with memory; blocking, for a worker thread.
@@ -41,6 +45,7 @@ class Block:
         What the block holds does not change, so it may be in use meanwhile.
         """
         populate(self.address, len(self.view))
+        self.touched = True
 
 
 @dataclass(eq=False, slots=True)
@@ -104,15 +109,24 @@ class Arena:
 
     def take(self) -> Block:
         """Hands out a free block, one with touched pages before one without; grows if none is."""
-        if self._free:
-            return self._free.pop()
-        if not self._untouched:
+        if not self.free_blocks:
             self._grow(1)
-        return self._untouched.pop()
+        block = self._free.pop() if self._free else self._untouched.pop()
+        block.uses += 1
+        return block
+
+    def take_back(self, block: Block) -> bool:
+        """Hands out a certain free block with what it held; False if it is not free."""
+        if block not in self._free:
+            return False
+        self._free.remove(block)
+        return True
 
     def give(self, block: Block) -> None:
         """Takes a block back; the caller must not touch it any more."""
-        self._free.append(block)
+        block.touched = True
+        if block.segment in self._segments:  # else the arena was closed in the meantime
+            self._free.append(block)
 
     def trim(self, keep: int) -> None:
         """Returns memory to the system until about ``keep`` blocks are left.

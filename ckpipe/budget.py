@@ -8,6 +8,7 @@ arrival: a large request at the head is not overtaken by small ones behind it, s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import anyio
@@ -124,6 +125,16 @@ class Ration:
         """Whether the next block is best had by another being given back."""
         return len(self._held) >= self._reserved or not self._arena.touched_blocks
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the save may hold all its blocks at the same time."""
+        return self._reserved >= len(self._held) + self._needed
+
+    def take_all(self) -> list[Block]:
+        """Takes all blocks that the save needs, at once; the ration must be whole."""
+        assert self.is_whole
+        return self._draw(self._needed)
+
     async def take(self, at_most: int) -> list[Block]:
         """Takes at least one block and at most as many as are there without waiting."""
         patient = True
@@ -146,6 +157,23 @@ class Ration:
         self._needed -= count
         return blocks
 
+    def take_back(self, block: Block) -> bool:
+        """Takes a block again that was given back, with what it held; False if that cannot be.
+
+        It counts towards the budget again, and :meth:`give` returns it.
+        """
+        size = self._arena.block_bytes
+        try:
+            self._budget.acquire_nowait(size)
+        except (anyio.WouldBlock, ValueError):
+            return False
+        if not self._arena.take_back(block):
+            self._budget.release(size)
+            return False
+        self._reserved += 1
+        self._held.add(block)
+        return True
+
     def give(self, block: Block) -> None:
         """Takes a block back of which every byte has been written out."""
         self._held.remove(block)
@@ -154,9 +182,13 @@ class Ration:
         self._given.set()
         self._given = anyio.Event()
 
-    def close(self) -> None:
-        """Gives all that is left back. No thread may use a block of the ration any more."""
-        for block in list(self._held):
+    def close(self, *, keep: Container[Block] = ()) -> None:
+        """Gives all that is left back. No thread may use a block of it any more.
+
+        Args:
+            keep: Blocks that somebody still looks at, and that :meth:`give` will get one day.
+        """
+        for block in [each for each in self._held if each not in keep]:
             self._held.remove(block)
             self._arena.give(block)
         self._needed = 0

@@ -11,7 +11,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -225,6 +225,38 @@ def _close(run: list[Copy], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
         return
     nbytes = sum(leaves[step.tensor].nbytes for step in run)
     yield Gather(tuple(step.tensor for step in run), run[0].at, nbytes)
+
+
+def tensors_of(plan: BlockPlan) -> Iterator[int]:
+    """The numbers of the tensors that fill a block, perhaps several times each."""
+    for step in plan.steps:
+        match step:
+            case Gather():
+                yield from step.tensors
+            case Copy() | CopyWindow():
+                yield step.tensor
+            case Fill():
+                pass
+
+
+def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]:
+    """The two halves of a block's work: what must be copied at once, and what may be later.
+
+    Args:
+        plan: The block.
+        later: The numbers of the tensors that may be copied later.
+    """
+    soon: list[Step] = []
+    late: list[Step] = []
+    for step in plan.steps:
+        match step:
+            case Fill():
+                late.append(step)
+            case Gather():
+                (late if later.issuperset(step.tensors) else soon).append(step)
+            case Copy() | CopyWindow():
+                (late if step.tensor in later else soon).append(step)
+    return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
 
 
 def fill_block(plan: BlockPlan, leaves: Sequence[TensorLeaf], block: Block) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,61 @@ def fences() -> tuple[Any, ...]:
     )
 
 
-def side_stream(device: str, after: Sequence[Any]) -> Any:
-    """A stream on which copies run beside the program's own work, and after the marks given."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    for fence in after:
-        stream.wait_event(fence)
-    return stream
+class StreamFence:
+    """The end of copies that were queued on one device's side stream."""
+
+    def __init__(self, device: str, event: Any) -> None:
+        self._device, self._event = device, event
+
+    def passed(self) -> bool:
+        """Whether the copies are done."""
+        return bool(self._event.query())
+
+    def hold_back(self) -> None:
+        """Has the calling thread's current stream wait for them on the device."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """Blocks until they are done."""
+        self._event.synchronize()
+
+
+class SideStreams:
+    """Copies from devices beside the program's own work, and after the marks given.
+
+    Args:
+        after: Events behind the work that the copies must come after.
+    """
+
+    def __init__(self, after: Sequence[Any]) -> None:
+        self._after = after
+        self._streams: dict[str, Any] = {}
+
+    def serves(self, device: str) -> bool:
+        """Whether tensors on a device are copied by it."""
+        return device.startswith("cuda")
+
+    def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[StreamFence]:
+        """Queues copies; returns their ends, one for each device.
+
+        Args:
+            devices: The devices that the copies read from.
+            copy: What queues them, on the current streams of the devices.
+        """
+        ordered = sorted(devices)
+        with contextlib.ExitStack() as entered:
+            for device in ordered:
+                entered.enter_context(torch.cuda.stream(self._stream(device)))
+            copy()
+        return [StreamFence(each, self._stream(each).record_event()) for each in ordered]
+
+    def _stream(self, device: str) -> Any:
+        if device not in self._streams:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for fence in self._after:
+                stream.wait_event(fence)
+            self._streams[device] = stream
+        return self._streams[device]
 
 
 def register(memory: torch.Tensor) -> str:

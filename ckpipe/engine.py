@@ -36,7 +36,7 @@ from ckpipe.restore import LoadRequest, restore, verify
 from ckpipe.retention import Decision
 from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
-from ckpipe.saving import Save, SaveRequest, SkipSave, fail, resolve
+from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
 from ckpipe.site import Site, initial_budget
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, VerifyResult
@@ -193,6 +193,30 @@ class Engine:
             save.scope.cancel()
         await ended.wait()
 
+    async def hold_staged(self, save: Save) -> list[FilledBlock]:
+        """Keeps the memory that a save was copied to; give it back with :meth:`release_staged`.
+
+        Raises:
+            UsageError: If it is not all copied yet, or some of it has been used again.
+        """
+        try:
+            if not save.staged.done() or save.program is None:
+                raise LookupError("its state is not all copied yet")
+            return save.hold_blocks()
+        except LookupError as error:
+            reason = error.args[0] if error.args else "its memory serves a later save or load"
+            raise UsageError(
+                f"The staged state cannot be looked at: {reason}",
+                step=save.id.step,
+                rank=save.rank,
+                hint="Look between staged and the next save or load; a state larger than "
+                "staging_bytes is never in memory as a whole",
+            ) from None
+
+    async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:
+        """Ends what :meth:`hold_staged` began."""
+        save.release_view(held)
+
     async def take_failures(self) -> list[Exception]:
         """The failures of the background that nobody has seen yet; they count as seen then."""
         taken, self._background = self._background, []
@@ -214,7 +238,7 @@ class Engine:
             staged_only: Cancels the saves that still need the caller's state.
         """
         if staged_only:
-            for save in [each for each in self._active if not each.staged.done()]:
+            for save in [each for each in self._active if not each.safe.done()]:
                 await self.cancel(save)
         limit = self._settings.drain_timeout_seconds
         with anyio.move_on_after(limit):

@@ -34,8 +34,9 @@
     │   ├── SaveSkipped             the settings ask for no checkpoint here
     │   ├── SaveCancelled           the handle was cancelled
     │   ├── PipelineBusy            no room, and on_busy is "fail"
-    │   ├── StateChanged            the state kept changing its structure
+    │   ├── StateChanged            the state was changed without the lock
     │   ├── StateLockTimeout        the lock was held for too long
+    │   ├── CaptureTooSlow          a step would have waited too long for the copy
     │   ├── DrainTimeout            the pipeline closed before the save was through
     │   ├── CommitConflict          another writer owns the name
     │   └── CommitUnknown           whether the commit landed could not be found out
@@ -226,11 +227,15 @@ class PipelineBusy(SaveError):
 
 
 class StateChanged(SaveError):
-    """The structure of the state changed again while the save was planned a second time."""
+    """The state was changed without the lock: its structure, or what was copied beside training."""
 
 
 class StateLockTimeout(SaveError):
     """The state lock was not free in time; the message says who holds it and since when."""
+
+
+class CaptureTooSlow(SaveError):
+    """A step would have waited too long for a copy made beside training, and went on without it."""
 
 
 class DrainTimeout(SaveError):

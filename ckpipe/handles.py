@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from ckpipe.loop_thread import wait_for
 from ckpipe.saving import Save
+from ckpipe.staged_state import lent_state
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
 if TYPE_CHECKING:
@@ -60,6 +63,18 @@ class SaveHandle(_Handle):
     any number of tasks.
     """
 
+    async def captured(self) -> None:
+        """Waits until forward and backward may go on; see :meth:`ckpipe.Pipeline.save`.
+
+        That is when the state has been copied, or, with ``until="captured"``, all of it but what
+        guarded optimizers own.
+
+        Raises:
+            CkpipeError: If the save failed or was cancelled before that.
+        """
+        await _until_done(self._save.safe)
+        self._result(self._save.safe)
+
     async def staged(self) -> None:
         """Waits until the state has been copied, and training may go on.
 
@@ -98,12 +113,46 @@ class SaveHandle(_Handle):
         """Gives the save up unless it is committed already; returns once it has ended."""
         await wait_for(self._core.submit(self._core.engine.cancel, self._save))
 
+    @asynccontextmanager
+    async def staged_state(self) -> AsyncIterator[Any]:
+        """Lends the state as it was copied, for checks and uses of your own.
+
+        An async context manager. The tensors lie in the staging memory itself, on the CPU, with
+        all structure and sharing; one that crosses from a block to the next is a copy, and one
+        that shares no bytes lies row by row. They must not be changed, or used after the block
+        is left. The memory counts as in use until then, also beyond the commit.
+
+        It can be had once the save is staged, and until a later save or load uses the memory.
+
+        Raises:
+            UsageError: If it is not all copied yet, or not all in memory any more.
+        """
+        held = await wait_for(self._core.submit(self._core.engine.hold_staged, self._save))
+        try:
+            yield await anyio.to_thread.run_sync(lent_state, self._save, held)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._core.give_back, self._save, held)
+
     def __await__(self) -> Generator[Any, Any, CheckpointInfo]:
         return self.committed().__await__()
 
 
 class SyncSaveHandle(_Handle):
     """A save on its way, for code without an event loop."""
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Blocks until forward and backward may go on; see :meth:`ckpipe.SaveHandle.captured`.
+
+        Args:
+            timeout: Seconds to wait; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: If it is not captured by then.
+            CkpipeError: If the save failed or was cancelled before that.
+        """
+        _block(self._save.safe, timeout)
+        self._result(self._save.safe)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Blocks until the state has been copied, and training may go on.
@@ -149,6 +198,19 @@ class SyncSaveHandle(_Handle):
     def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""
         self._core.submit(self._core.engine.cancel, self._save).result()
+
+    @contextmanager
+    def staged_state(self) -> Iterator[Any]:
+        """Lends the state as it was copied; see :meth:`ckpipe.SaveHandle.staged_state`.
+
+        Raises:
+            UsageError: If it is not all copied yet, or not all in memory any more.
+        """
+        held = self._core.submit(self._core.engine.hold_staged, self._save).result()
+        try:
+            yield lent_state(self._save, held)
+        finally:
+            self._core.give_back(self._save, held)
 
 
 async def _until_done(future: Future[Any]) -> None:

@@ -5,16 +5,18 @@ which the pure state is replaced, and which everybody who waits looks at again a
 Nobody polls, with one exception. A hold can be left behind by a thread that ended, or by an
 optimizer step that raised, since hooks after the step do not run then. Nothing announces either,
 so whoever waits while somebody is mutating takes a look every :data:`LOOK_SECONDS`.
+
+A *deferred* capture reads on while the trainer is in its forward and backward pass. What is left
+of it is what only a holder of the mutating side changes, so nothing but such a holder waits, and
+not for ever: after the capture's grace it takes the lock, and the capture is worthless.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -23,23 +25,20 @@ import anyio
 from ckpipe._lock_parties import (
     CaptureToken,
     Deadline,
+    Fence,
     LockStatistics,
     LockUse,
     Party,
-    capture_misused,
-    mutation_misused,
-    timed_out,
+    forfeited,
 )
-from ckpipe._threads import FrameMark, thread_of
-from ckpipe.lock_state import LockState, Request, Side, Transition, arrive, blocks_itself, leave
-
-LOOK_SECONDS = 0.05
-"""How often one who waits looks for holds that were left behind."""
+from ckpipe._lock_queue import LOOK_SECONDS, LockQueue
+from ckpipe._threads import FrameMark
+from ckpipe.lock_state import Request, defer
 
 _BRACKET = "disallow_state_dict_read()"
 
 
-class StateLock:
+class StateLock(LockQueue):
     """A readers-writer lock: trainers change the state, captures read it, never at the same time.
 
     Several captures share the lock. A waiting trainer goes before new captures, those that run
@@ -48,14 +47,6 @@ class StateLock:
     step that raises, leaves nothing held. Any number of pipelines and other readers may share
     one lock. All methods may be called from any thread.
     """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._state = LockState()
-        self._parties: dict[int, Party] = {}
-        self._wakers: dict[int, Callable[[], object]] = {}
-        self._tickets = itertools.count(1)
-        self._here = threading.local()
 
     # ---- the trainer's side ----
 
@@ -200,9 +191,61 @@ class StateLock:
         finally:
             self.release_capture(token)
 
-    def release_capture(self, token: CaptureToken) -> None:
-        """Ends a capture. Does nothing if it has ended already."""
-        self._leave(token.ticket)
+    def release_capture(self, token: CaptureToken, *, fences: Iterable[Fence] = ()) -> None:
+        """Ends a capture. Does nothing if it has ended already.
+
+        Args:
+            token: The capture.
+            fences: Reads that devices have not done yet. Trainers are let in at once, and their
+                devices wait for these.
+        """
+        with self._changed:
+            if token.ticket in self._parties:
+                self._fences.extend(fences)
+                self._leave(token.ticket)
+
+    # ---- captures that trainers need not wait for, up to a point ----
+
+    def defer_capture(self, token: CaptureToken, grace: float) -> None:
+        """Says that from now on a capture reads only what nobody changes without the lock.
+
+        A trainer that has waited for it for the grace takes the lock from it, unless another
+        capture would keep the trainer waiting all the same. Does nothing if it has ended.
+
+        Args:
+            token: The capture.
+            grace: Seconds that a trainer waits from now on.
+        """
+        with self._changed:
+            party = self._parties.get(token.ticket)
+            if party is not None:
+                party.deferred_at, party.grace = time.monotonic(), grace
+                token.grace = grace
+                self._state = defer(self._state, token.ticket)
+                self._changed.notify_all()
+
+    @contextmanager
+    def reading(self, token: CaptureToken) -> Iterator[None]:
+        """Reads a piece of the state for a deferred capture; trainers wait for its end.
+
+        Args:
+            token: The capture.
+
+        Raises:
+            CaptureTooSlow: If a trainer has taken the lock from the capture, or it has ended.
+        """
+        with self._changed:
+            party = self._parties.get(token.ticket)
+            if party is None or party.forfeited:
+                raise forfeited(token.grace)
+            party.readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                party.readers -= 1
+                if party.forfeited and not party.readers:
+                    self._leave(token.ticket)
 
     @contextmanager
     def capturing_here(self, token: CaptureToken) -> Iterator[None]:
@@ -231,13 +274,6 @@ class StateLock:
         with self._changed:
             self._reap()
             self._refuse_deadlock(self._capture(object(), thread))
-
-    def captures_here(self) -> bool:
-        """Whether the calling thread is doing a capture at this moment."""
-        with self._changed:
-            owners = (threading.current_thread(), self._capture_owner())
-            held = (held for held in self._state.holding if held.side is Side.CAPTURING)
-            return any(request.owner in owners for request in held)
 
     # ---- optimizer steps ----
 
@@ -289,25 +325,6 @@ class StateLock:
     def _uses(self, requests: tuple[Request, ...]) -> tuple[LockUse, ...]:
         return tuple(self._parties[request.ticket].use() for request in requests)
 
-    # ---- requests ----
-
-    def _trainer(self, purpose: str, *, key: object = None, mark: FrameMark | None = None) -> Party:
-        thread = threading.current_thread()
-        request = Request(next(self._tickets), Side.MUTATING, thread)
-        return Party(request, purpose, thread, thread.ident, mark, key)
-
-    def _capture(
-        self, owner: object, thread: int | None, home: threading.Thread | None = None
-    ) -> Party:
-        saver = threading.current_thread() if thread is None else thread_of(thread)
-        request = Request(next(self._tickets), Side.CAPTURING, owner, saver, home)
-        return Party(request, "capture", saver, saver.ident if saver else thread)
-
-    def _capture_owner(self) -> object | None:
-        """Whose capture the calling thread works for, of those begun elsewhere."""
-        owners = getattr(self._here, "owners", None)
-        return owners[-1] if owners else None
-
     def _bracket(self) -> int | None:
         """The ticket of the calling thread's bracket: the hold itself is the only record of it."""
         me = threading.current_thread()
@@ -319,81 +336,5 @@ class StateLock:
         me = threading.current_thread()
         return [p for p in self._parties.values() if p.key is key and p.thread is me]
 
-    # ---- waiting ----
 
-    def _acquire(self, party: Party, timeout: float | None) -> None:
-        deadline = Deadline(timeout)
-        with self._changed:
-            try:
-                self._enter(party)
-                while (seconds := self._look(party, deadline)) is not None:
-                    self._changed.wait(None if seconds == math.inf else seconds)
-            except BaseException:
-                self._leave(party.request.ticket)
-                raise
-
-    def _enter(self, party: Party) -> None:
-        self._reap()
-        self._refuse_deadlock(party)
-        self._parties[party.request.ticket] = party
-        self._apply(arrive(self._state, party.request))
-
-    def _look(self, party: Party, deadline: Deadline) -> float | None:
-        """For how many seconds to wait before the next look; None once the request is granted.
-
-        Raises:
-            StateLockTimeout: If the deadline has passed.
-        """
-        ticket = party.request.ticket
-        with self._changed:
-            if not self._state.holds(ticket):
-                self._reap()
-            if self._state.holds(ticket):
-                return None
-            if deadline.seconds_left <= 0:
-                holders = [self._parties[held.ticket] for held in self._state.holding]
-                raise timed_out(party, deadline.timeout, holders)
-            look = math.inf if self._state.mutator is None else LOOK_SECONDS
-            return min(look, deadline.seconds_left)
-
-    def _refuse_deadlock(self, party: Party) -> None:
-        capturing = party.request.side is Side.CAPTURING
-        if not capturing and self.captures_here():
-            raise mutation_misused(party.name, party.purpose)
-        if blocks_itself(self._state, party.request):
-            if not capturing:
-                raise mutation_misused(party.name, party.purpose)
-            held = self._parties[self._state.holding[-1].ticket]
-            raise capture_misused(held.name, held.purpose)
-
-    def _reap(self) -> None:
-        """Lets go of what was left behind by threads that ended and by steps that raised."""
-        if self._state.mutator is None:
-            return
-        for held in self._state.holding:
-            if self._parties[held.ticket].is_over():
-                self._leave(held.ticket)
-
-    def _leave(self, ticket: int) -> None:
-        with self._changed:
-            if self._parties.pop(ticket, None) is not None:
-                self._apply(leave(self._state, ticket))
-
-    def _apply(self, transition: Transition) -> None:
-        self._state = transition.state
-        for request in transition.granted:
-            self._parties[request.ticket].since = time.monotonic()
-        # Everybody looks again, not only those who were let in: one who waits for captures
-        # must begin to look for dead holds once a trainer has taken their place.
-        self._changed.notify_all()
-        for ticket, wake in tuple(self._wakers.items()):
-            try:
-                wake()
-            except RuntimeError:
-                # The loop of one who waits was closed. That must not fail the one who lets go,
-                # and nothing may be granted to a task that will never run again.
-                del self._wakers[ticket]
-                self._leave(ticket)
-
-
-__all__ = ["LOOK_SECONDS", "CaptureToken", "LockStatistics", "LockUse", "StateLock"]
+__all__ = ["LOOK_SECONDS", "CaptureToken", "Fence", "LockStatistics", "LockUse", "StateLock"]

@@ -12,6 +12,9 @@ another would not. Who may hold what:
   be served before that owner is done.
 * Where several trainers hand the lock to each other without a gap, a capture would wait for
   ever; after :data:`PATIENCE` of them have gone first, the waiting captures go once.
+* A capture may be *deferred*: what is left to read is what only trainers with the lock change.
+  A trainer that has waited for it for too long may take the lock from it, but only if that lets
+  the trainer in: where another capture holds on, nothing is won by breaking this one.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Request:
         owner: Who holds the lock once it is granted; the same owner may hold a side repeatedly.
         saver: Of a capture, the thread that asked for it and may be waiting for its end.
         home: Of a capture, the thread without which it cannot be released.
+        deferred: Of a capture, whether a trainer may take the lock from it.
     """
 
     ticket: int
@@ -52,6 +56,7 @@ class Request:
     owner: Hashable
     saver: Hashable = None
     home: Hashable = None
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,29 @@ def leave(state: LockState, ticket: int) -> Transition:
     )
 
 
+def defer(state: LockState, ticket: int) -> LockState:
+    """A capture becomes deferred; does nothing if it does not hold the lock (any more)."""
+    holding = tuple(
+        replace(held, deferred=True)
+        if held.ticket == ticket and held.side is Side.CAPTURING
+        else held
+        for held in state.holding
+    )
+    return replace(state, holding=holding)
+
+
+def forfeitable(state: LockState) -> tuple[Request, ...]:
+    """The captures that a trainer would have to take the lock from to be let in.
+
+    Returns:
+        All that hold the lock; none if trainers hold it, no trainer waits, or one of the captures
+        is not deferred.
+    """
+    if not state.waiting_for(Side.MUTATING) or not all(held.deferred for held in state.holding):
+        return ()
+    return state.holding
+
+
 def _settle(state: LockState) -> Transition:
     """Lets in whoever may come in now. One look is enough: letting one side in bars the other."""
     trainers, captures = state.waiting_for(Side.MUTATING), state.waiting_for(Side.CAPTURING)
@@ -147,5 +175,7 @@ __all__ = [
     "Transition",
     "arrive",
     "blocks_itself",
+    "defer",
+    "forfeitable",
     "leave",
 ]

@@ -84,7 +84,7 @@ class Pipeline:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        until: Literal["staged", "committed"] = "staged",
+        until: Literal["captured", "staged", "committed"] = "staged",
         final: bool = False,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -102,7 +102,11 @@ class Pipeline:
             metrics: Numbers by name, kept in the checkpoint; NaN is allowed.
             metadata: Plain JSON, kept in the checkpoint.
             until: ``"staged"`` returns when the state is copied, ``"committed"`` when the
-                checkpoint is durable.
+                checkpoint is durable. ``"captured"`` returns when all is copied but what guarded
+                optimizers own: their parameters and the tensors of their state. These are copied
+                while forward and backward run, and only a guarded ``step()``, or
+                ``lock.mutating()``, waits for what is left. Nothing else may change them; a
+                step's hyperparameters are copied before.
             final: Whether this is the run's final checkpoint.
             include: Globs of labels to save, such as ``"model.*"``; None saves all.
             exclude: Globs of labels to leave out.
@@ -116,6 +120,11 @@ class Pipeline:
             StateLockTimeout: If trainers held the lock for too long.
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
+            UsageError: With ``until="captured"``, if no optimizer is guarded or the state does
+                not fit the staging memory. After it returned, the save fails with
+                ``CaptureTooSlow`` if a step would wait longer than
+                ``lock.max_step_wait_seconds``, and with ``StateChanged`` if an optimizer's
+                tensor is changed outside of a guarded step.
             CkpipeError: With ``until="committed"``, whatever made the save fail; and whatever
                 made an earlier save fail that nobody waited for, unless ``on_error`` is
                 ``"warn"``.
@@ -132,7 +141,7 @@ class Pipeline:
         )
         save = await self._run(self._core.engine.begin, request, step)
         handle = SaveHandle(self._core, save)
-        await handle.staged()
+        await (handle.captured() if until == "captured" else handle.staged())
         if until == "committed" and handle.status != "skipped":
             await handle.committed()
         return handle

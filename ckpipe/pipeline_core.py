@@ -22,7 +22,7 @@ from ckpipe.keys import LabelFilter, encode_float
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.restore import LoadRequest
-from ckpipe.saving import SaveRequest
+from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo
 
@@ -142,6 +142,11 @@ class PipelineCore:
             failures = self.submit(self.engine.take_failures).result()
             raise_or_warn(failures, self.settings.on_error)
 
+    def give_back(self, save: Save, held: list[FilledBlock]) -> None:
+        """Gives staging memory back that a caller has looked at; blocking."""
+        if self._loop is not None:  # else it went with the pipeline
+            self._loop.submit(self.engine.release_staged, save, held).result()
+
     # Saves and loads
 
     def request(
@@ -157,12 +162,11 @@ class PipelineCore:
     ) -> SaveRequest:
         """Checks what ``save`` was given, on the caller's thread."""
         _ = self.engine
-        if until not in ("staged", "committed"):
+        if until not in ("captured", "staged", "committed"):
             raise UsageError(
-                f"until is 'staged' or 'committed', not {until!r}",
-                step=step,
-                hint="Saving without a pause, until='captured', is not there yet",
+                f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
             )
+        owners = self._owners(step) if until == "captured" else ()
         if step is not None and (type(step) is not int or not 0 <= step < 10**12):
             raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
         self.lock.check_capture_allowed()
@@ -174,7 +178,20 @@ class PipelineCore:
             final,
             threading.get_ident(),
             cuda.fences(),
+            owners,
         )
+
+    def _owners(self, step: int | None) -> tuple[Optimizer, ...]:
+        """The guarded optimizers, whose tensors may be copied while training goes on."""
+        owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
+        if not owners:
+            raise UsageError(
+                "until='captured' needs a guarded optimizer: nothing else keeps a step from "
+                "changing what is still to be copied",
+                step=step,
+                hint="Open the pipeline with guard=optimizer, or save with until='staged'",
+            )
+        return owners
 
     def load_request(
         self, into: Any, select: LabelFilter, *, strict: bool, cast: bool, pickle: str

@@ -56,6 +56,4 @@ async def run_save(save: Save, site: Site) -> None:
             )
             tasks.start_soon(retention.run, save, site, complete, name=f"retention {save.name}")
     finally:
-        if save.ration is not None:
-            save.ration.close()
-            save.ration = None
+        save.close_ration()

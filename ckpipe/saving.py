@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+from torch.optim import Optimizer
 
 from ckpipe.arena import Block
 from ckpipe.budget import Ration
 from ckpipe.copying import BlockPlan
 from ckpipe.keys import Json, LabelFilter
-from ckpipe.lock import CaptureToken, StateLock
+from ckpipe.lock import CaptureToken, Fence, StateLock
 from ckpipe.planning import RankPlan
 from ckpipe.structure import Captured
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveReport, SaveStatus, StageReport
@@ -37,6 +39,8 @@ class SaveRequest:
         final: Whether it is the run's final checkpoint.
         thread: The thread that called.
         fences: Events on the devices' streams, behind the work that the caller had queued.
+        owners: Guarded optimizers whose tensors are copied while training goes on; none if the
+            caller waits for all copies.
     """
 
     state: Any
@@ -46,6 +50,7 @@ class SaveRequest:
     final: bool
     thread: int
     fences: tuple[Any, ...] = ()
+    owners: tuple[Optimizer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +74,39 @@ class Turn:
         self._lock, self.token = lock, token
         self.ended = anyio.Event()
         self.copied = False
+        self._users = 0
+        self._ending = False
 
     def end(self, *, copied: bool = False) -> None:
-        """Lets trainers go on; may be called twice."""
-        if not self.ended.is_set():
-            self.copied = copied
+        """Lets trainers go on, once no thread reads any more; may be called twice."""
+        self._ending = True
+        self.copied |= copied
+        if not self._users and not self.ended.is_set():
             self._lock.release_capture(self.token)
             self.ended.set()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keeps the hold although the turn may end: a worker thread is at the state."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._ending:
+                self.end()
+
+    def defer(self, grace: float) -> None:
+        """Reads from now on only what nobody changes without the lock; see ``defer_capture``."""
+        self._lock.defer_capture(self.token, grace)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Reads a piece of a state that was deferred; see :meth:`StateLock.reading`."""
+        return self._lock.reading(self.token)
+
+    def let_go(self, fences: Iterable[Fence]) -> None:
+        """Lets trainers go on from any thread, their devices after these fences."""
+        self._lock.release_capture(self.token, fences=fences)
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -167,18 +198,25 @@ class Save:
 
     def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
         self.id, self.rank, self.request = id, rank, request
+        self._copied: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
+        self._in_use: dict[Block, FilledBlock] = {}
+        self._views = 0
         self.began = time.perf_counter()
         self.started_at = time.time()
         self.status: SaveStatus = "queued"
+        self.safe: Future[None] = Future()
         self.staged: Future[None] = Future()
+        self.staged.add_done_callback(self._staged_is_safe)
         self.committed: Future[CheckpointInfo] = Future()
         self.clock = StageClock()
         self.scope: anyio.CancelScope | None = None
         self.cancel_requested = False
         self.ration: Ration | None = None
+        self.blocks: list[Block] = []
         self.captured: Captured | None = None
         self.program: Program | None = None
         self.replanned = False
+        self.captured_seconds: float | None = None
         self.staged_seconds: float | None = None
         self.durable_seconds: float | None = None
 
@@ -202,13 +240,73 @@ class Save:
             bytes=plan.size if plan else 0,
             tensors=len(plan.layout.chunks) if plan else 0,
             planned=self.replanned,
+            captured_seconds=self.captured_seconds,
         )
 
+    def _staged_is_safe(self, staged: Future[None]) -> None:
+        error = staged.exception()
+        if error is None:
+            resolve(self.safe, None)
+        else:
+            fail(self.safe, error)
+
+    def note(self, filled: FilledBlock) -> None:
+        """Notes a block that is filled, and is in use by the stages after the copy."""
+        self._in_use[filled.block] = filled
+        self._copied.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
+
     def release(self, filled: FilledBlock) -> None:
-        """Takes a block back from one stage; its memory is free once both are through with it."""
+        """Takes a block back from one user; its memory is free once all are through with it."""
         filled.users -= 1
-        if not filled.users and self.ration is not None:
-            self.ration.give(filled.block)
+        if not filled.users:
+            self._in_use.pop(filled.block, None)
+            if self.ration is not None:
+                self.ration.give(filled.block)
+
+    def hold_blocks(self) -> list[FilledBlock]:
+        """Keeps all blocks of the file image until :meth:`release_view` is called.
+
+        Raises:
+            LookupError: If one of them may hold something else by now.
+        """
+        held: list[FilledBlock] = []
+        try:
+            for plan, reference, uses in self._copied:
+                block = reference()
+                if block is None or block.uses != uses:
+                    raise LookupError
+                held.append(self._held_again(plan, block))
+        except LookupError:
+            for each in held:
+                self.release(each)
+            raise
+        self._views += 1
+        return held
+
+    def _held_again(self, plan: BlockPlan, block: Block) -> FilledBlock:
+        filled = self._in_use.get(block)
+        if filled is None:
+            if self.ration is None or not self.ration.take_back(block):
+                raise LookupError
+            filled = self._in_use[block] = FilledBlock(plan, block, 0)
+        filled.users += 1
+        return filled
+
+    def release_view(self, held: list[FilledBlock]) -> None:
+        """Gives back what :meth:`hold_blocks` returned."""
+        self._views -= 1
+        for each in held:
+            self.release(each)
+
+    def close_ration(self) -> None:
+        """Gives all memory back but what is looked at; the stages are through with it."""
+        keep = self._in_use if self._views else {}
+        if self.ration is not None:
+            self.ration.close(keep=keep)
+        for filled in keep.values():
+            filled.users = self._views
+        self._in_use = dict(keep)
+        self.blocks.clear()
 
     def forget_state(self) -> None:
         """Drops what refers to the caller's objects; nothing needs them once all is copied."""

@@ -130,6 +130,10 @@ class Lock(_Group):
     """How long a save waits until it may look at the state, in seconds, before it fails. The
     training step goes on in any case."""
 
+    max_step_wait_seconds: float = Field(1.0, gt=0)
+    """How long a guarded step may wait, in seconds, for a copy made beside training
+    (``until="captured"``). If it would take longer, the save fails and the step goes on."""
+
 
 class Retention(_Group):
     """Which complete checkpoints stay. Without ``keep_last`` and ``rules`` all do."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
+import torch
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget, Ration
 from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
-from ckpipe.errors import PipelineBusy
+from ckpipe.errors import PipelineBusy, UsageError
 from ckpipe.events import EventBus
 from ckpipe.lock import StateLock
 from ckpipe.planning import Planner, fingerprint
@@ -112,6 +115,7 @@ class Site:
         Raises:
             SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
             PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
+            UsageError: If it is to be copied beside training and the budget is too small.
         """
         if save.ration is not None:
             save.ration.close()
@@ -125,6 +129,29 @@ class Site:
             await self._wait(save, reserved * size)
         save.ration = Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
         self.recent_blocks = [*self.recent_blocks[-7:], reserved]
+        if save.request.owners:
+            await self._take_all(save, save.ration)
+
+    async def _take_all(self, save: Save, ration: Ration) -> None:
+        """Draws all blocks ahead of the copy, so that no step waits for memory.
+
+        Raises:
+            UsageError: If the budget is smaller than the state.
+        """
+        if not ration.is_whole:
+            raise UsageError(
+                f"The state needs more than the {self.budget.capacity >> 20} MiB of staging "
+                'memory, so it cannot be saved with until="captured"',
+                step=save.id.step,
+                rank=self.rank,
+                hint='Raise staging_bytes, or save with until="staged"',
+            )
+        save.blocks = ration.take_all()
+        cold = [block for block in save.blocks if not block.touched]
+        limiter = anyio.CapacityLimiter(max(1, torch.get_num_threads()))
+        async with anyio.create_task_group() as tasks:
+            for block in cold:
+                tasks.start_soon(partial(anyio.to_thread.run_sync, block.touch, limiter=limiter))
 
     async def _wait(self, save: Save, amount: int) -> None:
         reason = "Earlier saves hold the staging memory"

@@ -66,12 +66,12 @@ class SyncPipeline:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        until: Literal["staged", "committed"] = "staged",
+        until: Literal["captured", "staged", "committed"] = "staged",
         final: bool = False,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
-        """Saves a state; returns when it has been copied. See :meth:`ckpipe.Pipeline.save`."""
+        """Saves a state; returns as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
         self._core.report_failures()
         request = self._core.request(
             state,
@@ -84,7 +84,10 @@ class SyncPipeline:
         )
         save = self._core.submit(self._core.engine.begin, request, step).result()
         handle = SyncSaveHandle(self._core, save)
-        handle.wait_staged()
+        if until == "captured":
+            handle.wait_captured()
+        else:
+            handle.wait_staged()
         if until == "committed" and handle.status != "skipped":
             handle.wait()
         return handle

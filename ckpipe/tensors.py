@@ -228,6 +228,16 @@ def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return False
 
 
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor's elements fill their window, each byte once, in whatever order."""
+    reach = 1
+    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1):
+        if n and step != reach:
+            return False
+        reach *= n
+    return True
+
+
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether strides are those of a row-major layout without holes."""
     expected = 1

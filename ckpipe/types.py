@@ -119,11 +119,13 @@ class SaveReport:
 
     Args:
         stages: A report for each stage that ran, by name.
-        staged_seconds: From the call of ``save`` until training could go on.
+        staged_seconds: From the call of ``save`` until the whole state was copied.
         durable_seconds: From the call of ``save`` until the commit; None until then.
         bytes: Size of the data files.
         tensors: How many tensors were saved.
         planned: Whether the plan had to be made; False if the last one still fitted.
+        captured_seconds: With ``until="captured"``, from the call of ``save`` until forward and
+            backward could go on; else None.
     """
 
     stages: Mapping[str, StageReport]
@@ -132,6 +134,7 @@ class SaveReport:
     bytes: int
     tensors: int
     planned: bool
+    captured_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

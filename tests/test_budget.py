@@ -166,7 +166,7 @@ def test_ration_gives_everything_back(
         held: list[Any] = []
         taken = 0
         for take, number in moves:
-            if take and taken < needed and not ration.full:
+            if take and taken < needed and ration.held < reserved:
                 blocks = await ration.take(min(number, needed - taken))
                 assert 1 <= len(blocks) <= number
                 held += blocks
@@ -190,7 +190,7 @@ async def test_full_ration_waits_for_a_block() -> None:
     await budget.acquire(2 * BLOCK)
     ration = Ration(budget, arena, reserved=2, needed=3)
     first, second = [(await ration.take(1))[0] for _ in range(2)]
-    assert ration.full
+    assert ration.short
     third = asyncio.create_task(ration.take(5))
     await settle()
     assert not third.done()

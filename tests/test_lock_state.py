@@ -14,6 +14,8 @@ from ckpipe.lock_state import (
     Transition,
     arrive,
     blocks_itself,
+    defer,
+    forfeitable,
     leave,
 )
 
@@ -67,6 +69,41 @@ class LockMachine(RuleBasedStateMachine):
     @rule()
     def oldest_holder_leaves(self) -> None:
         self.anyone_leaves(self.state.holding[0].ticket)
+
+    @rule(ticket=tickets)
+    def anyone_is_deferred(self, ticket: int) -> None:
+        """Deferring changes who may be pressed, and nothing else."""
+        before, self.state = self.state, defer(self.state, ticket)
+        self.arrived = [self.as_it_is(request) for request in self.arrived]
+        assert self.state.waiting == before.waiting
+        assert [held.ticket for held in self.state.holding] == [h.ticket for h in before.holding]
+        newly = set(self.state.holding) - set(before.holding)
+        assert all(held.ticket == ticket and held.side is Side.CAPTURING for held in newly)
+
+    def as_it_is(self, request: Request) -> Request:
+        held = {each.ticket: each for each in self.state.holding}
+        return held.get(request.ticket, request)
+
+    @precondition(lambda self: bool(forfeitable(self.state)))
+    @rule()
+    def a_trainer_presses(self) -> None:
+        """Taking the lock from those who may be pressed lets the first trainer in."""
+        first = self.state.waiting_for(Side.MUTATING)[0]
+        for capture in forfeitable(self.state):
+            assert capture.deferred
+            assert capture.side is Side.CAPTURING
+            assert not self.state.holds(first.ticket)
+            self.anyone_leaves(capture.ticket)
+        due = self.state.passed == 0 and self.state.mutator is None and self.state.holding
+        assert self.state.holds(first.ticket) or due
+
+    @invariant()
+    def only_those_who_can_help_are_pressed(self) -> None:
+        pressed = forfeitable(self.state)
+        trainers = self.state.waiting_for(Side.MUTATING)
+        captures = [held for held in self.state.holding if held.side is Side.CAPTURING]
+        undisturbed = not trainers or any(not held.deferred for held in captures)
+        assert pressed == (() if undisturbed else tuple(captures))
 
     def judge(self, before: LockState, transition: Transition) -> None:
         self.state, granted = transition
@@ -126,7 +163,7 @@ def trainer(ticket: int, owner: str) -> Request:
 
 
 def capture(ticket: int, owner: str, **threads: str) -> Request:
-    return Request(ticket, Side.CAPTURING, owner, **threads)
+    return Request(ticket, Side.CAPTURING, owner, threads.get("saver"), threads.get("home"))
 
 
 def held(state: LockState) -> list[int]:
@@ -163,6 +200,14 @@ def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:
     waiting = state.waiting_for(Side.MUTATING)
     after_capture = after(capture(1001, "b"), 1000, state=state)
     assert after_capture.mutator == waiting[0].owner
+
+
+def test_a_capture_that_cannot_be_hurried_protects_the_others() -> None:
+    state = defer(after(capture(1, "a"), capture(2, "b"), trainer(3, "t")), 1)
+    assert forfeitable(state) == ()
+    assert [each.ticket for each in forfeitable(after(2, state=state))] == [1]
+    assert forfeitable(after(2, 3, state=state)) == ()
+    assert forfeitable(defer(after(trainer(1, "t"), trainer(2, "u")), 1)) == ()
 
 
 def test_waiting_for_oneself_is_seen() -> None:

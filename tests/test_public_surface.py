@@ -30,7 +30,8 @@ _OPEN = """(
 ) -> None"""
 _SAVE = """(
     self, state: Any, *, step: int | None = None, metrics: Mapping[str, float] | None = None,
-    metadata: Mapping[str, Any] | None = None, until: Literal['staged', 'committed'] = 'staged',
+    metadata: Mapping[str, Any] | None = None,
+    until: Literal['captured', 'staged', 'committed'] = 'staged',
     final: bool = False, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
 ) -> """
 _PIPELINE = {
@@ -69,12 +70,16 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "__await__": "(self) -> Generator[Any, Any, CheckpointInfo]",
         "committed": "(self) -> CheckpointInfo",
         "complete": "(self, timeout: float | None = None) -> CheckpointInfo",
+        "captured": "(self) -> None",
         "staged": "(self) -> None",
+        "staged_state": "(self) -> AsyncIterator[Any]",
     },
     "SyncSaveHandle": _HANDLE
     | {
         "wait": "(self, timeout: float | None = None) -> CheckpointInfo",
         "wait_complete": "(self, timeout: float | None = None) -> CheckpointInfo",
+        "staged_state": "(self) -> Iterator[Any]",
+        "wait_captured": "(self, timeout: float | None = None) -> None",
         "wait_staged": "(self, timeout: float | None = None) -> None",
     },
     "Backend": {
@@ -110,7 +115,7 @@ SETTINGS = """
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds
-    load.lanes lock.timeout_seconds
+    load.lanes lock.timeout_seconds lock.max_step_wait_seconds
     retention.keep_last retention.rules retention.sweep_after_seconds
     backends
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.saving import CapturedState, PlannedState, Save
+from ckpipe.saving import CapturedState, PlannedState, Program, Save
 from ckpipe.site import Site
 
 
@@ -23,17 +23,26 @@ async def run(
     Raises:
         UnsupportedState: If a tensor cannot be saved.
         PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
+        UsageError: If the state is to be copied beside training and the budget is too small.
     """
     async with inbox, out:
         async for state in inbox:
             with save.clock.timing("plan"):
                 program = site.program
-                if program is not None and save.ration is not None and site.fits(state.captured):
+                fits = site.fits(state.captured)
+                if program is not None and fits and _has_memory(save, program):
                     await out.send(PlannedState(state.turn, state.captured, program))
                     continue
                 state.turn.end()
-                if not site.fits(state.captured):
+                if not fits:
                     save.replanned = True
                     site.program = await anyio.to_thread.run_sync(site.make_program, state.captured)
             assert site.program is not None
             await site.reserve(save, len(site.program.blocks))
+
+
+def _has_memory(save: Save, program: Program) -> bool:
+    """Whether the save's memory serves a program; another save may have changed that meanwhile."""
+    if save.request.owners:
+        return len(save.blocks) == len(program.blocks)
+    return save.ration is not None

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
 
 import anyio
-import anyio.from_thread
 import anyio.lowlevel
 import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe import cuda
+from ckpipe.arena import Block
+from ckpipe.block_copiers import BlockCopiers, Outlet, Piece
 from ckpipe.collector import collector_paused
-from ckpipe.copying import BlockPlan, fill_block
+from ckpipe.copying import BlockPlan, split_block
+from ckpipe.cuda import SideStreams
 from ckpipe.events import Staged
+from ckpipe.ownership import owned_leaves
 from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn, resolve
 from ckpipe.site import Site
 from ckpipe.structure import Captured, capture
-from ckpipe.tensors import TensorLeaf
 
 MAX_COPIERS = 4
 """Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
@@ -41,7 +38,7 @@ async def walk(
     async with inbox, out:
         async for turn in inbox:
             save.status = "capturing"
-            with save.clock.timing("walk"):
+            with save.clock.timing("walk"), turn.in_use():
                 captured = await anyio.to_thread.run_sync(_walk, save, site, turn)
             await out.send(CapturedState(turn, captured))
 
@@ -63,150 +60,88 @@ async def copy(
 
     Every block goes to both streams. They need room for all blocks of the save's ration, which
     is what bounds them.
+
+    Raises:
+        CaptureTooSlow: If a step would have had to wait too long for a copy beside training.
+        StateChanged: If what is copied beside training was changed without the lock.
     """
     async with inbox, to_serialize, to_upload:
         async for state in inbox:
             save.captured, save.program = state.captured, state.program
-            outlet = _Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
+            outlet = Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
+            copiers = _copiers(save, state, outlet)
             try:
-                with save.clock.timing("stage", state.program.plan.size):
-                    await _copy_blocks(save, state, outlet)
+                with save.clock.timing("stage", state.program.plan.size), state.turn.in_use():
+                    if save.request.owners:
+                        await _copy_beside_training(save, site, state, copiers)
+                    else:
+                        await _copy_at_once(save, state, copiers, outlet)
             finally:
                 state.turn.end(copied=True)
             _staged(save, site, state)
             outlet.open()
 
 
-class _Outlet:
-    """Where filled blocks leave for the next two stages.
+def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
+    def out(filled: FilledBlock) -> None:
+        save.note(filled)
+        outlet.send(filled)
 
-    Checksums are held back until it is opened: they would take a core from the copy, for which
-    the trainer waits. Uploads, which mostly wait for the store, begin at once if they may overlap.
-
-    Args:
-        to_serialize: Where blocks get their checksums.
-        to_upload: Where they are written to the store.
-        overlap: Whether uploads begin before it is opened.
-    """
-
-    def __init__(
-        self,
-        to_serialize: MemoryObjectSendStream[FilledBlock],
-        to_upload: MemoryObjectSendStream[FilledBlock],
-        *,
-        overlap: bool,
-    ) -> None:
-        self._to_serialize, self._to_upload, self._overlap = to_serialize, to_upload, overlap
-        self._held: list[FilledBlock] = []
-        self._opened = False
-
-    def send(self, filled: FilledBlock) -> None:
-        """Takes a block that is filled."""
-        self._held.append(filled)
-        if self._overlap:
-            _send(self._to_upload, filled)
-        if self._opened:
-            self.open()
-
-    def open(self) -> None:
-        """Lets all go that was held back, and holds nothing back any more."""
-        self._opened = True
-        held, self._held = self._held, []
-        for filled in held:
-            _send(self._to_serialize, filled)
-            if not self._overlap:
-                _send(self._to_upload, filled)
+    streams = SideStreams(save.request.fences)
+    threads = min(MAX_COPIERS, torch.get_num_threads())
+    return BlockCopiers(state.turn, state.captured.tensors, streams, out, threads=threads)
 
 
-def _send(stream: MemoryObjectSendStream[FilledBlock], filled: FilledBlock) -> None:
-    # The next stages are gone if the save failed; its blocks are given back all the same.
-    with contextlib.suppress(anyio.BrokenResourceError):
-        stream.send_nowait(filled)
-
-
-async def _copy_blocks(save: Save, state: PlannedState, outlet: _Outlet) -> None:
+async def _copy_at_once(
+    save: Save, state: PlannedState, copiers: BlockCopiers, outlet: Outlet
+) -> None:
     """Hands out blocks as the ration has them, to copiers that share what is ready."""
     ration = save.ration
     assert ration is not None
-    ready: deque[FilledBlock] = deque()
-    fill = _Filling(save, state, ready, outlet)
-    on_devices = any(leaf.device != "cpu" for leaf in state.captured.tensors)
-    copiers = anyio.Semaphore(1 if on_devices else min(MAX_COPIERS, torch.get_num_threads()))
     plans = deque(state.program.blocks)
     async with anyio.create_task_group() as tasks:
         while plans:
             if ration.short:
                 outlet.open()  # blocks have to come back while the copy goes on
             blocks = await ration.take(len(plans))
-            ready.extend(FilledBlock(plans.popleft(), block) for block in blocks)
-            for _ in range(min(len(blocks), copiers.value)):
-                tasks.start_soon(_copier, ready, fill, copiers)
+            copiers.add(_whole(plans.popleft(), block) for block in blocks)
+            for _ in range(min(len(blocks), copiers.threads)):
+                tasks.start_soon(copiers.copy)
             await anyio.lowlevel.checkpoint()
 
 
-async def _copier(ready: deque[FilledBlock], fill: _Filling, copiers: anyio.Semaphore) -> None:
-    async with copiers:
-        while ready:
-            await anyio.to_thread.run_sync(fill.run)
+def _whole(plan: BlockPlan, block: Block) -> Piece:
+    return Piece(FilledBlock(plan, block), plan)
 
 
-class _Filling:
-    """The work of the copiers' threads: fills what is ready until nothing is."""
-
-    def __init__(
-        self, save: Save, state: PlannedState, ready: deque[FilledBlock], outlet: _Outlet
-    ) -> None:
-        self._save, self._state, self._ready, self._outlet = save, state, ready, outlet
-        self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, Any] = {}
-
-    def run(self) -> None:
-        leaves = self._state.captured.tensors
-        events = []
-        with self._state.turn.here(), torch.no_grad():
-            while True:
-                try:
-                    filled = self._ready.popleft()
-                except IndexError:
-                    break
-                anyio.from_thread.check_cancelled()
-                devices = _devices(filled.plan, leaves)
-                if not devices:
-                    fill_block(filled.plan, leaves, filled.block)
-                    self._send(filled)
-                    continue
-                pending = _fill_from_devices(filled, leaves, devices, self._streams, self._save)
-                events.append((filled, pending))
-            for filled, pending in events:
-                for event in pending:
-                    event.synchronize()
-                self._send(filled)
-
-    def _send(self, filled: FilledBlock) -> None:
-        self._loop.call_soon_threadsafe(self._outlet.send, filled)
+async def _copy_beside_training(
+    save: Save, site: Site, state: PlannedState, copiers: BlockCopiers
+) -> None:
+    """Copies what anybody may change, lets the caller go, then copies what optimizers own."""
+    soon, late, owned = await anyio.to_thread.run_sync(_divide, save, state)
+    copiers.add(soon)
+    await copiers.finish()
+    leaves = [state.captured.tensors[number] for number in owned]
+    copiers.defer(leaves, site.settings.lock.max_step_wait_seconds)
+    save.captured_seconds = save.elapsed
+    resolve(save.safe, None)
+    copiers.add(late)
+    await copiers.finish()
+    await anyio.to_thread.run_sync(copiers.let_go)
 
 
-def _devices(plan: BlockPlan, leaves: Sequence[TensorLeaf]) -> set[str]:
-    numbers = (getattr(step, "tensor", None) for step in plan.steps)
-    devices = {leaves[number].device for number in numbers if number is not None}
-    return {device for device in devices if device.startswith("cuda")}
-
-
-def _fill_from_devices(
-    filled: FilledBlock,
-    leaves: Sequence[TensorLeaf],
-    devices: set[str],
-    streams: dict[str, Any],
-    save: Save,
-) -> list[Any]:
-    """Queues a block's copies on side streams that wait for the caller's work on the device."""
-    for device in devices - streams.keys():
-        streams[device] = cuda.side_stream(device, save.request.fences)
-    with contextlib.ExitStack() as entered:
-        for device in sorted(devices):
-            entered.enter_context(torch.cuda.stream(streams[device]))
-        fill_block(filled.plan, leaves, filled.block)
-    return [streams[device].record_event() for device in sorted(devices)]
+def _divide(save: Save, state: PlannedState) -> tuple[list[Piece], list[Piece], set[int]]:
+    """The pieces to copy at once, those to copy later, and the tensors that the latter read."""
+    owned = owned_leaves(state.captured.tensors, save.request.owners)
+    soon, late = [], []
+    for plan, block in zip(state.program.blocks, save.blocks, strict=True):
+        filled = FilledBlock(plan, block)
+        at_once, later = split_block(plan, owned)
+        if at_once.steps:
+            soon.append(Piece(filled, at_once, last=not later.steps))
+        if later.steps or not at_once.steps:
+            late.append(Piece(filled, later))
+    return soon, late, owned
 
 
 def _staged(save: Save, site: Site, state: PlannedState) -> None:

@@ -1,0 +1,111 @@
+"""Which tensors of a state only the steps of guarded optimizers change.
+
+Those may be copied later, while forward and backward run. The rule errs to one side: what is
+copied at once is always right, what is copied later is right only if every byte of it belongs to
+an optimizer. A buffer that overlaps a parameter without lying inside of it is therefore not
+owned, nor is a hyperparameter that is a tensor, since schedulers write to it between steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckpipe.tensors import TensorLeaf, is_dense
+
+
+def owned_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """The parameters of optimizers and the tensors of their state."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for each in optimizer.state.values():
+            yield from _tensors_in(each)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+class OwnedMemory:
+    """The bytes that lie in the owned tensors.
+
+    Args:
+        tensors: The tensors; those that are not strided memory are passed over.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._exact: set[tuple[str, int, int]] = set()
+        self._views: set[tuple[Any, ...]] = set()
+        ranges: list[tuple[str, int, int]] = []
+        for tensor in tensors:
+            local = _local(tensor)
+            if local.layout is not torch.strided or local.is_meta:
+                continue
+            device = "cpu" if local.is_cpu else str(local.device)
+            address, nbytes = local.data_ptr(), local.nbytes
+            if local.is_contiguous() or is_dense(tuple(local.shape), local.stride()):
+                self._exact.add((device, address, nbytes))
+                ranges.append((device, address, address + nbytes))
+            else:
+                shape = tuple(local.shape)
+                self._views.add((device, address, shape, local.stride(), local.itemsize))
+        self._ranges = _joined(ranges)
+
+    def covers(self, leaf: TensorLeaf) -> bool:
+        """Whether all bytes of a leaf, and all between them, are owned."""
+        if (leaf.device, leaf.address, leaf.window) in self._exact:
+            return True
+        item = leaf.tensor.itemsize
+        if (leaf.device, leaf.address, leaf.shape, leaf.stride, item) in self._views:
+            return True
+        place = bisect_right(self._ranges, (leaf.device, leaf.address, _END)) - 1
+        if place < 0 or not leaf.window:
+            return False
+        device, low, high = self._ranges[place]
+        inside = low <= leaf.address and leaf.address + leaf.window <= high
+        return device == leaf.device and inside
+
+
+_END = 1 << 64
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor: of one that is sharded, this rank's part."""
+    to_local = getattr(tensor, "_local_tensor", None)
+    return tensor if to_local is None else to_local
+
+
+def _joined(ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    joined: list[tuple[str, int, int]] = []
+    for device, low, high in sorted(ranges):
+        if joined and joined[-1][0] == device and joined[-1][2] >= low:
+            joined[-1] = (device, joined[-1][1], max(high, joined[-1][2]))
+        else:
+            joined.append((device, low, high))
+    return joined
+
+
+def owned_leaves(leaves: Sequence[TensorLeaf], optimizers: Iterable[Optimizer]) -> set[int]:
+    """The numbers of the leaves that only steps of these optimizers change.
+
+    Args:
+        leaves: The tensors of a captured state, alive.
+        optimizers: The guarded optimizers.
+    """
+    memory = OwnedMemory(owned_tensors(optimizers))
+    return {number for number, leaf in enumerate(leaves) if memory.covers(leaf)}
+
+
+__all__ = ["OwnedMemory", "owned_leaves", "owned_tensors"]
