@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+BENCH  := .venv-bench
 READY  := $(VENV)/.ready
 DEMO   := .demo
 
@@ -11,7 +12,7 @@ DEMO   := .demo
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs bench-local format clean
+.PHONY: help demo test test-all check docs bench bench-quick bench-compare bench-local format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,12 +50,23 @@ docs: $(READY)  ## Build the documentation into site/
 bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 	@$(BIN)/python benchmarks/local.py
 
+bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in .bench/ (an hour)
+	@mkdir -p .bench
+	@$(BENCH)/bin/python benchmarks/compare.py --json .bench/compare.json --plots .bench
+
+bench-quick: $(BENCH)/.ready  ## The same with one state and one round (two minutes)
+	@mkdir -p .bench
+	@$(BENCH)/bin/python benchmarks/compare.py --quick --json .bench/quick.json --plots .bench
+
+bench-compare: $(BENCH)/.ready  ## What changed beyond the spread: make bench-compare OLD=old.json
+	@$(BENCH)/bin/python benchmarks/comparison_report.py $(OLD) .bench/compare.json
+
 format: $(READY)  ## Format the code and apply safe fixes
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
 clean:  ## Remove all that these targets made, the environment included
-	@rm -rf $(VENV) $(DEMO) site dist build .mypy_cache .ruff_cache .pytest_cache \
+	@rm -rf $(VENV) $(BENCH) $(DEMO) .bench site dist build .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -68,4 +80,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -e '.[dev,docs,cli]'
+	@touch $@
+
+$(BENCH)/.ready: pyproject.toml constraints.txt
+	@echo "setup: $(BENCH), with the peers"
+	@$(PYTHON) -m venv $(BENCH)
+	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[bench]'
 	@touch $@

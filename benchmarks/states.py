@@ -48,6 +48,11 @@ def tiny_tensors(count: int = 20_000) -> dict[str, Any]:
     return {"optimizer": {"state": state}}
 
 
+def large_tensors(count: int = 4) -> dict[str, Any]:
+    """A few tensors of 256 MiB."""
+    return {"model": {f"weight.{number}": torch.randn(64 << 20) for number in range(count)}}
+
+
 def state_bytes(state: Any) -> int:
     """Bytes of all tensors of a state."""
     if isinstance(state, torch.Tensor):

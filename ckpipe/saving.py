@@ -161,6 +161,7 @@ class StoredFiles:
 class StageClock:
     """When the stages of a save began and ended, and how much went through them."""
 
+    zero: float = field(default_factory=time.perf_counter)
     began: dict[str, float] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class StageClock:
     def reports(self) -> dict[str, StageReport]:
         """The report of each stage that has begun."""
         return {
-            stage: StageReport(self.ended[stage] - began, self.bytes[stage])
+            stage: StageReport(self.ended[stage] - began, self.bytes[stage], began - self.zero)
             for stage, began in self.began.items()
         }
 

@@ -107,10 +107,12 @@ class StageReport:
     Args:
         seconds: From when the stage began to when it ended; stages overlap.
         bytes: Bytes that went through it.
+        began: When it began, in seconds after the call.
     """
 
     seconds: float
     bytes: int = 0
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

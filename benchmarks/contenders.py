@@ -1,0 +1,281 @@
+"""ckpipe and its peers behind one face, so that a benchmark treats all of them alike."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import ckpipe
+from ckpipe.errors import UsageError
+
+Wait = Callable[[], object]
+"""Blocks until a save is durable."""
+
+
+class Contender(ABC):
+    """One way to save and load a state; saves go to numbered folders below its root.
+
+    Args:
+        root: A folder of its own.
+    """
+
+    name: str
+    blocks: bool = False
+    """Whether a save returns only once it is durable."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.number = 0
+        root.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def folder(self) -> Path:
+        """Where the last save went."""
+        return self.root / str(self.number)
+
+    def save(self, state: dict[str, Any]) -> Wait:
+        """Saves, and returns as soon as the trainer may change the state again."""
+        self.number += 1
+        wait = self._save(plain(state))
+
+        def durable() -> None:
+            wait()
+            sync(self.folder)
+
+        return durable
+
+    @abstractmethod
+    def _save(self, state: dict[str, Any]) -> Wait: ...
+
+    @abstractmethod
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads the last save into the state, in place."""
+
+    def forget(self) -> None:
+        """Removes what was saved, to be done outside of every clock."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def files(self) -> list[Path]:
+        """The files of the last save."""
+        return [path for path in self.folder.rglob("*") if path.is_file()]
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        return
+
+
+class Ours(Contender):
+    """ckpipe, with its defaults."""
+
+    name = "ckpipe"
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._pipeline = ckpipe.SyncPipeline(root)
+        self._pipeline.__enter__()
+
+    def save(self, state: dict[str, Any]) -> Wait:
+        self.number += 1
+        self.handle = self._pipeline.save(state, step=self.number)
+        return self.handle.wait
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        raise NotImplementedError
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._pipeline.load(state)
+
+    def forget(self) -> None:
+        for info in self._pipeline.steps()[:-1]:
+            with contextlib.suppress(UsageError):  # what was loaded last is protected
+                self._pipeline.delete(info.id)
+
+    def files(self) -> list[Path]:
+        return [self.root / f"{self.handle.id}.json", *(self.root / self.handle.id).iterdir()]
+
+    def close(self) -> None:
+        self._pipeline.__exit__(None, None, None)
+
+
+class TorchSave(Contender):
+    """``torch.save``, and ``torch.load`` by mmap."""
+
+    name, blocks = "torch.save", True
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        self.folder.mkdir()
+        torch.save(state, self.folder / "state.pt")
+        return _at_once
+
+    def load(self, state: dict[str, Any]) -> None:
+        copy_into(state, torch.load(self.folder / "state.pt", mmap=True))
+
+
+class Safetensors(Contender):
+    """``safetensors.torch.save_file`` of the flat tensors; it saves nothing else."""
+
+    name, blocks = "safetensors", True
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        self.folder.mkdir()
+        safetensors.torch.save_file(dict(flat(state)), self.folder / "state.safetensors")
+        return _at_once
+
+    def load(self, state: dict[str, Any]) -> None:
+        loaded = safetensors.torch.load_file(self.folder / "state.safetensors")
+        with torch.no_grad():
+            for name, tensor in flat(plain(state)):
+                tensor.copy_(loaded[name])
+
+
+class DcpSync(Contender):
+    """``torch.distributed.checkpoint.save``."""
+
+    name, blocks = "DCP", True
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        dcp_save(state, checkpoint_id=self.folder)
+        return _at_once
+
+    def load(self, state: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_load(plain(state), checkpoint_id=self.folder)
+
+
+class DcpThread(DcpSync):
+    """``async_save`` in a thread, with one stager that is kept."""
+
+    name, blocks = "DCP async, thread", False
+    kind = AsyncCheckpointerType.THREAD
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        shared = self.kind is AsyncCheckpointerType.PROCESS
+        self._stager = DefaultStager(StagingOptions(False, shared, False, False))
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        response: Any = dcp_async_save(
+            state,
+            checkpoint_id=self.folder,
+            async_checkpointer_type=self.kind,
+            async_stager=self._stager,
+        )
+        return getattr(response, "upload_completion", response).result  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class DcpProcess(DcpThread):
+    """``async_save`` in a process; needs a process group, if only of one."""
+
+    name = "DCP async, process"
+    kind = AsyncCheckpointerType.PROCESS
+
+
+class TorchCheckpointing(Contender):
+    """``torch_checkpointing``, its asynchronous default; O_DIRECT off, since it fails on ext4."""
+
+    name = "torch_checkpointing"
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        package = importlib.import_module("torch_checkpointing")
+        files = importlib.import_module("torch_checkpointing.storage.filesystem")
+        staging = package.CheckpointStagerConfig(use_async_staging=False)
+        config = package.CheckpointManager.Config(
+            save=package.AsyncCheckpointSaverConfig(staging_config=staging),
+            storage_config=files.LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+        self._manager = config.build()
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        return self._manager.save(str(self.folder), state).result  # type: ignore[no-any-return]
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._manager.load(str(self.folder), into=plain(state))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class TorchSnapshot(Contender):
+    """``torchsnapshot``'s ``Snapshot.async_take``."""
+
+    name = "torchsnapshot"
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._package = importlib.import_module("torchsnapshot")
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        app = {"state": self._package.StateDict(**state)}
+        pending = self._package.Snapshot.async_take(str(self.folder), app)
+        return pending.wait  # type: ignore[no-any-return]
+
+    def load(self, state: dict[str, Any]) -> None:
+        app = {"state": self._package.StateDict(**plain(state))}
+        self._package.Snapshot(str(self.folder)).restore(app)
+
+
+EVERYBODY: tuple[type[Contender], ...] = (
+    Ours, TorchSave, Safetensors, DcpSync, DcpThread, DcpProcess, TorchCheckpointing, TorchSnapshot,
+)  # fmt: skip
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with ``state_dict()`` called; its tensors are the live ones."""
+    return {
+        name: each.state_dict() if hasattr(each, "state_dict") else each
+        for name, each in state.items()
+    }
+
+
+def flat(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a plain state, by path."""
+    if isinstance(state, torch.Tensor):
+        yield prefix, state
+    elif isinstance(state, dict):
+        for key, each in state.items():
+            yield from flat(each, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(state, list | tuple):
+        for index, each in enumerate(state):
+            yield from flat(each, f"{prefix}.{index}")
+
+
+def copy_into(state: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Copies loaded tensors over the live ones."""
+    found = dict(flat(loaded))
+    with torch.no_grad():
+        for name, tensor in flat(plain(state)):
+            tensor.copy_(found[name])
+
+
+def sync(folder: Path) -> None:
+    """Makes what lies in a folder durable; quick if it is already."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _at_once() -> None:
+    return
