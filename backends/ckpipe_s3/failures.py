@@ -1,0 +1,212 @@
+"""The one seam at which errors of S3 and of its client become errors of ckpipe.
+
+What stores answer stands in "Error responses" of the Amazon S3 API reference. Compatible stores
+use the same codes, and where they do not, the status says enough.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as client_errors
+
+from ckpipe.errors import (
+    InvalidKey,
+    ObjectExists,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    Throttled,
+)
+
+MAX_RETRY_AFTER_SECONDS = 60.0
+"""The longest wait that is granted to a store that asks for one, in seconds."""
+
+_RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
+_KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
+_REGION = "Set the option 'region' to the bucket's own, or 'endpoint_url' for another store"
+_CLOCK = "Set this machine's clock"
+_BUCKET = "Create the bucket, or name another one"
+_ONCE_MORE = "Save again"
+
+_CODES: Mapping[str, tuple[type[StoreError], str | None]] = {
+    "NoSuchKey": (ObjectNotFound, None),
+    "NoSuchBucket": (StoreError, _BUCKET),
+    "NoSuchUpload": (StoreError, "Look for a lifecycle rule or a clean-up that removes uploads"),
+    "PreconditionFailed": (ObjectExists, None),
+    "ConditionalRequestConflict": (StoreUnavailable, None),
+    "OperationAborted": (StoreUnavailable, None),
+    "AccessDenied": (PermissionDenied, _RIGHTS),
+    "AllAccessDisabled": (PermissionDenied, _RIGHTS),
+    "InvalidAccessKeyId": (PermissionDenied, _KEYS),
+    "SignatureDoesNotMatch": (PermissionDenied, _KEYS),
+    "ExpiredToken": (PermissionDenied, "Renew the credentials; static ones cannot be refreshed"),
+    "InvalidToken": (PermissionDenied, _KEYS),
+    "RequestTimeTooSkewed": (PermissionDenied, _CLOCK),
+    "SlowDown": (Throttled, None),
+    "Throttling": (Throttled, None),
+    "ThrottlingException": (Throttled, None),
+    "RequestLimitExceeded": (Throttled, None),
+    "TooManyRequests": (Throttled, None),
+    "RequestTimeout": (StoreUnavailable, None),
+    "IncompleteBody": (StoreUnavailable, None),
+    # Bits that were flipped on the way arrive whole when they are sent again.
+    "BadDigest": (StoreUnavailable, "Look at the network if this goes on"),
+    "XAmzContentChecksumMismatch": (StoreUnavailable, "Look at the network if this goes on"),
+    "InvalidPart": (StoreError, _ONCE_MORE),
+    "QuotaExceeded": (StoreFull, "Free space within the bucket's quota"),
+    "XMinioStorageFull": (StoreFull, "Free space on the store"),
+    "KeyTooLongError": (InvalidKey, "Use a shorter prefix"),
+    "PermanentRedirect": (StoreError, _REGION),
+    "AuthorizationHeaderMalformed": (StoreError, _REGION),
+    "IllegalLocationConstraintException": (StoreError, _REGION),
+}
+_STATUSES: Mapping[int, tuple[type[StoreError], str | None]] = {
+    401: (PermissionDenied, _KEYS),
+    403: (PermissionDenied, _RIGHTS),
+    404: (ObjectNotFound, None),
+    408: (StoreUnavailable, None),
+    412: (ObjectExists, None),
+    429: (Throttled, None),
+    507: (StoreFull, "Free space on the store"),
+}
+_NO_CREDENTIALS = (
+    client_errors.NoCredentialsError,
+    client_errors.PartialCredentialsError,
+    client_errors.CredentialRetrievalError,
+    client_errors.NoAuthTokenError,
+    client_errors.TokenRetrievalError,
+    client_errors.UnauthorizedSSOTokenError,
+    client_errors.SSOTokenLoadError,
+)
+_PASSING = (
+    client_errors.HTTPClientError,
+    client_errors.ConnectionError,
+    client_errors.FlexibleChecksumError,
+    aiohttp.ClientError,
+    OSError,  # TimeoutError is one
+)
+
+
+@contextmanager
+def requesting(action: str, where: str, key: str | None = None) -> Iterator[None]:
+    """Translates what goes wrong with a request.
+
+    Args:
+        action: What is done, such as ``"read"``.
+        where: The URL of what it is done to.
+        key: The key concerned.
+    """
+    try:
+        yield
+    except client_errors.ClientError as error:
+        raise _refusal(error, f"Could not {action} {where}", key) from error
+    except (client_errors.BotoCoreError, aiohttp.ClientError, OSError) as error:
+        raise _breakdown(error, f"Could not {action} {where}", key) from error
+    except ValueError as error:
+        # The client's parser of answers, met by half an answer.
+        message = f"Could not {action} {where}: the answer makes no sense"
+        raise StoreUnavailable(message, key=key) from error
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """Translates what goes wrong while the client is made, before any request."""
+    try:
+        yield
+    except (client_errors.BotoCoreError, OSError, ValueError) as error:
+        if isinstance(error, _NO_CREDENTIALS):
+            raise _breakdown(error, "Could not open the store", None) from error
+        message = f"No S3 client can be made: {type(error).__name__}"
+        hint = "Look at the options of the backend and at the AWS configuration files"
+        raise StoreError(message, hint=hint) from error
+
+
+def error_code(error: Any) -> str:
+    """The store's own code for a refusal; a status where it has none, empty without an answer."""
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+
+
+def upload_is_gone(error: StoreError) -> bool:
+    """Whether an error says that an upload is not open."""
+    return error_code(error.__cause__) == "NoSuchUpload"
+
+
+def refused(code: str, what: str, key: str | None) -> StoreError:
+    """The error for a refusal that came without a status, as one part of an answer."""
+    kind, hint = _CODES.get(
+        code, (StoreUnavailable if code == "InternalError" else StoreError, None)
+    )
+    return kind(f"{what}: {code}", key=key, hint=hint)
+
+
+def _refusal(error: Any, what: str, key: str | None) -> StoreError:
+    answer = error.response.get("ResponseMetadata", {})
+    status = int(answer.get("HTTPStatusCode") or 0)
+    code = error_code(error)
+    kind, hint = _CODES.get(code) or _STATUSES.get(status) or _by_class(status)
+    headers = answer.get("HTTPHeaders", {})
+    asked = retry_after(headers.get("retry-after"))
+    if status == 503 and asked is not None:
+        kind = Throttled
+    request = answer.get("RequestId") or headers.get("x-amz-request-id")
+    said = f"{code or 'no code'} (status {status}{f', request {request}' if request else ''})"
+    made = kind(f"{what}: {said}", key=key, hint=hint)
+    if isinstance(made, Throttled):
+        made.retry_after = asked
+    return made
+
+
+def _by_class(status: int) -> tuple[type[StoreError], str | None]:
+    if status >= 500 and status != 501:
+        return StoreUnavailable, None
+    return StoreError, None
+
+
+def _breakdown(error: Exception, what: str, key: str | None) -> StoreError:
+    """The error for a request that got no answer, or could not be made.
+
+    The texts of the client's errors are not repeated: some hold URLs, and those may hold
+    passwords of proxies.
+    """
+    name = type(error).__name__
+    if isinstance(error, _NO_CREDENTIALS):
+        return PermissionDenied(f"{what}: no credentials ({name})", key=key, hint=_KEYS)
+    if isinstance(error, client_errors.SSLError | aiohttp.ClientSSLError):
+        hint = "Set the option 'ca_bundle' to the certificates that the store's own is signed by"
+        return StoreError(f"{what}: its certificate is not trusted ({name})", key=key, hint=hint)
+    if isinstance(error, client_errors.ProxyConnectionError):
+        return StoreUnavailable(f"{what}: the proxy cannot be reached", key=key)
+    if isinstance(error, client_errors.EndpointConnectionError):
+        return StoreUnavailable(f"{what}: the connection failed or broke off", key=key)
+    if isinstance(error, TimeoutError):
+        hint = "Raise the option 'request_timeout' if the store is merely slow"
+        return StoreUnavailable(f"{what}: no answer in time", key=key, hint=hint)
+    if isinstance(error, _PASSING):
+        return StoreUnavailable(f"{what}: the connection broke off ({name})", key=key)
+    return StoreError(f"{what}: {name}", key=key)
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds that a ``Retry-After`` header asks for (RFC 9110, section 10.2.3), within reason."""
+    if header is None:
+        return None
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", header.strip()):
+        seconds = float(header)
+    else:
+        try:
+            until = parsedate_to_datetime(header)
+        except ValueError:
+            return None
+        if until.tzinfo is None:
+            return None
+        seconds = (until - datetime.now(UTC)).total_seconds()
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)

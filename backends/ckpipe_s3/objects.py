@@ -1,0 +1,187 @@
+"""Whole objects: written by one request, read whole or in ranges, looked at and deleted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpipe.backend import ObjectInfo, PutMode
+from ckpipe.errors import (
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+    TruncatedObject,
+)
+from ckpipe_s3.body import checksum_header
+from ckpipe_s3.failures import refused
+from ckpipe_s3.listing import whole_seconds
+from ckpipe_s3.requests import Parameters, Requests
+
+DELETE_BATCH = 1000
+"""The most objects that one request deletes; a limit of S3 itself."""
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class Objects:
+    """The objects below a root.
+
+    Args:
+        requests: Sends the requests.
+        writing: Parameters of every request that makes an object.
+    """
+
+    create_only = True
+    """Whether the store honours ``If-None-Match``. Where it does not, a create-only put looks
+    first, which is not atomic."""
+
+    def __init__(self, requests: Requests, writing: Parameters) -> None:
+        self._requests, self._writing = requests, writing
+        self._address = requests.address
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        """See :meth:`ckpipe.Backend.put`."""
+        name = self._address.name(key)
+        condition: Mapping[str, str] = {}
+        if mode is PutMode.CREATE and self.create_only:
+            condition = {"IfNoneMatch": "*"}
+        elif mode is PutMode.CREATE:
+            await self.check_free(key)
+        await self.write(name, data, condition, key)
+
+    async def write(
+        self, name: str, data: bytes, condition: Mapping[str, str], key: str | None = None
+    ) -> None:
+        """Puts an object by its whole name, under a condition.
+
+        Raises:
+            ObjectExists: If the store refuses for the condition.
+            StoreError: If the store failed.
+        """
+        checksum = await checksum_header(data)
+        await self._requests.ask(
+            "write", "put_object", key=key, nbytes=len(data), Key=name, Body=data,
+            ChecksumCRC32C=checksum, **condition, **self._writing,
+        )  # fmt: skip
+
+    async def check_free(self, key: str) -> None:
+        """Looks whether a key is free.
+
+        Raises:
+            ObjectExists: If it is not.
+            StoreError: If the store failed.
+        """
+        try:
+            await self.stat(key)
+        except ObjectNotFound:
+            return
+        raise ObjectExists(f"There is an object at {self._address}{key} already", key=key)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        """See :meth:`ckpipe.Backend.get`."""
+        name = self._address.name(key)
+        with self._requests.attempt("read", key, max(0, min(max_bytes, 1 << 28))):
+            answer = await self._requests.send("get_object", Key=name)
+            stream = answer["Body"].raw_stream
+            try:
+                size = int(answer["ContentLength"])
+                if size > max_bytes:
+                    message = f"The object has {size} bytes, more than the {max_bytes} expected"
+                    raise StoreError(message, key=key)
+                data = bytes(await stream.content.read())
+            finally:
+                stream.close()
+        if len(data) != size:
+            raise self._cut_short(key, len(data), size)
+        return data
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """See :meth:`ckpipe.Backend.read_into`."""
+        name, wanted = self._address.name(key), len(buffer)
+        last = offset + wanted - 1
+        try:
+            with self._requests.attempt("read", key, wanted):
+                answer = await self._requests.send(
+                    "get_object", Key=name, Range=f"bytes={offset}-{last}"
+                )
+                stream = answer["Body"].raw_stream
+                try:
+                    self._check_range(key, offset, wanted, answer)
+                    await self._fill(key, buffer, stream)
+                finally:
+                    stream.close()
+        except StoreError as error:
+            if _status(error) != 416:
+                raise
+            size = (await self.stat(key)).size
+            raise _truncated(key, offset, wanted, size) from error
+
+    def _check_range(self, key: str, offset: int, wanted: int, answer: Any) -> None:
+        found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
+        if found is None or int(found[1]) != offset:
+            message = f"Could not read {self._address}{key}: the store does not answer with ranges"
+            raise StoreError(message, key=key)
+        size = int(found[3])
+        if offset + wanted > size:
+            raise _truncated(key, offset, wanted, size)
+        if int(answer["ContentLength"]) != wanted:
+            raise self._cut_short(key, int(answer["ContentLength"]), wanted)
+
+    async def _fill(self, key: str, buffer: memoryview, stream: Any) -> None:
+        at = 0
+        async for piece in stream.content.iter_any():
+            end = at + len(piece)
+            if end > len(buffer):
+                raise self._cut_short(key, end, len(buffer))
+            buffer[at:end] = piece
+            at = end
+        if at != len(buffer):
+            raise self._cut_short(key, at, len(buffer))
+
+    def _cut_short(self, key: str, came: int, wanted: int) -> StoreError:
+        message = f"Could not read {self._address}{key}: {came} bytes came, and not {wanted}"
+        return StoreUnavailable(message, key=key)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        """See :meth:`ckpipe.Backend.stat`."""
+        name = self._address.name(key)
+        head = await self._requests.ask("look at", "head_object", key=key, Key=name)
+        return ObjectInfo(key, int(head["ContentLength"]), whole_seconds(head["LastModified"]))
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """See :meth:`ckpipe.Backend.delete`."""
+        names = [self._address.name(key) for key in keys]
+        for start in range(0, len(names), DELETE_BATCH):
+            await self._delete(names[start : start + DELETE_BATCH])
+
+    async def _delete(self, names: list[str]) -> None:
+        try:
+            answer = await self._requests.ask(
+                "delete objects of", "delete_objects",
+                Delete={"Objects": [{"Key": name} for name in names], "Quiet": True},
+            )  # fmt: skip
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            await self._delete_singly(names)  # some stores know no batches, or want them otherwise
+            return
+        for entry in answer.get("Errors", ()):
+            key = self._address.key(entry.get("Key", ""))
+            raise refused(entry.get("Code", ""), f"Could not delete {self._address}{key}", key)
+
+    async def _delete_singly(self, names: list[str]) -> None:
+        for name in names:
+            key = self._address.key(name)
+            await self._requests.ask("delete", "delete_object", key=key, Key=name)
+
+
+def _status(error: StoreError) -> int:
+    answer = getattr(error.__cause__, "response", {})
+    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
+    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
+    return TruncatedObject(message, key=key)
