@@ -58,7 +58,7 @@ class UploadLimits:
 
     Args:
         min_block_bytes: The smallest size of a block that is not the last.
-        max_blocks: The largest number of blocks in one upload; blocks grow to stay below it.
+        max_blocks: The largest number of blocks in one upload.
         alignment: Offsets and lengths of reads that are multiples of this are the fastest.
     """
 

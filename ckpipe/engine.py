@@ -38,7 +38,7 @@ from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
-from ckpipe.site import Site, initial_budget
+from ckpipe.site import Site, block_size, initial_budget
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, VerifyResult
 
 logger = logging.getLogger("ckpipe")
@@ -91,15 +91,15 @@ class Engine:
         return create_backend(url, self._settings.backends.get(scheme_of(url), {}))
 
     def _make_site(self, backend: Backend, patient: Backend, attempt: str) -> Site:
-        staging = self._settings.staging
+        block = block_size(self._settings, backend.limits)
         return Site(
             backend=backend,
             patient=patient,
             settings=self._settings,
             lock=self._lock,
             events=self._events,
-            arena=Arena(staging.block_bytes, Pinning(staging.pinned)),
-            budget=ByteBudget(initial_budget(self._settings)),
+            arena=Arena(block, Pinning(self._settings.staging.pinned)),
+            budget=ByteBudget(initial_budget(self._settings, block)),
             planner=LocalPlanner(),
             rank=0,
             world_size=1,

@@ -65,8 +65,9 @@ class Staging(_Group):
     block; also written ``staging_bytes=`` at the top level."""
 
     block_bytes: BlockSize = 16 * 1024 * 1024
-    """The unit of staging and upload, in bytes. It grows where a store limits the number of
-    blocks in one upload."""
+    """The unit of staging and upload, in bytes, or the smallest that the store takes if that is
+    more. A store that limits the number of blocks in one upload needs a larger one for very large
+    files: on S3 16 MiB serve up to 156 GiB for each rank."""
 
     pinned: Literal["auto", "never"] = "auto"
     """Whether staging memory is page-locked for fast copies from a GPU: ``auto`` does so where

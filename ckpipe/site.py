@@ -14,7 +14,7 @@ import anyio.to_thread
 import torch
 
 from ckpipe.arena import Arena
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, UploadLimits
 from ckpipe.budget import ByteBudget, Ration
 from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
@@ -187,9 +187,17 @@ class Site:
             self.arena.mark_touched(block)
 
 
-def initial_budget(settings: Settings) -> int:
+PAGE = 4096
+
+
+def block_size(settings: Settings, limits: UploadLimits) -> int:
+    """The size of a block of staging memory, in bytes: what was set, or what the store needs."""
+    least = -(-limits.min_block_bytes // PAGE) * PAGE
+    return max(settings.staging.block_bytes, least)
+
+
+def initial_budget(settings: Settings, block: int) -> int:
     """What the budget begins with, in bytes, a whole number of blocks."""
-    block = settings.staging.block_bytes
     return max(block, (settings.staging.bytes or 0) // block * block)
 
 

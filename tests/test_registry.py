@@ -120,9 +120,13 @@ def test_impossible_schemes(name: str) -> None:
 
 @pytest.mark.parametrize(("url", "extra"), [("s3://b", "ckpipe[s3]"), ("gs://b", "ckpipe[gcs]")])
 def test_missing_extra_is_named(
-    install: Callable[[str, dict[str, str]], None], url: str, extra: str
+    install: Callable[[str, dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    extra: str,
 ) -> None:
     install("without-sdk", {scheme_of(url): "ckpipe_no_such_package:Backend"})
+    monkeypatch.setattr(sys, "path", sys.path[:1])  # without the entry points of ckpipe itself
     with pytest.raises(BackendNotFound) as caught:
         create_backend(url)
     assert f"pip install '{extra}'" in str(caught.value)

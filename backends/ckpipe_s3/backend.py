@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import datetime
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -11,7 +11,7 @@ from typing import Literal, Self, TypeVar
 import anyio
 
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, UploadLimits
-from ckpipe.errors import StoreError, UsageError
+from ckpipe.errors import StoreError, StoreUnavailable, UsageError
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.listing import children, objects
@@ -98,6 +98,7 @@ class S3Backend(Backend):
         self._storage_class = _given(StorageClass=storage_class)
         self._require_create_only = require_create_only
         self._stack = AsyncExitStack()
+        self._checked = False
 
     def __repr__(self) -> str:
         return f"<S3Backend {self._address}>"
@@ -115,11 +116,14 @@ class S3Backend(Backend):
             self._requests = Requests(client, self._address, timeout, self._common)
             self._objects = Objects(self._requests, self._writing)
             self._unfinished = OpenUploads(self._requests, {**self._writing, **self._storage_class})
-            await self._check_fitness()
+            with suppress(StoreUnavailable):  # the first write asks again, and is tried again
+                await self._check_fitness()
             self._stack = stack.pop_all()
         return self
 
     async def _check_fitness(self) -> None:
+        if self._checked:
+            return
         endpoint = self._access.endpoint_url
         fit = await honours_create_only(self._requests, self._objects, endpoint)
         self._objects.create_only = fit
@@ -130,6 +134,7 @@ class S3Backend(Backend):
                 hint="Use another store, or accept the risk with the option "
                 "require_create_only=False and give every run a root of its own",
             )
+        self._checked = True
 
     async def __aexit__(
         self,
@@ -143,6 +148,8 @@ class S3Backend(Backend):
             await self._stack.aclose()
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        self._address.name(key)
+        await self._check_fitness()
         await self._objects.put(key, data, mode)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
@@ -150,8 +157,10 @@ class S3Backend(Backend):
         if size <= min(block_bytes, MIN_PART_BYTES):
             return SmallUpload(self._objects, key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
-            message = f"S3 cannot take {size} bytes in blocks of {block_bytes}"
-            raise UsageError(message, key=key, hint="Raise staging.block_bytes")
+            message = f"S3 cannot take {size} bytes in {MAX_PARTS} blocks of {block_bytes} bytes"
+            mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
+            hint = f'Set staging.block_bytes to "{mebibytes} MiB" or more'
+            raise UsageError(message, key=key, hint=hint)
         upload_id = await self._unfinished.begin(key)
         return MultipartUpload(
             self._requests, self._objects, self._unfinished, key, size, block_bytes, upload_id

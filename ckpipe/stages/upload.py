@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -19,6 +20,9 @@ from ckpipe.saving import FilledBlock, Program, Save, StoredFiles
 from ckpipe.site import Site
 
 logger = logging.getLogger("ckpipe")
+
+ABORT_SECONDS = 15.0
+"""How long giving up an upload is tried again, in seconds; nothing can cancel it meanwhile."""
 
 
 async def run(
@@ -137,9 +141,10 @@ class _Files:
 
     async def abort(self) -> None:
         """Gives up what is not complete; a store that fails in this too keeps its leftovers."""
+        policy = replace(self._policy, deadline_seconds=ABORT_SECONDS)
         for upload in self._uploads.values():
             try:
-                await upload.abort()
+                await retrying(policy, upload.abort)
             except StoreError as error:
                 logger.warning("An upload of %s was left behind: %s", self._save.name, error)
         self._uploads.clear()
