@@ -57,39 +57,82 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in zip(*box, strict=True))
 
 
-def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes cover every element of a shape once: none twice, none left out."""
-    full = tuple(shape)
-    volume = 0
-    for lower, upper in boxes:
-        if not len(lower) == len(upper) == len(full):
-            return False
-        if not all(0 <= low <= high <= n for low, high, n in zip(lower, upper, full, strict=True)):
-            return False
-        volume += math.prod(box_shape((lower, upper)))
-    # Disjoint boxes inside a shape that have its volume leave nothing out.
-    return volume == math.prod(full) and not _any_overlap([box for box in boxes if _volume(box)])
-
-
-def _volume(box: Box) -> int:
+def box_volume(box: Box) -> int:
+    """How many elements a box has."""
     return math.prod(box_shape(box))
 
 
-def _any_overlap(boxes: list[Box]) -> bool:
-    """Sweeps along the first dimension and compares only the boxes that are open together."""
-    if len(boxes) < 2 or not boxes[0][0]:
-        return len(boxes) > 1
-    still_open: list[Box] = []
-    for box in sorted(boxes):
-        still_open = [other for other in still_open if other[1][0] > box[0][0]]
-        if any(_overlap(box, other) for other in still_open):
-            return True
-        still_open.append(box)
-    return False
+def intersection(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    lower = tuple(map(max, a[0], b[0]))
+    upper = tuple(map(min, a[1], b[1]))
+    for low, high in zip(lower, upper, strict=True):
+        if low >= high:
+            return None
+    return lower, upper
 
 
-def _overlap(a: Box, b: Box) -> bool:
-    return all(
-        max(low_a, low_b) < min(high_a, high_b)
-        for low_a, high_a, low_b, high_b in zip(*a, *b, strict=True)
+def moved(box: Box, origin: Sequence[int]) -> Box:
+    """A box as it is seen from another origin."""
+    lower, upper = box
+    return (
+        tuple([low - at for low, at in zip(lower, origin, strict=True)]),
+        tuple([high - at for high, at in zip(upper, origin, strict=True)]),
     )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a shape."""
+    return (0,) * len(shape), tuple(shape)
+
+
+def flat_start(shape: Sequence[int], box: Box) -> int | None:
+    """Where a box begins in a shape's row-major order, if its elements follow one another there.
+
+    They do if every dimension outside of the first one that is cut has a single index.
+    """
+    start, step, cut = 0, 1, False
+    for n, low, high in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
+        if cut and high - low != 1:
+            return None
+        cut = cut or high - low != n
+        start += low * step
+        step *= n
+    return start
+
+
+def flat_ranges(shape: Sequence[int], box: Box, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a shape's row-major order that hold a box.
+
+    Rows that begin at most ``most`` elements apart are taken together with what lies between.
+
+    Args:
+        shape: The shape.
+        box: A box in it that is not empty.
+        most: How far apart, in elements.
+
+    Yields:
+        The first element of each range and behind the last, in their order.
+    """
+    start = flat_start(shape, box)
+    if start is not None:
+        yield start, start + box_volume(box)
+        return
+    lower, upper = box
+    pitch = math.prod(shape[1:])
+    inner = (lower[1:], upper[1:])
+    if pitch <= most:
+        first = flat_index(shape, lower)
+        yield first, flat_index(shape, tuple(n - 1 for n in upper)) + 1
+        return
+    for row in range(lower[0], upper[0]):
+        for lo, hi in flat_ranges(shape[1:], inner, most):
+            yield row * pitch + lo, row * pitch + hi
+
+
+def flat_index(shape: Sequence[int], at: Sequence[int]) -> int:
+    """Where an element is in a shape's row-major order."""
+    found = 0
+    for n, index in zip(shape, at, strict=True):
+        found = found * n + index
+    return found

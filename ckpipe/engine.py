@@ -316,7 +316,13 @@ class Engine:
         try:
             bundle = await read_index(site.patient, _parsed(info))
             result = await restore(
-                site.patient, bundle, request, site.arena, lanes=self._settings.load.lanes
+                site.patient,
+                bundle,
+                request,
+                site.arena,
+                lanes=self._settings.load.lanes,
+                rank=site.rank,
+                world_size=site.world_size,
             )
         finally:
             site.loading[info.id] -= 1

@@ -6,22 +6,26 @@ of bytes where the target is contiguous host memory of the same dtype, else a co
 box by box. An entry that several tensors share is an image of their memory: fresh tensors are
 views of one buffer that takes the whole image, so they share bytes again, and a live tensor that
 lies otherwise is copied from such a fresh one once everything is verified.
+
+A tensor that was cut into boxes is put together from pieces of them, straight in the target. A
+piece that is a run of its entry and of the target is still one copy of bytes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from ckpipe.boxes import Box, flat_range_boxes
+from ckpipe.boxes import Box, box_volume, flat_range_boxes, flat_start, intersection, moved
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.load_planning import Need
 from ckpipe.raw_memory import bytes_at, copy_bytes
-from ckpipe.stored_tensors import StoredChunk, StoredTensor, StoredTensors
+from ckpipe.stored_tensors import Piece, Region, StoredTensor, StoredTensors
 from ckpipe.tensors import overlaps_itself
 
 
@@ -76,6 +80,37 @@ class Elements:
             at += part.numel()
 
 
+@dataclass(frozen=True, slots=True)
+class BoxElements:
+    """A tensor whose elements are a box of the chunk at ``[start, stop)``, row by row, of a shape.
+
+    What else is in the chunk is left out.
+    """
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    inside: Box
+    tensor: torch.Tensor
+
+    def put(self, source: int, lo: int, hi: int) -> None:
+        first, last = max(lo, self.start), min(hi, self.stop)
+        if first >= last:
+            return
+        values = bytes_at(source + first - lo, last - first).view(self.dtype)
+        begin = (first - self.start) // self.dtype.itemsize
+        end, at = begin + values.numel(), 0
+        for starts, sizes in flat_range_boxes(self.shape, begin, end):
+            box = (starts, tuple([n + size for n, size in zip(starts, sizes, strict=True)]))
+            count = box_volume(box)
+            common = intersection(box, self.inside)
+            if common is not None:
+                given = boxed(values[at : at + count].view(sizes), moved(common, starts))
+                boxed(self.tensor, moved(common, self.inside[0])).copy_(given)
+            at += count
+
+
 class Filling:
     """Collects what is to be filled, and finishes it once the bytes are there.
 
@@ -87,7 +122,9 @@ class Filling:
         self._stored = stored
         self.destinations: defaultdict[int, list[Destination]] = defaultdict(list)
         self.needs: list[Need] = []
-        self._fresh: dict[int, torch.Tensor] = {}
+        self._fresh: dict[StoredTensor, torch.Tensor] = {}
+        self._fresh_parts: dict[tuple[StoredTensor, tuple[Region, ...]], torch.Tensor] = {}
+        self._sharing: dict[Hashable, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._finishers: list[Callable[[], object]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,29 +139,47 @@ class Filling:
         Raises:
             InvalidManifest: If the checkpoint contradicts itself about it.
         """
-        tensor = self._fresh.get(stored.number)
+        tensor = self._fresh.get(stored)
         if tensor is None:
-            tensor = self._in_window(stored) if stored.window else self._alone(stored)
-            self._fresh[stored.number] = tensor
+            tensor = self._make(stored, self._stored.pieces(stored), stored.shape)
+            self._fresh[stored] = tensor
         return tensor
 
-    def live(self, stored: StoredTensor, target: torch.Tensor) -> None:
+    def fresh_part(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The same for regions of it, put together in a tensor of a shape."""
+        if regions is None:
+            return self.fresh(stored)
+        tensor = self._fresh_parts.get((stored, regions))
+        if tensor is None:
+            tensor = self._make(stored, self._stored.pieces(stored, regions), shape)
+            self._fresh_parts[stored, regions] = tensor
+        return tensor
+
+    def live(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor
+    ) -> None:
         """Fills a tensor that exists, with a conversion if its dtype is another.
 
         Args:
             stored: The stored tensor.
-            target: A plain tensor of its shape, detached.
+            regions: Which parts of it the target holds; None if it holds the whole.
+            target: A plain tensor, detached.
         """
-        lies_otherwise = stored.window and (stored.row.lazy or not _lies_flat(stored))
-        if lies_otherwise or memory_overlaps(target):
-            self.copy_later(stored, target)
-        else:
-            for chunk in stored.chunks:
-                self._add(stored, chunk, target)
+        pieces = self._stored.pieces(stored, regions)
+        for piece in pieces:
+            if piece.shared and _is_image(piece, stored):
+                return self.copy_later(stored, regions, target)
+        if memory_overlaps(target):
+            return self.copy_later(stored, regions, target)
+        return self._add(stored, pieces, target)
 
-    def copy_later(self, stored: StoredTensor, target: torch.Tensor) -> None:
+    def copy_later(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor
+    ) -> None:
         """Fills a tensor from a fresh one, by :meth:`finish`."""
-        self._copies.append((target, self.fresh(stored)))
+        self._copies.append((target, self.fresh_part(stored, regions, tuple(target.shape))))
 
     def resolve_fresh(self) -> None:
         """Gives fresh tensors their final values, once their bytes are there."""
@@ -139,46 +194,71 @@ class Filling:
         for target, value in copies:
             write(target, value)
 
-    def _add(self, stored: StoredTensor, chunk: StoredChunk, target: torch.Tensor) -> None:
-        if chunk.start == chunk.stop:
-            return
-        part = target if chunk.box is None else boxed(target, chunk.box)
-        destination: Destination
-        if takes_bytes(part, stored.dtype):
-            destination = RawBytes(chunk.start, chunk.stop, part.data_ptr())
-            self._alive.append(part)
-        else:
-            flat = part.view(-1) if part.is_contiguous() else part
-            destination = Elements(chunk.start, chunk.stop, stored.dtype, flat)
-        self.destinations[chunk.entry].append(destination)
-        self.needs.append(chunk.need)
+    def _add(self, stored: StoredTensor, pieces: tuple[Piece, ...], target: torch.Tensor) -> None:
+        """Has a tensor filled with pieces, none of which is an image."""
+        base = target.data_ptr() if takes_bytes(target, stored.dtype) else None
+        self._alive.append(target)
+        for piece in pieces:
+            if piece.start == piece.stop:
+                continue
+            destination: Destination | None = None
+            if base is not None:
+                destination = _moved_bytes(piece, target, base)
+            if destination is None:
+                destination = _copied(piece, stored.dtype, target)
+            self.destinations[piece.entry].append(destination)
+            if piece.inside is None:
+                self.needs.append(Need(piece.entry, piece.start, piece.stop))
+            else:
+                self.needs += piece.needs(stored.dtype.itemsize)
 
-    def _alone(self, stored: StoredTensor) -> torch.Tensor:
-        tensor = _allocate(stored)
-        for chunk in stored.chunks:
-            self._add(stored, chunk, tensor)
+    def _make(
+        self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        if len(pieces) == 1 and pieces[0].target is None:
+            (piece,) = pieces
+            alone = not piece.shared
+            return self._alone(stored, pieces, shape) if alone else self._window(stored, piece)
+        if not any(piece.shared for piece in pieces):
+            return self._alone(stored, pieces, shape)
+        # Tensors cut alike from the same shared bytes share them again.
+        key = (pieces, shape, stored.dtype, stored.row.lazy)
+        if key not in self._sharing:
+            self._sharing[key] = self._alone(stored, pieces, shape)
+        return self._sharing[key].detach()
+
+    def _alone(
+        self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        tensor = _allocate(stored, shape)
+        images = [piece for piece in pieces if piece.shared and _is_image(piece, stored)]
+        if images:
+            pieces = tuple([each for each in pieces if each not in images])
+        self._add(stored, pieces, tensor)
+        for piece in images:
+            self._finishers.append(partial(_from_image, tensor, self._window(stored, piece), piece))
+        if not stored.row.lazy:
+            return tensor
         if "c" in stored.row.lazy:
             self._finishers.append(tensor.conj_physical_)
         if "n" in stored.row.lazy:
             self._finishers.append(tensor.neg_)
         return with_lazy_bits(tensor, stored.row.lazy)
 
-    def _in_window(self, stored: StoredTensor) -> torch.Tensor:
-        if len(stored.chunks) != 1:
-            raise InvalidExtent("It shares bytes and is cut into boxes", key=stored.label)
-        (chunk,) = stored.chunks
-        offset, rest = divmod(chunk.start, stored.dtype.itemsize)
+    def _window(self, stored: StoredTensor, piece: Piece) -> torch.Tensor:
+        """A chunk as a view of its entry's memory."""
+        offset, rest = divmod(piece.start, stored.dtype.itemsize)
         if rest:
             raise InvalidExtent(
-                f"It begins at byte {chunk.start} of its entry, which its dtype is not aligned to",
+                f"It begins at byte {piece.start} of its entry, which its dtype is not aligned to",
                 key=stored.label,
             )
         tensor = torch.empty(0, dtype=stored.dtype, device="cpu")
-        storage = self._buffer(chunk.entry).untyped_storage()
-        stride = chunk.stride or contiguous_stride(stored.shape)
-        tensor.set_(storage, offset, stored.shape, stride)
-        if chunk.start < chunk.stop:
-            self.needs.append(chunk.need)
+        storage = self._buffer(piece.entry).untyped_storage()
+        stride = piece.stride or contiguous_stride(piece.shape)
+        tensor.set_(storage, offset, piece.shape, stride)
+        if piece.start < piece.stop:
+            self.needs.append(Need(piece.entry, piece.start, piece.stop))
         return with_lazy_bits(tensor, stored.row.lazy)
 
     def _buffer(self, entry: int) -> torch.Tensor:
@@ -257,18 +337,54 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
             write(row, values)
 
 
-def _lies_flat(stored: StoredTensor) -> bool:
-    return all(
-        chunk.stride is None and chunk.start % stored.dtype.itemsize == 0 for chunk in stored.chunks
-    )
+def _is_image(piece: Piece, stored: StoredTensor) -> bool:
+    """Whether a piece of shared memory is something else than elements row by row."""
+    lies_otherwise = piece.stride is not None or piece.start % stored.dtype.itemsize != 0
+    return lies_otherwise or bool(stored.row.lazy)
 
 
-def _allocate(stored: StoredTensor) -> torch.Tensor:
-    stride = stored.fresh_stride or contiguous_stride(stored.shape)
+def _from_image(target: torch.Tensor, image: torch.Tensor, piece: Piece) -> None:
+    part = target if piece.target is None else boxed(target, piece.target)
+    part.copy_(image if piece.inside is None else boxed(image, piece.inside))
+
+
+def _moved_bytes(piece: Piece, target: torch.Tensor, base: int) -> RawBytes | None:
+    """A plain copy of bytes for a piece, if it is a run of its chunk and of the target."""
+    start, stop = piece.start, piece.stop
+    if piece.inside is None and piece.target is None:
+        return RawBytes(start, stop, base)
+    item = target.itemsize
+    if piece.inside is not None:
+        first = flat_start(piece.shape, piece.inside)
+        if first is None:
+            return None
+        start += first * item
+        stop = start + box_volume(piece.inside) * item
+    if piece.target is not None:
+        at = flat_start(target.shape, piece.target)
+        if at is None:
+            return None
+        base += at * item
+    return RawBytes(start, stop, base)
+
+
+def _copied(piece: Piece, dtype: torch.dtype, target: torch.Tensor) -> Elements | BoxElements:
+    """A copy of elements for a piece."""
+    part = target if piece.target is None else boxed(target, piece.target)
+    if piece.inside is not None:
+        inside = piece.inside
+        return BoxElements(piece.start, piece.stop, dtype, piece.shape, inside, part)
+    flat = part.view(-1) if part.is_contiguous() else part
+    return Elements(piece.start, piece.stop, dtype, flat)
+
+
+def _allocate(stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    stride = stored.fresh_stride if shape == stored.shape else None
+    stride = stride or contiguous_stride(shape)
     try:
-        return torch.empty_strided(stored.shape, stride, dtype=stored.dtype, device="cpu")
+        return torch.empty_strided(shape, stride, dtype=stored.dtype, device="cpu")
     except RuntimeError as error:
         raise InvalidManifest(
-            f"No memory for a tensor of shape {list(stored.shape)} and strides {list(stride)}",
+            f"No memory for a tensor of shape {list(shape)} and strides {list(stride)}",
             key=stored.label,
         ) from error

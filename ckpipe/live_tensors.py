@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.stored_tensors import StoredTensor
+from ckpipe.placed_tensors import is_placed, local_tensor, why_unplaceable
+from ckpipe.stored_tensors import Piece, Region, StoredTensor
 from ckpipe.tensors import NUMPY
 
 _UNINITIALIZED = (
@@ -27,18 +28,24 @@ class LiveTensor:
         label: Where the target stands in the state.
         tensor: Its memory, as a plain detached tensor.
         owner: The object that stands in the state.
+        regions: Which parts of the stored tensor that memory holds; None for the whole.
+        pieces: What it is put together from.
     """
 
     stored: StoredTensor
     label: str
     tensor: torch.Tensor
     owner: torch.Tensor | np.ndarray[Any, Any]
+    regions: tuple[Region, ...] | None
+    pieces: tuple[Piece, ...]
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
     """The memory of a tensor or array as a plain tensor; None if it cannot be written so."""
     if isinstance(obj, np.ndarray):
         return _array_view(obj)
+    if is_placed(obj):
+        obj = local_tensor(obj)
     kind = type(obj)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter and _is_wrapper(obj):
         return None
@@ -86,6 +93,12 @@ def misfit(
             "The target is on the meta device and has no memory",
             key=stored.label,
             hint="Give it memory with to_empty() before loading",
+        )
+    if is_placed(live) and why_unplaceable(live):
+        return StructureMismatch(
+            f"The target is a distributed tensor that {why_unplaceable(live)}",
+            key=stored.label,
+            hint="Redistribute it before loading, or leave it out with exclude",
         )
     if tuple(live.shape) != shape:
         return ShapeMismatch(

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ckpipe.checksum import CHUNK_BYTES, chunk_count
-from ckpipe.manifest import EntryRow, FileRow, Layout, Part
+from ckpipe.manifest import Bundle, EntryRow, FileRow, Layout, Part
 
 ALLOWANCE_BYTES = 2 * CHUNK_BYTES
 """How much more than a contiguous need may be read, unless a tenth of it is more."""
@@ -93,8 +93,34 @@ class ReadLimits:
         return max(self.read_bytes, CHUNK_BYTES + 2 * self.alignment)
 
 
-class PartData:
-    """Where one part's entries and their checksums are.
+class EntryTable:
+    """Entries of data files and their checksums, by numbers of the table's own.
+
+    Attributes:
+        files: The data files.
+        ranks: For each file, the rank that wrote it.
+        entries: The entries.
+        entry_files: For each entry, the number of its file.
+        begins: For each entry, where it begins in its file, in bytes.
+        checksums: CRC-32C of every mebibyte of every entry.
+        first_sums: For each entry, the number of its first checksum.
+    """
+
+    files: Sequence[FileRow]
+    ranks: Sequence[int]
+    entries: Sequence[EntryRow]
+    entry_files: Sequence[int]
+    begins: Sequence[int]
+    checksums: Sequence[int]
+    first_sums: Sequence[int]
+
+    def number(self, part: int, entry: int) -> int:
+        """The number in the table of an entry of a part, which exists."""
+        raise NotImplementedError
+
+
+class PartData(EntryTable):
+    """One part's entries, by their own numbers.
 
     Args:
         part: The part.
@@ -102,18 +128,88 @@ class PartData:
     """
 
     def __init__(self, part: Part, layout: Layout) -> None:
-        self.rank = part.rank
-        self.files: tuple[FileRow, ...] = part.files
-        self.entries: tuple[EntryRow, ...] = layout.entries
+        self.files = part.files
+        self.ranks = [part.rank] * len(part.files)
+        self.entries = layout.entries
+        self.entry_files = [entry.file for entry in layout.entries]
         self.checksums = part.checksums
         headers = [file.header_bytes for file in part.files]
         self.begins = [headers[entry.file] + entry.offset for entry in layout.entries]
         counts = (chunk_count(entry.nbytes) for entry in layout.entries)
         self.first_sums = list(accumulate(counts, initial=0))
 
+    def number(self, part: int, entry: int) -> int:
+        """See :meth:`EntryTable.number`."""
+        return entry
+
     def all_needs(self) -> list[Need]:
         """Every byte of every entry."""
         return [Need(n, 0, entry.nbytes) for n, entry in enumerate(self.entries)]
+
+
+class JoinedData(EntryTable):
+    """Entries of several parts, numbered as they are asked for.
+
+    A load of one rank touches few entries of few of the parts, so nothing is done for the rest.
+
+    Args:
+        bundle: The bundle that has the parts.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self.files: list[FileRow] = []
+        self.ranks: list[int] = []
+        self.entries: list[EntryRow] = []
+        self.entry_files: list[int] = []
+        self.begins: list[int] = []
+        self.checksums: list[int] = []
+        self.first_sums: list[int] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._file_numbers: dict[tuple[int, int], int] = {}
+        self._sums: dict[int, list[int]] = {}
+
+    def number(self, part: int, entry: int) -> int:
+        """See :meth:`EntryTable.number`."""
+        found = self._numbers.get((part, entry))
+        if found is None:
+            found = self._numbers[part, entry] = len(self.entries)
+            self._add(part, entry)
+        return found
+
+    def _add(self, part: int, entry: int) -> None:
+        saved = self._bundle.parts[part]
+        row = self._bundle.layouts[saved.layout].entries[entry]
+        sums = self._first_sums(saved.layout)
+        self.entries.append(row)
+        self.entry_files.append(self._file(part, row.file))
+        self.begins.append(saved.files[row.file].header_bytes + row.offset)
+        self.first_sums.append(len(self.checksums))
+        self.checksums += saved.checksums[sums[entry] : sums[entry + 1]]
+
+    def _file(self, part: int, file: int) -> int:
+        number = self._file_numbers.get((part, file))
+        if number is None:
+            saved = self._bundle.parts[part]
+            number = self._file_numbers[part, file] = len(self.files)
+            self.files.append(saved.files[file])
+            self.ranks.append(saved.rank)
+        return number
+
+    def _first_sums(self, layout: int) -> list[int]:
+        found = self._sums.get(layout)
+        if found is None:
+            counts = (chunk_count(row.nbytes) for row in self._bundle.layouts[layout].entries)
+            found = self._sums[layout] = list(accumulate(counts, initial=0))
+        return found
+
+
+def entry_table(bundle: Bundle) -> EntryTable:
+    """The entries of all parts of a bundle."""
+    if len(bundle.parts) > 1:
+        return JoinedData(bundle)
+    (part,) = bundle.parts
+    return PartData(part, bundle.layouts[part.layout])
 
 
 @dataclass(slots=True)
@@ -150,7 +246,7 @@ class _Span:
             self.parts.append((need.entry, lo, hi))
 
 
-def plan_reads(data: PartData, needs: Iterable[Need], limits: ReadLimits) -> list[Read]:
+def plan_reads(data: EntryTable, needs: Iterable[Need], limits: ReadLimits) -> list[Read]:
     """Plans the reads that bring what is needed, by file and offset.
 
     Args:
@@ -183,19 +279,19 @@ def batched(reads: Sequence[Read], nbytes: int) -> Iterator[list[Read]]:
         yield batch
 
 
-def _spans(data: PartData, needs: Iterable[Need]) -> Iterator[_Span]:
-    entries, begins = data.entries, data.begins
+def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
+    entries, begins, files = data.entries, data.begins, data.entry_files
     span: _Span | None = None
     wanted = [need for need in needs if need.lo < need.hi]
-    wanted.sort(key=lambda need: (entries[need.entry].file, begins[need.entry] + need.lo))
+    wanted.sort(key=lambda need: (files[need.entry], begins[need.entry] + need.lo))
     for need in wanted:
-        row, begin = entries[need.entry], begins[need.entry]
+        row, begin, file = entries[need.entry], begins[need.entry], files[need.entry]
         lo = need.lo - need.lo % CHUNK_BYTES
         hi = min(row.nbytes, -(-need.hi // CHUNK_BYTES) * CHUNK_BYTES)
-        if span is None or span.file != row.file or begin + lo > span.end:
+        if span is None or span.file != file or begin + lo > span.end:
             if span is not None:
                 yield span
-            span = _Span(row.file, begin + lo, begin + hi)
+            span = _Span(file, begin + lo, begin + hi)
         span.add(need, begin, lo, hi)
     if span is not None:
         yield span
@@ -219,7 +315,7 @@ def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
         yield last
 
 
-def _cut(data: PartData, span: _Span, limits: ReadLimits) -> Iterator[Read]:
+def _cut(data: EntryTable, span: _Span, limits: ReadLimits) -> Iterator[Read]:
     """Packs a span's chunks greedily, with room for both ends to be aligned."""
     room = limits.read_bytes - 2 * limits.alignment
     pieces: list[Piece] = []
@@ -239,7 +335,7 @@ def _cut(data: PartData, span: _Span, limits: ReadLimits) -> Iterator[Read]:
     yield Read(span.file, start, end - start, tuple(pieces))
 
 
-def _aligned(reads: list[Read], span: _Span, data: PartData, alignment: int) -> Iterator[Read]:
+def _aligned(reads: list[Read], span: _Span, data: EntryTable, alignment: int) -> Iterator[Read]:
     if alignment <= 1 or 2 * alignment * len(reads) > span.spare:
         yield from reads
         return

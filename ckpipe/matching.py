@@ -99,9 +99,11 @@ class Matching:
     # Leaves
 
     def match_tensor(self, target: Any, node: Node, label: str) -> Make:
-        stored = self._targets.stored[node[1]]
         if not isinstance(target, torch.Tensor | np.ndarray):
             raise _wrong_kind("a tensor", target, label)
+        if node[1] in self._rebuild.per_rank.tensors:
+            return self._rebuild.combined(node[1], target, label)
+        stored = self._targets.stored[node[1]]
         error = misfit(stored, target, cast=self._targets.cast)
         if error is not None:
             error.key = label or error.key

@@ -15,6 +15,7 @@ from ckpipe.handles import SaveHandle
 from ckpipe.keys import label_filter
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import wait_for
+from ckpipe.per_rank import PerRankPolicy
 from ckpipe.pipeline_core import Guarded, PipelineCore, Which, raise_or_warn, which
 from ckpipe.retention import Decision
 from ckpipe.settings import Settings
@@ -156,7 +157,7 @@ class Pipeline:
         strict: bool = True,
         cast: bool = False,
         fallback: bool = False,
-        per_rank: Literal["raise", "drop", "rank0"] = "raise",
+        per_rank: PerRankPolicy = "raise",
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Loads a checkpoint, into a state or as a fresh one.
@@ -174,7 +175,8 @@ class Pipeline:
             cast: Whether tensors may change their dtype on the way.
             fallback: Whether to go on to the next older checkpoint if one is damaged.
             per_rank: What becomes of values that were different on each rank, if the number of
-                ranks is another now.
+                ranks is another now: an error, or what the target has, or those of rank 0, or
+                what a function makes of a label and the values in the order of ranks.
             pickle: Whether pickled objects may be loaded, which runs code from the checkpoint.
 
         Returns:
@@ -189,7 +191,12 @@ class Pipeline:
             StoreError: If the store failed.
         """
         request = self._core.load_request(
-            into, label_filter(include, exclude), strict=strict, cast=cast, pickle=pickle
+            into,
+            label_filter(include, exclude),
+            strict=strict,
+            cast=cast,
+            per_rank=per_rank,
+            pickle=pickle,
         )
         chosen = None if step is None else which(step)
         return await self._run(self._core.engine.load, chosen, request, fallback=fallback)

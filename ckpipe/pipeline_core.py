@@ -21,6 +21,7 @@ from ckpipe.guard import StepGuard, guard
 from ckpipe.keys import LabelFilter, encode_float
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
+from ckpipe.per_rank import PerRankPolicy
 from ckpipe.restore import LoadRequest
 from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
@@ -194,13 +195,24 @@ class PipelineCore:
         return owners
 
     def load_request(
-        self, into: Any, select: LabelFilter, *, strict: bool, cast: bool, pickle: str
+        self,
+        into: Any,
+        select: LabelFilter,
+        *,
+        strict: bool,
+        cast: bool,
+        per_rank: PerRankPolicy,
+        pickle: str,
     ) -> LoadRequest:
         """Checks what ``load`` was given."""
         if pickle not in ("refuse", "allow"):
             raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
+        if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0"):
+            raise UsageError(
+                f"per_rank is 'raise', 'drop', 'rank0' or a function, not {per_rank!r}"
+            )
         self.lock.check_capture_allowed()
-        return LoadRequest(into, select, strict, cast, pickle == "allow")
+        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank)
 
     def __repr__(self) -> str:
         inside = self._engine.describe() if self._engine and self._loop else "closed"

@@ -41,8 +41,8 @@ from ckpipe.errors import (
 )
 from ckpipe.filling import Destination
 from ckpipe.load_planning import (
+    EntryTable,
     Need,
-    PartData,
     Piece,
     Read,
     ReadLimits,
@@ -103,14 +103,14 @@ class Reader:
 
     async def deliver(
         self,
-        data: PartData,
+        data: EntryTable,
         needs: Sequence[Need],
         destinations: Mapping[int, Sequence[Destination]],
     ) -> None:
         """Reads what is needed, verifies every chunk and hands it to its destinations.
 
         Args:
-            data: Where the entries of the rank are.
+            data: Where the entries are.
             needs: What to read.
             destinations: Who takes the bytes of an entry.
 
@@ -153,7 +153,7 @@ class Reader:
 
     async def _lane(
         self,
-        data: PartData,
+        data: EntryTable,
         pending: Iterator[list[Read]],
         free: MemoryObjectReceiveStream[memoryview],
         out: MemoryObjectSendStream[_Arrived],
@@ -161,20 +161,20 @@ class Reader:
         async with out:
             for batch in pending:
                 first, last = batch[0], batch[-1]
-                name = data.files[first.file].name
+                rank, name = data.ranks[first.file], data.files[first.file].name
                 size = last.offset + last.size - first.offset
-                view = await self._view(data.rank, name, first.offset, size)
+                view = await self._view(rank, name, first.offset, size)
                 if view is not None:
                     await out.send(_Arrived(batch, view, None))
                     continue
                 for read in batch:
                     buffer = await free.receive()
-                    source = await self._filled(data.rank, name, read.offset, buffer[: read.size])
+                    source = await self._filled(rank, name, read.offset, buffer[: read.size])
                     await out.send(_Arrived((read,), source, buffer))
 
     async def _deliverer(
         self,
-        data: PartData,
+        data: EntryTable,
         inbox: MemoryObjectReceiveStream[_Arrived],
         free: MemoryObjectSendStream[memoryview],
         destinations: Mapping[int, Sequence[Destination]],
@@ -186,43 +186,43 @@ class Reader:
                 if arrived.buffer is not None:
                     free.send_nowait(arrived.buffer)
 
-    async def header(self, data: PartData, file: int) -> None:
+    async def header(self, data: EntryTable, file: int) -> None:
         """Verifies the header of a data file.
 
         Raises:
             As :meth:`deliver` does.
         """
-        row = data.files[file]
+        row, rank = data.files[file], data.ranks[file]
         found = at = 0
         while at < row.header_bytes:
             size = min(self._limits.read_bytes, row.header_bytes - at)
-            source = await self._filled(data.rank, row.name, at, self._buffers[0][:size])
+            source = await self._filled(rank, row.name, at, self._buffers[0][:size])
             found = await anyio.to_thread.run_sync(crc32c, source, found)
             at += size
         if found != row.header_crc32c:
             raise ChecksumMismatch(
                 "The header of a data file is not what was saved",
                 step=self._id.step,
-                rank=data.rank,
+                rank=rank,
                 key=data_file_key(self._id, row.name),
             )
 
-    async def size(self, data: PartData, file: int) -> None:
+    async def size(self, data: EntryTable, file: int) -> None:
         """Verifies the size of a data file.
 
         Raises:
             As :meth:`deliver` does.
         """
-        row = data.files[file]
+        row, rank = data.files[file], data.ranks[file]
         key = data_file_key(self._id, row.name)
-        with _translated(self._id.step, data.rank, key):
+        with _translated(self._id.step, rank, key):
             found = (await self._backend.stat(key)).size
         if found != row.size:
             kind = TruncatedObject if found < row.size else ChecksumMismatch
             raise kind(
                 f"The data file has {found} bytes, {row.size} were saved",
                 step=self._id.step,
-                rank=data.rank,
+                rank=rank,
                 key=key,
             )
 
@@ -246,7 +246,7 @@ class Reader:
         self.tally.bytes += len(buffer)
         return buffer
 
-    def _check(self, data: PartData, file: int, piece: Piece | None) -> None:
+    def _check(self, data: EntryTable, file: int, piece: Piece | None) -> None:
         if piece is None:
             return
         entry = data.entries[piece.entry]
@@ -255,7 +255,7 @@ class Reader:
             f"Chunk {piece.lo // CHUNK_BYTES} of {entry.name!r:.200} (bytes {piece.lo} to "
             f"{piece.hi} of it) in {name} is not what was saved",
             step=self._id.step,
-            rank=data.rank,
+            rank=data.ranks[file],
             key=data_file_key(self._id, name),
             hint="Load another checkpoint, or let fallback=True do so",
         )
@@ -295,7 +295,7 @@ def _translated(step: int, rank: int, key: str) -> Iterator[None]:
         raise
 
 
-def _plan(data: PartData, needs: Sequence[Need], limits: ReadLimits) -> list[Read]:
+def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits) -> list[Read]:
     with collector_paused():
         return plan_reads(data, needs, limits)
 

@@ -28,7 +28,8 @@ from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.fresh_objects import check_attributes, empty_mapping, tensor_object, unpickled
 from ckpipe.hints import Hint
 from ckpipe.keys import Json, decode_key, join
-from ckpipe.live_tensors import has_shape, misfit
+from ckpipe.live_tensors import has_shape, misfit, writable_view
+from ckpipe.per_rank import PerRankItems
 from ckpipe.registered_types import registered_as
 from ckpipe.selecting import any_selected
 from ckpipe.structure import Node
@@ -69,7 +70,9 @@ class Rebuild:
         values: The inline values, encoded.
         targets: Where tensors come from, and are noted to be filled.
         definitions: The containers that references in the tree point to, by number.
+        per_rank: What of the tree belongs to one rank each, and none of them is this one.
         pickling: Whether pickled objects may be made.
+        distributed: Whether other processes load other parts of the same tensors.
     """
 
     def __init__(
@@ -77,11 +80,14 @@ class Rebuild:
         values: Sequence[Json],
         targets: Targets,
         definitions: Mapping[int, Node],
+        per_rank: PerRankItems,
         *,
         pickling: bool,
+        distributed: bool,
     ) -> None:
         self._values, self._targets, self.definitions = values, targets, definitions
-        self._pickling = pickling
+        self.per_rank, self._combine = per_rank, per_rank.combine
+        self._pickling, self._distributed = pickling, distributed
         self._objects: dict[int, Make] = {}
         self._planned: dict[int, Make] = {}
         self._built: dict[int, Any] = {}
@@ -118,7 +124,14 @@ class Rebuild:
         number = node[1]
         if not 0 <= number < len(self._values):
             raise InvalidManifest(f"The tree names value {number}, which does not exist", key=label)
-        data = self._values[number]
+        copies = self.per_rank.values.get(number)
+        if copies is None:
+            return self._decoded(self._values[number], label)
+        if self._combine is None:
+            raise self.per_rank.refused(label)
+        return self._combine(label, [self._decoded(each, label) for each in copies])
+
+    def _decoded(self, data: Json, label: str) -> Any:
         if isinstance(data, list) and data[:1] == ["pickle"]:
             return unpickled(data, label, allowed=self._pickling)
         return decode_value(data)
@@ -128,6 +141,8 @@ class Rebuild:
     def plan_tensor(self, node: Node, label: str, hint: Hint | None) -> Make:
         number = node[1]
         live = None if hint is None else hint.live
+        if number in self.per_rank.tensors:
+            return self.combined(number, live, label)
         if hint is not None and isinstance(live, torch.Tensor | np.ndarray) and has_shape(live):
             stored = self._targets.stored[number]
             error = misfit(stored, live, cast=hint.must_fit and self._targets.cast)
@@ -142,12 +157,50 @@ class Rebuild:
             return self._objects[number]
         stored = self._targets.stored[number]
         row = stored.row
+        if self._distributed and not self._targets.stored.is_whole(stored):
+            raise StructureMismatch(
+                "Its parts were on several ranks, and the target has no tensor that says which "
+                "of them this rank is to hold",
+                key=row.label,
+                hint="Load into a state with distributed tensors in it, such as that of "
+                "ckpipe.distributed.training_state, or from a single process",
+            )
         obj = tensor_object(row, self._targets.filling.fresh(stored))
         make: Make = partial(_same, obj)
         self._objects[number] = make
         if row.attributes:
             attributes = self.plan(row.attributes, join(row.label, "__dict__"))
             make = self._objects[number] = self._with_attributes(obj, attributes)
+        return make
+
+    def combined(self, number: int, live: Any, label: str) -> Make:
+        """The same for a tensor of which each rank had its own.
+
+        Args:
+            number: The number of the tensor.
+            live: What it is to be loaded into, if that fits.
+            label: Where it stands in the state.
+
+        Raises:
+            PerRankValue: If nothing says how to combine them.
+        """
+        combine, stored = self._combine, self._targets.stored
+        if combine is None:
+            raise self.per_rank.refused(label)
+        row = stored[number].row
+        copies = [
+            tensor_object(row, self._targets.filling.fresh(stored.of_part(part, inner, row)))
+            for part, inner in self.per_rank.tensors[number]
+        ]
+        view = writable_view(live) if isinstance(live, torch.Tensor | np.ndarray) else None
+
+        def make() -> Any:
+            made = combine(label, copies)
+            if view is None or not isinstance(made, torch.Tensor) or made.shape != view.shape:
+                return made
+            view.copy_(made.detach())
+            return live
+
         return make
 
     def _with_attributes(self, obj: Any, attributes: Make) -> Make:

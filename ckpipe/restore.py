@@ -18,14 +18,17 @@ import anyio.to_thread
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.collector import collector_paused
-from ckpipe.errors import CkpipeError, CorruptCheckpoint, UnsupportedTopology, UsageError
+from ckpipe.errors import CkpipeError, CorruptCheckpoint, UsageError
 from ckpipe.keys import LabelFilter, decode_float
-from ckpipe.load_planning import PartData
+from ckpipe.load_planning import EntryTable, PartData, entry_table
 from ckpipe.manifest import Bundle
 from ckpipe.matching import Matching
+from ckpipe.per_rank import PerRankPolicy
 from ckpipe.reading import Reader, ReadTally, lane_buffers
 from ckpipe.rebuild import Make, Rebuild
+from ckpipe.saved_state import labels_of, state_for, without
 from ckpipe.selecting import pruned
+from ckpipe.sources import Sources
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
 from ckpipe.trees import shared_containers
@@ -42,6 +45,8 @@ class LoadRequest:
         strict: Whether plain containers must have the keys that were saved, and no others.
         cast: Whether values may be converted to the dtype of a target tensor.
         pickling: Whether pickled objects may be made.
+        per_rank: What becomes of values that were different on each rank, if the number of ranks
+            is another now.
     """
 
     into: Any | None
@@ -49,13 +54,14 @@ class LoadRequest:
     strict: bool
     cast: bool
     pickling: bool
+    per_rank: PerRankPolicy = "raise"
 
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
     """A load that can begin: where bytes go, and what to do once they are there."""
 
-    data: PartData
+    data: EntryTable
     targets: Targets
     make: Make
     missing: tuple[str, ...]
@@ -63,38 +69,41 @@ class _Matched:
 
 
 async def restore(
-    backend: Backend, bundle: Bundle, request: LoadRequest, arena: Arena, *, lanes: int
+    backend: Backend,
+    bundle: Bundle,
+    request: LoadRequest,
+    arena: Arena,
+    *,
+    lanes: int,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> LoadResult:
-    """Loads a checkpoint of world size 1.
+    """Loads a checkpoint of any number of ranks as one rank of any number.
 
     Nothing of the target is changed before everything was found to fit, and no byte reaches it
     unverified.
 
     Args:
         backend: The store.
-        bundle: The checkpoint's index or manifest, validated.
+        bundle: The checkpoint's index, validated.
         request: What to load, and into what.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         lanes: How many reads run at once.
+        rank: The rank that loads.
+        world_size: How many ranks load.
 
     Raises:
-        UnsupportedTopology: If several ranks wrote the checkpoint.
         TargetMismatch: If the target does not fit; it is untouched.
+        PerRankValue: If the target wants what each rank had for itself, and the number of ranks
+            is another now.
         UnsupportedState: If the checkpoint holds pickled objects and these are refused.
         CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
             whether parts had been loaded by then.
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    if bundle.world_size != 1 or len(bundle.parts) != 1:
-        raise UnsupportedTopology(
-            f"The checkpoint was written by {bundle.world_size} ranks, which cannot be loaded yet",
-            step=bundle.id.step,
-            hint="Load it with a version of ckpipe that assembles the parts of several ranks",
-        )
-    rank = bundle.parts[0].rank
     try:
-        matched = await anyio.to_thread.run_sync(_match, bundle, request)
+        matched = await anyio.to_thread.run_sync(_match, bundle, request, rank, world_size)
         read_from = time.perf_counter()
         tally = await _read(
             backend, bundle, matched, arena, lanes, in_place=request.into is not None
@@ -115,10 +124,10 @@ async def restore(
     )
 
 
-def _match(bundle: Bundle, request: LoadRequest) -> _Matched:
+def _match(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> _Matched:
     try:
         with collector_paused():
-            return _match_all(bundle, request)
+            return _match_all(bundle, request, rank, world_size)
     except RecursionError:
         raise UsageError(
             "The checkpoint is nested too deeply to be walked",
@@ -126,21 +135,31 @@ def _match(bundle: Bundle, request: LoadRequest) -> _Matched:
         ) from None
 
 
-def _match_all(bundle: Bundle, request: LoadRequest) -> _Matched:
-    part = bundle.parts[0]
-    structure, layout = bundle.structures[part.structure], bundle.layouts[part.layout]
-    data = PartData(part, layout)
-    targets = Targets(StoredTensors(structure, layout, data), cast=request.cast)
-    attributes = (row.attributes for row in structure.tensors if row.attributes)
-    everything = shared_containers([structure.tree, *attributes])
-    tree, definitions = pruned(structure.tree, request.select, everything)
-    rebuild = Rebuild(part.values, targets, definitions, pickling=request.pickling)
+def _match_all(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> _Matched:
+    saved = state_for(bundle, rank, world_size, request.per_rank)
+    data = entry_table(bundle)
+    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), data)
+    targets = Targets(stored, cast=request.cast)
+    attributes = (row.attributes for row in saved.rows if row.attributes)
+    everything = shared_containers([saved.tree, *attributes])
+    select = request.select
+    if request.per_rank == "drop":
+        select = without(select, labels_of(saved))
+    tree, definitions = pruned(saved.tree, select, everything)
+    rebuild = Rebuild(
+        saved.values,
+        targets,
+        definitions,
+        saved.per_rank,
+        pickling=request.pickling,
+        distributed=world_size > 1,
+    )
     missing: list[str] = []
     unexpected: list[str] = []
     if request.into is None:
         make = rebuild.plan(tree, "")
     else:
-        matching = Matching(rebuild, targets, request.select, strict=request.strict)
+        matching = Matching(rebuild, targets, select, strict=request.strict)
         make = matching.plan(request.into, tree)
         missing, unexpected = matching.missing, matching.unexpected
     targets.settle()

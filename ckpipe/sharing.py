@@ -8,7 +8,7 @@ one has changed then, another wrote different bytes to the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -66,20 +66,26 @@ def _lay_likewise(group: Sequence[LiveTensor]) -> bool:
     return len(places) == 1 and None not in places
 
 
-def _place(live: LiveTensor) -> tuple[int, int] | None:
-    """Where the entry's first byte would lie, if the tensor lies in the entry as in memory."""
+def _place(live: LiveTensor) -> Hashable:
+    """Equal for tensors that get the same bytes at the same addresses by construction.
+
+    That is where the entry's first byte would lie, if the tensor lies in the entry as in memory;
+    or, if it is put together from pieces, these and where it lies. None if neither can be said.
+    """
     stored, tensor = live.stored, live.tensor
-    if len(stored.chunks) != 1 or tensor.dtype != stored.dtype:
+    if tensor.dtype != stored.dtype or not live.pieces:
         return None
-    (chunk,) = stored.chunks
-    if lazy_bits(tensor) != (stored.row.lazy if stored.window else ""):
+    first = live.pieces[0]
+    if lazy_bits(tensor) != (stored.row.lazy if first.shared else ""):
         return None
-    stride = chunk.stride or contiguous_stride(stored.shape)
+    if len(live.pieces) > 1 or first.target is not None:
+        return (live.pieces, tensor.data_ptr(), tensor.stride())
+    stride = first.stride or contiguous_stride(stored.shape)
     same = all(
         n == 1 or ours == theirs
         for n, ours, theirs in zip(tensor.shape, tensor.stride(), stride, strict=True)
     )
-    return (chunk.entry, tensor.data_ptr() - chunk.start) if same else None
+    return (first.entry, tensor.data_ptr() - first.start) if same else None
 
 
 def lazy_bits(tensor: torch.Tensor) -> str:

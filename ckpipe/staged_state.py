@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from ckpipe.filling import Filling, contiguous_stride, with_lazy_bits
-from ckpipe.load_planning import PartData
-from ckpipe.manifest import Part, Structure, TensorRow
+from ckpipe.load_planning import entry_table
+from ckpipe.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.planning import file_rows
 from ckpipe.rebuild import Rebuild
+from ckpipe.saved_state import state_of_part
 from ckpipe.saving import FilledBlock, Save
+from ckpipe.sources import Sources
 from ckpipe.stored_tensors import StoredTensor, StoredTensors
 from ckpipe.structure import Captured
 from ckpipe.targets import Targets
@@ -70,13 +72,12 @@ class _Lent(Filling):
         return tensor
 
     def _seen(self, stored: StoredTensor) -> torch.Tensor:
-        (chunk,) = stored.chunks
-        flat = self._entry(chunk.entry, aligned=stored.window)[chunk.start : chunk.stop].view(
-            stored.dtype
-        )
-        stride = (chunk.stride if stored.window else None) or contiguous_stride(stored.shape)
+        (piece,) = self._stored.pieces(stored)
+        entry = self._entry(piece.entry, aligned=piece.shared)
+        flat = entry[piece.start : piece.stop].view(stored.dtype)
+        stride = (piece.stride if piece.shared else None) or contiguous_stride(stored.shape)
         tensor = flat.as_strided(stored.shape, stride)
-        return with_lazy_bits(tensor, stored.row.lazy) if stored.window else tensor
+        return with_lazy_bits(tensor, stored.row.lazy) if piece.shared else tensor
 
     def _entry(self, number: int, *, aligned: bool) -> torch.Tensor:
         """The bytes of an entry; one and the same for all tensors that share it."""
@@ -117,14 +118,22 @@ def lent_state(save: Save, held: Sequence[FilledBlock]) -> Any:
         files=file_rows(program.plan, headers), checksums=(), token="", started="", writer={},
     )  # fmt: skip
     structure = Structure(captured.tree, rows, len(captured.values))
-    layout = program.plan.layout
-    stored = StoredTensors(structure, layout, PartData(part, layout))
+    bundle = Bundle("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
+    saved = state_of_part(bundle, 0)
+    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), entry_table(bundle))
     targets = Targets(stored, cast=False)
     block_bytes = len(held[0].block.view) if held else 1
     targets.filling = _Lent(stored, FileImage(held, block_bytes))
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
-    rebuild = Rebuild(captured.values, targets, definitions, pickling=True)
+    rebuild = Rebuild(
+        captured.values,
+        targets,
+        definitions,
+        saved.per_rank,
+        pickling=True,
+        distributed=False,
+    )
     with torch.no_grad():
         return rebuild.plan(captured.tree, "")()
 

@@ -1,66 +1,91 @@
-"""What a bundle says of the tensors of one rank, checked as far as a load leans on it."""
+"""The tensors of a checkpoint, checked as far as a load leans on them."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ckpipe.boxes import Box, box_shape, covers_exactly
+from ckpipe.box_cover import BoxIndex
+from ckpipe.boxes import Box, box_shape, flat_ranges, moved, whole
+from ckpipe.checksum import CHUNK_BYTES
 from ckpipe.dtypes import DTYPES
 from ckpipe.errors import InvalidExtent, InvalidManifest
-from ckpipe.load_planning import Need, PartData
-from ckpipe.manifest import ChunkRow, Layout, Structure, TensorRow
+from ckpipe.load_planning import EntryTable, Need
+from ckpipe.manifest import ChunkRow, TensorRow
+from ckpipe.sources import Candidate, Sources, chunk_box
 from ckpipe.tensors import overlaps_itself
 
 
-@dataclass(eq=False, slots=True)
-class StoredChunk:
-    """A box of a tensor and where its bytes are.
+class Region(NamedTuple):
+    """A part of a tensor that a process holds.
 
     Args:
-        entry: The number of the entry.
-        start: Its first byte, from the entry's start.
-        stop: Behind its last byte.
-        stride: Strides in elements; None if it lies row by row.
-        box: Which part of the tensor it is; None for all of it.
+        box: Which part of the global tensor it is.
+        at: Where it begins in the process's own tensor.
+    """
+
+    box: Box
+    at: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Elements of one chunk that go to one place.
+
+    Args:
+        entry: The number of the entry in the table of entries.
+        start: The first byte of the chunk, from the entry's start.
+        stop: Behind the last byte of the chunk.
+        stride: The chunk's strides in elements; None if it lies row by row.
+        shape: The chunk's shape.
+        inside: Which part of the chunk; None for all of it.
+        target: Which part of the tensor that is filled; None for all of it.
+        shared: Whether the entry is memory that several tensors shared, so that its bytes are
+            those of the tensors as they lay, lazy bits unresolved.
     """
 
     entry: int
     start: int
     stop: int
     stride: tuple[int, ...] | None
-    box: Box | None
+    shape: tuple[int, ...]
+    inside: Box | None
+    target: Box | None
+    shared: bool
 
-    @property
-    def need(self) -> Need:
-        """Its bytes."""
-        return Need(self.entry, self.start, self.stop)
+    def needs(self, itemsize: int) -> Iterator[Need]:
+        """Its bytes. Rows that share a chunk of the checksums anyway are one need."""
+        if self.inside is None or self.stride is not None:
+            yield Need(self.entry, self.start, self.stop)
+            return
+        for lo, hi in flat_ranges(self.shape, self.inside, CHUNK_BYTES // itemsize):
+            yield Need(self.entry, self.start + lo * itemsize, self.start + hi * itemsize)
 
 
 @dataclass(eq=False, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint, proved to have bytes for every element.
+    """One tensor of a checkpoint.
 
     Args:
-        number: Its number in the structure.
+        number: Its number in the saved state.
         row: What the structure says of it.
         dtype: Its dtype.
-        chunks: Where its elements are, each of them once.
-        window: Whether the entry is memory that several tensors share, so that its bytes are
-            those of the tensors as they lay, lazy bits unresolved.
         fresh_stride: The strides that a fresh tensor gets; None for contiguous.
+        near: The chunks that the part lists which the load begins from.
+        whole: What all of it is put together from, once that is known.
+        parts: The same for regions of it.
     """
 
     number: int
     row: TensorRow
     dtype: torch.dtype
-    chunks: tuple[StoredChunk, ...]
-    window: bool
     fresh_stride: tuple[int, ...] | None
+    near: list[Candidate]
+    whole: tuple[Piece, ...] | None = None
+    parts: dict[tuple[Region, ...], tuple[Piece, ...]] | None = None
 
     @property
     def label(self) -> str:
@@ -74,93 +99,175 @@ class StoredTensor:
 
 
 class StoredTensors:
-    """The tensors of one part, looked up and proved covered when they are asked for.
+    """The tensors of a saved state, looked up and proved covered when they are asked for.
 
     Args:
-        structure: The part's structure.
-        layout: The part's layout.
-        data: Where the part's entries are.
+        rows: What the state says of its tensors.
+        homes: For each of them, a part that lists it, and its number there.
+        sources: Where chunks are.
+        data: Where entries are.
     """
 
-    def __init__(self, structure: Structure, layout: Layout, data: PartData) -> None:
-        self._rows, self.data = structure.tensors, data
-        self._chunks: defaultdict[int, list[ChunkRow]] = defaultdict(list)
-        self._windows: set[int] = set()
-        holder: dict[int, int] = {}
-        for chunk in layout.chunks:
-            self._chunks[chunk.tensor].append(chunk)
-            if chunk.entry is not None and (
-                chunk.stride is not None
-                or holder.setdefault(chunk.entry, chunk.tensor) != chunk.tensor
-            ):
-                self._windows.add(chunk.entry)
+    def __init__(
+        self,
+        rows: Sequence[TensorRow],
+        homes: Sequence[tuple[int, int]],
+        sources: Sources,
+        data: EntryTable,
+    ) -> None:
+        self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
         self._known: dict[int, StoredTensor] = {}
 
     def __getitem__(self, number: int) -> StoredTensor:
         """The tensor of a number.
 
         Raises:
-            InvalidManifest: If there is no such tensor, or an element of it is not covered.
-            InvalidExtent: If its bytes do not lie in their entry.
+            InvalidManifest: If there is no such tensor.
+            InvalidExtent: If its strides fit no tensor of its shape.
         """
         known = self._known.get(number)
         if known is None:
-            known = self._known[number] = self._look_up(number)
+            if not 0 <= number < len(self._rows):
+                raise InvalidManifest(f"The structure names tensor {number}, which does not exist")
+            known = self._known[number] = self._look_up(number, *self._homes[number])
         return known
 
-    def _look_up(self, number: int) -> StoredTensor:
-        if not 0 <= number < len(self._rows):
-            raise InvalidManifest(f"The structure names tensor {number}, which does not exist")
-        row, rows = self._rows[number], self._chunks[number]
+    def of_part(self, part: int, number: int, row: TensorRow) -> StoredTensor:
+        """The tensor as one part has it, under its number there.
+
+        Raises:
+            As subscription does.
+        """
+        return self._look_up(number, part, number, row)
+
+    def _look_up(
+        self, number: int, part: int, inner: int, row: TensorRow | None = None
+    ) -> StoredTensor:
+        row = row or self._rows[number]
         dtype = DTYPES.get(row.dtype)
         if dtype is None:
             raise InvalidManifest(f"This dtype is unknown: {row.dtype!r:.100}", key=row.label)
-        if len(rows) != 1 or rows[0].box is not None:
-            _prove_covered(row, rows)
-        chunks = tuple(self._chunk(row, dtype.itemsize, chunk) for chunk in rows)
-        stride = rows[0].original_stride if len(rows) == 1 else None
+        near = self._sources.named_by(part, inner)
+        stride = None
+        if len(near) == 1 and near[0][1].box is None:
+            stride = near[0][1].original_stride
         if stride is not None and (
             len(stride) != len(row.shape) or overlaps_itself(row.shape, stride)
         ):
             raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=row.label)
-        window = any(chunk.entry in self._windows for chunk in rows)
-        return StoredTensor(number, row, dtype, chunks, window, stride)
+        return StoredTensor(number, row, dtype, stride, near)
 
-    def _chunk(self, row: TensorRow, itemsize: int, chunk: ChunkRow) -> StoredChunk:
-        if chunk.entry is None or (chunk.owner is not None and chunk.owner != self.data.rank):
-            raise InvalidManifest(f"Its bytes are with rank {chunk.owner}", key=row.label)
-        shape = row.shape if chunk.box is None else box_shape(chunk.box)
-        reach = _reach(shape, chunk.stride, row.label) * itemsize
-        start, stop = chunk.offset, chunk.offset + reach
-        entries = self.data.entries
-        if not 0 <= chunk.entry < len(entries):
-            raise InvalidExtent(f"Its entry {chunk.entry} does not exist", key=row.label)
-        if start < 0 or stop > entries[chunk.entry].nbytes:
-            raise InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=row.label)
-        return StoredChunk(chunk.entry, start, stop, chunk.stride, chunk.box)
+    def pieces(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None = None
+    ) -> tuple[Piece, ...]:
+        """What regions of a tensor are put together from, each element once.
 
+        Args:
+            stored: The tensor.
+            regions: What is wanted of it; None for the whole, in its own shape.
 
-def _prove_covered(row: TensorRow, chunks: list[ChunkRow]) -> None:
-    whole = (tuple(0 for _ in row.shape), row.shape)
-    if not covers_exactly(row.shape, [chunk.box or whole for chunk in chunks]):
-        raise InvalidManifest(
-            f"The {len(chunks)} chunks that the checkpoint has of this tensor do not cover "
-            f"its shape {list(row.shape)} exactly",
-            key=row.label,
+        Raises:
+            InvalidManifest: If an element is nowhere in the checkpoint.
+            InvalidExtent: If bytes do not lie in their entry.
+        """
+        if regions is None:
+            if stored.whole is None:
+                stored.whole = self._find_whole(stored)
+            return stored.whole
+        known = stored.parts = stored.parts or {}
+        if regions not in known:
+            known[regions] = self._find(stored, regions)
+        return known[regions]
+
+    def is_whole(self, stored: StoredTensor) -> bool:
+        """Whether the part that the load begins from holds all of a tensor."""
+        return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
+
+    def is_window(self, stored: StoredTensor) -> bool:
+        """Whether all of a tensor is a view of memory that several tensors shared."""
+        pieces = self.pieces(stored)
+        return len(pieces) == 1 and pieces[0].shared and pieces[0].target is None
+
+    def _find_whole(self, stored: StoredTensor) -> tuple[Piece, ...]:
+        near = stored.near
+        if len(near) == 1 and near[0][1].box is None:
+            return (self._piece(stored, *near[0], stored.shape, None, None),)
+        return self._find(stored, (_all_of(stored.shape),))
+
+    def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[Piece, ...]:
+        near = stored.near
+        found, missing = self._covered(stored, near, regions)
+        if missing:
+            everywhere = [*near, *self._sources.everywhere(stored.row)]
+            found, missing = self._covered(stored, everywhere, regions)
+        if missing:
+            lower, upper = missing[0]
+            raise InvalidManifest(
+                f"No part of the checkpoint has the elements {list(lower)} to {list(upper)} of "
+                f"this tensor of shape {list(stored.shape)}",
+                key=stored.label,
+            )
+        return tuple([self._part(stored, *each) for each in found])
+
+    def _covered(
+        self, stored: StoredTensor, candidates: list[Candidate], regions: tuple[Region, ...]
+    ) -> tuple[list[tuple[Candidate, Box, Box]], list[Box]]:
+        """Chunks with the part of each that is wanted, and where it goes; and what is missing."""
+        dims = len(stored.shape)
+        boxes = [chunk_box(chunk, stored.shape) for _, chunk in candidates]
+        if any(len(lower) != dims or len(upper) != dims for lower, upper in boxes):
+            raise InvalidExtent("A box of it has a wrong number of dimensions", key=stored.label)
+        index = BoxIndex(boxes)
+        found: list[tuple[Candidate, Box, Box]] = []
+        missing: list[Box] = []
+        for region in regions:
+            parts, holes = index.cover(region.box)
+            missing += holes
+            shift = [low - at for low, at in zip(region.box[0], region.at, strict=True)]
+            for number, part in parts:
+                found.append((candidates[number], part, moved(part, shift)))
+        return found, missing
+
+    def _part(self, stored: StoredTensor, candidate: Candidate, part: Box, target: Box) -> Piece:
+        """A piece that is a part of a chunk, by its bounds in the global and in the own tensor."""
+        number, chunk = candidate
+        box = chunk_box(chunk, stored.shape)
+        inside = None if part == box else moved(part, box[0])
+        everywhere = inside is None and target == whole(stored.shape)
+        return self._piece(
+            stored, number, chunk, box_shape(box), inside, None if everywhere else target
         )
 
+    def _piece(
+        self,
+        stored: StoredTensor,
+        part: int,
+        chunk: ChunkRow,
+        shape: tuple[int, ...],
+        inside: Box | None,
+        target: Box | None,
+    ) -> Piece:
+        number, start, stride = chunk.entry, chunk.offset, chunk.stride
+        if stride is None:
+            stop = start + math.prod(shape) * stored.dtype.itemsize
+        else:
+            stop = start + _reach(shape, stride, stored) * stored.dtype.itemsize
+        if number is None or not 0 <= number < self._sources.entry_count(part):
+            raise InvalidExtent(f"Its entry {number} does not exist", key=stored.label)
+        entry = self.data.number(part, number)
+        if start < 0 or stop > self.data.entries[entry].nbytes:
+            raise InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.label)
+        shared = stride is not None or self._sources.shared(part, number)
+        return Piece(entry, start, stop, stride, shape, inside, target, shared)
 
-def _reach(shape: tuple[int, ...], stride: tuple[int, ...] | None, label: str) -> int:
+
+def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor) -> int:
     """How many elements lie between the first and behind the last."""
-    if stride is None:
-        return math.prod(shape)
     if len(stride) != len(shape) or min(stride, default=0) < 0:
-        raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=label)
+        raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=stored.label)
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
-def needs_of(tensors: Iterable[StoredTensor]) -> Iterator[Need]:
-    """The bytes of tensors."""
-    for tensor in tensors:
-        for chunk in tensor.chunks:
-            yield chunk.need
+def _all_of(shape: tuple[int, ...]) -> Region:
+    box = whole(shape)
+    return Region(box, box[0])

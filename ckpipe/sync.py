@@ -13,6 +13,7 @@ from ckpipe.events import EventBus
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.keys import label_filter
 from ckpipe.lock import StateLock
+from ckpipe.per_rank import PerRankPolicy
 from ckpipe.pipeline_core import Guarded, PipelineCore, Which, raise_or_warn, which
 from ckpipe.retention import Decision
 from ckpipe.settings import Settings
@@ -102,12 +103,17 @@ class SyncPipeline:
         strict: bool = True,
         cast: bool = False,
         fallback: bool = False,
-        per_rank: Literal["raise", "drop", "rank0"] = "raise",
+        per_rank: PerRankPolicy = "raise",
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Loads a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
         request = self._core.load_request(
-            into, label_filter(include, exclude), strict=strict, cast=cast, pickle=pickle
+            into,
+            label_filter(include, exclude),
+            strict=strict,
+            cast=cast,
+            per_rank=per_rank,
+            pickle=pickle,
         )
         chosen = None if step is None else which(step)
         load = self._core.engine.load

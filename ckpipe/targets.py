@@ -10,6 +10,7 @@ import torch
 from ckpipe.filling import Filling
 from ckpipe.live_tensors import LiveTensor, writable_view
 from ckpipe.load_planning import Need
+from ckpipe.placed_tensors import is_placed, regions_of
 from ckpipe.sharing import check_agreement, disputed_groups, distinct
 from ckpipe.stored_tensors import StoredTensor, StoredTensors
 
@@ -43,7 +44,9 @@ class Targets:
         view = writable_view(live)
         if view is None:
             return False
-        self._lives.append(LiveTensor(stored, label, view, live))
+        regions = regions_of(live) if is_placed(live) else None
+        pieces = self.stored.pieces(stored, regions)
+        self._lives.append(LiveTensor(stored, label, view, live, regions, pieces))
         return True
 
     def settle(self) -> None:
@@ -52,21 +55,19 @@ class Targets:
         self._disputed = disputed_groups(lives)
         self._first = self._entries_to_compare(lives)
         for live in lives:
-            if self._first and self._first.intersection(c.entry for c in live.stored.chunks):
-                self.filling.copy_later(live.stored, live.tensor)
+            if self._first and self._first.intersection(c.entry for c in live.pieces):
+                self.filling.copy_later(live.stored, live.regions, live.tensor)
             else:
-                self.filling.live(live.stored, live.tensor)
+                self.filling.live(live.stored, live.regions, live.tensor)
 
     def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
-        entries = {
-            c.entry for group in self._disputed for live in group for c in live.stored.chunks
-        }
+        entries = {c.entry for group in self._disputed for live in group for c in live.pieces}
         grown = bool(entries)
         while grown:
             before = len(entries)
             for live in lives:
-                own = [chunk.entry for chunk in live.stored.chunks]
+                own = [piece.entry for piece in live.pieces]
                 if not entries.isdisjoint(own):
                     entries.update(own)
             grown = len(entries) > before
@@ -90,7 +91,11 @@ class Targets:
         """
         self.filling.resolve_fresh()
         for group in self._disputed:
-            check_agreement(group, [self.filling.fresh(live.stored) for live in group])
+            values = [
+                self.filling.fresh_part(live.stored, live.regions, tuple(live.tensor.shape))
+                for live in group
+            ]
+            check_agreement(group, values)
 
     def finish(self) -> None:
         """Completes the tensors once all bytes are there, and tells autograd of the change."""

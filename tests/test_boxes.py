@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.boxes import Box, box_shape, covers_exactly, flat_range_boxes
+from ckpipe.box_cover import covers_exactly
+from ckpipe.boxes import Box, box_shape, flat_range_boxes
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -40,7 +40,7 @@ _PIPELINE = {
         self, into: Any = None, *, step: Which | None = None,
         include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
         strict: bool = True, cast: bool = False, fallback: bool = False,
-        per_rank: Literal['raise', 'drop', 'rank0'] = 'raise',
+        per_rank: PerRankPolicy = 'raise',
         pickle: Literal['refuse', 'allow'] = 'refuse'
     ) -> LoadResult | None""",
     "delete": "(self, step: Which) -> None",

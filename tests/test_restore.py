@@ -18,10 +18,8 @@ from ckpipe.errors import (
     ShapeMismatch,
     SharingConflict,
     StructureMismatch,
-    UnsupportedTopology,
 )
 from ckpipe.keys import LabelFilter
-from ckpipe.manifest import Bundle
 from ckpipe.state_helpers import Progress, RngState
 from ckpipe.testing import MemoryBackend
 
@@ -403,11 +401,3 @@ async def test_an_error_of_load_state_dict_says_whose_it_is() -> None:
     with pytest.raises(KeyError) as caught:
         await round_trip({"r": Recorder(n=1)}, {"r": Picky(n=0)})
     assert "'r'" in caught.value.__notes__[0]
-
-
-async def test_checkpoints_of_several_ranks_are_refused_for_now() -> None:
-    backend = MemoryBackend()
-    bundle = await store({"x": 1}, backend)
-    several = Bundle("index", bundle.id, 2, bundle.structures, bundle.layouts, bundle.parts * 2)
-    with pytest.raises(UnsupportedTopology):
-        await load(backend, several)

@@ -12,7 +12,9 @@ from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
-from ckpipe.load_planning import PartData
+from ckpipe.load_planning import entry_table
+from ckpipe.saved_state import state_of_part
+from ckpipe.sources import Sources
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
 from ckpipe.testing import MemoryBackend
@@ -42,8 +44,8 @@ async def test_what_was_shared_likewise_is_not_compared_first(
     saved_tied: bool, first_reads: int
 ) -> None:
     bundle = await store(Tied(tied=saved_tied).state_dict(), MemoryBackend())
-    data = PartData(bundle.parts[0], bundle.layouts[0])
-    stored = StoredTensors(bundle.structures[0], bundle.layouts[0], data)
+    saved = state_of_part(bundle, 0)
+    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), entry_table(bundle))
     targets = Targets(stored, cast=False)
     for number, tensor in enumerate(Tied(tied=True).state_dict().values()):
         assert targets.fill(stored[number], tensor, str(number))

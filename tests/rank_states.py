@@ -1,0 +1,118 @@
+"""Checkpoints of several ranks, put on a store by one process, for tests of what loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from bundles import ID, WRITER, structure_of
+
+from ckpipe.arena import Arena
+from ckpipe.backend import Backend
+from ckpipe.boxes import Box
+from ckpipe.checksum import CHUNK_BYTES, crc32c
+from ckpipe.data_file import encode_header
+from ckpipe.dtypes import DTYPES, stored_dtype
+from ckpipe.filling import boxed
+from ckpipe.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
+from ckpipe.manifest_codec import decode_bundle, encode_bundle
+from ckpipe.merging import merge
+from ckpipe.object_names import data_file_key, data_file_name
+from ckpipe.restore import LoadRequest, restore
+from ckpipe.types import LoadResult
+
+Held = Sequence[tuple[Box, int]]
+"""Boxes of a tensor that a rank holds, each with the rank that writes it."""
+
+
+async def store_ranks(
+    backend: Backend, states: Sequence[Any], held: Sequence[Mapping[str, Held]] | None = None
+) -> Bundle:
+    """Writes the data files of several ranks and returns their index, as it is read back.
+
+    Args:
+        backend: The store.
+        states: What each rank has; a tensor of which ranks hold boxes stands there whole.
+        held: For each rank, the boxes of tensors by label; other tensors are its own.
+    """
+    manifests = []
+    for rank, state in enumerate(states):
+        boxes = held[rank] if held else {}
+        manifest, image = _rank(rank, len(states), state, boxes)
+        manifests.append(manifest)
+        if image:
+            key = data_file_key(ID, data_file_name(rank, 0))
+            upload = await backend.open_upload(key, size=len(image), block_bytes=len(image))
+            await upload.write(0, memoryview(image))
+            await upload.complete()
+    index = merge([_read_back(each) for each in manifests], "index")
+    return _read_back(index)
+
+
+def _read_back(bundle: Bundle) -> Bundle:
+    return decode_bundle(encode_bundle(bundle), key="index", id=ID, kind=bundle.kind)
+
+
+def _rank(
+    rank: int, world_size: int, state: Any, boxes: Mapping[str, Held]
+) -> tuple[Bundle, bytes]:
+    structure, captured = structure_of(state)
+    entries: list[EntryRow] = []
+    chunks: list[ChunkRow] = []
+    data = bytearray()
+    order = sorted(
+        range(len(structure.tensors)), key=lambda n: -captured.tensors[n].tensor.itemsize
+    )
+    rows = {}
+    for number in order:
+        row, tensor = structure.tensors[number], captured.tensors[number].tensor
+        own: list[ChunkRow] = []
+        parts: Sequence[tuple[Box | None, int]] = boxes.get(row.label, [(None, rank)])
+        for box, owner in parts:
+            if owner != rank:
+                own.append(ChunkRow(number, None, box=box, owner=owner))
+                continue
+            piece = tensor if box is None else boxed(tensor, box)
+            content = piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            dtype = stored_dtype(DTYPES[row.dtype])
+            shape = tuple(piece.shape) if dtype else (len(content),)
+            name = row.label if box is None else f"{row.label}@{_bounds(box)}"
+            own.append(ChunkRow(number, len(entries), box=box))
+            entries.append(EntryRow(name, dtype or "U8", shape, 0, len(data), len(content)))
+            data += content
+        rows[number] = own
+    for number in range(len(structure.tensors)):
+        chunks += rows[number]
+    header = encode_header([(e.name, e.dtype, e.shape, e.offset, e.nbytes) for e in entries])
+    files = (
+        FileRow(data_file_name(rank, 0), len(header) + len(data), len(header), crc32c(header)),
+    )
+    part = Part(
+        rank=rank, structure=0, layout=0, values=tuple(captured.values),
+        files=files if entries else (), checksums=_sums(entries, bytes(data)),
+        token=f"{rank:032x}", started="2026-11-21T03:42:05.123+00:00", writer=WRITER,
+    )  # fmt: skip
+    layout = Layout(tuple(entries), tuple(chunks))
+    bundle = Bundle("manifest", ID, world_size, (structure,), (layout,), (part,))
+    return bundle, header + bytes(data) if entries else b""
+
+
+def _bounds(box: Box) -> str:
+    return ":".join(",".join(map(str, side)) for side in box)
+
+
+def _sums(entries: Sequence[EntryRow], data: bytes) -> tuple[int, ...]:
+    return tuple(
+        crc32c(data[lo : min(lo + CHUNK_BYTES, row.offset + row.nbytes)])
+        for row in entries
+        for lo in range(row.offset, row.offset + row.nbytes, CHUNK_BYTES)
+    )
+
+
+async def load_as(
+    backend: Backend, bundle: Bundle, rank: int, world_size: int, request: LoadRequest
+) -> LoadResult:
+    """Loads as one rank of a world, with two lanes and blocks of 2 MiB."""
+    arena = Arena(2 << 20)
+    return await restore(backend, bundle, request, arena, lanes=2, rank=rank, world_size=world_size)

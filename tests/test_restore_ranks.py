@@ -1,0 +1,416 @@
+"""Loading what several ranks saved: into any other number of ranks, meshes and placements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placed_targets import local_part, placed, rank_of
+from rank_states import Held, load_as, store_ranks
+from stored_states import request
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckpipe.arena import Arena
+from ckpipe.boxes import Box
+from ckpipe.errors import (
+    DtypeMismatch,
+    InvalidManifest,
+    PerRankValue,
+    ShapeMismatch,
+    SharingConflict,
+    StructureMismatch,
+)
+from ckpipe.keys import LabelFilter
+from ckpipe.manifest import Bundle
+from ckpipe.placed_tensors import held_regions
+from ckpipe.restore import verify
+from ckpipe.testing import MemoryBackend
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor whose elements are all different."""
+    return torch.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(shape)
+
+
+def rows(n: int, world_size: int, *inner: int) -> list[Held]:
+    """Blocks of rows, one for each rank, as ``torch.chunk`` makes them."""
+    size = -(-n // world_size)
+    bounds = [(min(n, rank * size), min(n, (rank + 1) * size)) for rank in range(world_size)]
+    zeros = (0,) * len(inner)
+    return [
+        [(((lo, *zeros), (hi, *inner)), rank)] if lo < hi else []
+        for rank, (lo, hi) in enumerate(bounds)
+    ]
+
+
+async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -> Bundle:
+    """A checkpoint of one tensor ``w`` of which each rank wrote a block of rows."""
+    held = rows(full.shape[0], world_size, *full.shape[1:])
+    return await store_ranks(backend, [{"w": full}] * world_size, [{"w": boxes} for boxes in held])
+
+
+LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
+    ((1,), (Shard(0),)),
+    ((2,), (Replicate(),)),
+    ((3,), (Shard(0),)),
+    ((4,), (Shard(1),)),
+    ((8,), (Shard(0),)),
+    ((2, 2), (Shard(0), Shard(1))),
+    ((2, 2), (Shard(1), Shard(1))),
+    ((2, 3), (Shard(0), Shard(0))),
+    ((2, 3), (Replicate(), Shard(1))),
+    ((3, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    ((2, 4), (_StridedShard(1, split_factor=4), Shard(1))),
+    ((2, 2, 2), (Shard(2), Replicate(), _StridedShard(1, split_factor=2))),
+]
+
+
+def saved_boxes(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]
+) -> list[Held]:
+    """What each rank of a mesh holds of a tensor; the first that holds a box writes it."""
+    owners: dict[Box, int] = {}
+    held: list[Held] = []
+    numbers = numbered(*shape, dtype=torch.int64) - 1
+    for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
+        local = local_part(numbers, mesh, placements, coordinate)
+        boxes = boxes_of(local, shape)
+        held.append([(box, owners.setdefault(box, rank)) for box in boxes])
+    return held
+
+
+def boxes_of(local: torch.Tensor, shape: tuple[int, ...]) -> list[Box]:
+    """The boxes of a numbered tensor that a local one holds, row by row in the dullest way."""
+    if not local.numel():
+        return []
+    inner = local.reshape(-1, *shape[-1:]) if local.shape[-1] == shape[-1] else None
+    found = []
+    for run in inner if inner is not None else local.reshape(-1, 1):
+        at = torch.unravel_index(run[0], shape)
+        lower = tuple(int(index) for index in at)
+        upper = (*(n + 1 for n in lower[:-1]), lower[-1] + len(run))
+        found.append((lower, upper))
+    return found
+
+
+@pytest.mark.parametrize("saved", range(len(LAYOUTS)))
+async def test_any_placement_loads_into_any_other(saved: int) -> None:
+    shape = (7, 6, 5)
+    full = numbered(*shape)
+    mesh, placements = LAYOUTS[saved]
+    held = saved_boxes(shape, mesh, placements)
+    backend = MemoryBackend()
+    bundle = await store_ranks(backend, [{"w": full}] * len(held), [{"w": each} for each in held])
+    for mesh, placements in LAYOUTS:
+        world_size = math.prod(mesh)
+        for rank in {0, world_size // 2, world_size - 1}:
+            with rank_of(rank, world_size):
+                target = {"w": placed(torch.zeros(shape), mesh, placements)}
+                await load_as(backend, bundle, rank, world_size, request(target))
+                expected = placed(full, mesh, placements).to_local()
+                assert torch.equal(target["w"].to_local(), expected)
+    assert torch.equal((await load_as(backend, bundle, 0, 1, request())).state["w"], full)
+
+
+splits = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(1, 4)), max_size=3)
+
+
+@given(st.tuples(*[st.integers(0, 9)] * 3), splits, st.data())
+def test_the_regions_of_a_rank_are_what_torch_gives_it(
+    shape: tuple[int, ...], splits: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    full = numbered(*shape, dtype=torch.int64)
+    placements = [
+        Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+        for dim, factor, _ in splits
+    ]
+    mesh = [count for _, _, count in splits]
+    coordinate = [data.draw(st.integers(0, count - 1)) for count in mesh]
+    local = local_part(full, mesh, placements, coordinate)
+    found = torch.zeros_like(local)
+    regions = held_regions(
+        shape, [(*split, index) for split, index in zip(splits, coordinate, strict=True)]
+    )
+    for (lower, upper), at in regions:
+        source = tuple(slice(lo, hi) for lo, hi in zip(lower, upper, strict=True))
+        target = tuple(slice(n, n + hi - lo) for n, lo, hi in zip(at, lower, upper, strict=True))
+        found[target] = full[source]
+    assert torch.equal(found, local)
+
+
+async def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
+    backend, full = MemoryBackend(), numbered(3, 2)
+    bundle = await sharded(backend, full, 2)
+    for rank in range(8):
+        with rank_of(rank, 8):
+            target = {"w": placed(torch.zeros(3, 2), (8,), (Shard(0),))}
+            result = await load_as(backend, bundle, rank, 8, request(target))
+            assert torch.equal(target["w"].to_local(), full[rank : rank + 1])
+            assert result.report is not None
+            assert (result.report.reads == 0) == (rank > 2)
+
+
+async def test_a_plain_target_is_put_together_in_every_world_size() -> None:
+    backend, full = MemoryBackend(), numbered(5, 3)
+    bundle = await sharded(backend, full, 3)
+    for rank, world_size in ((0, 1), (1, 2), (2, 3)):
+        for target in (torch.zeros(5, 3), torch.zeros(3, 5).t(), torch.zeros(10, 3)[::2]):
+            await load_as(backend, bundle, rank, world_size, request({"w": target}))
+            assert torch.equal(target, full)
+
+
+async def test_values_are_converted_only_if_asked_to() -> None:
+    backend, full = MemoryBackend(), numbered(5, 3)
+    bundle = await sharded(backend, full, 3)
+    with rank_of(1, 2):
+        target = {"w": placed(torch.zeros(5, 3, dtype=torch.float64), (2,), (Shard(0),))}
+        with pytest.raises(DtypeMismatch):
+            await load_as(backend, bundle, 1, 2, request(target))
+        await load_as(backend, bundle, 1, 2, request(target, cast=True))
+        assert torch.equal(target["w"].to_local(), full[3:].double())
+
+
+async def test_what_does_not_fit_is_refused_untouched() -> None:
+    backend, full = MemoryBackend(), numbered(4, 2)
+    bundle = await sharded(backend, full, 2)
+    with rank_of(0, 2):
+        larger = {"w": placed(torch.zeros(6, 2), (2,), (Shard(0),))}
+        with pytest.raises(ShapeMismatch):
+            await load_as(backend, bundle, 0, 2, request(larger))
+        assert not larger["w"].to_local().any()
+        summed: dict[str, Any] = {"w": placed(torch.zeros(4, 2), (2,), (Replicate(),))}
+        summed["w"]._spec.placements = (Partial(),)
+        with pytest.raises(StructureMismatch, match="sum of several"):
+            await load_as(backend, bundle, 0, 2, request(summed))
+
+
+async def test_a_rank_that_gets_no_place_for_its_part_is_told_what_to_pass() -> None:
+    backend, full = MemoryBackend(), numbered(4, 2)
+    bundle = await sharded(backend, full, 2)
+    for world_size in (2, 3):
+        with pytest.raises(StructureMismatch, match="training_state") as caught:
+            await load_as(backend, bundle, 0, world_size, request())
+        assert caught.value.key == "w"
+
+
+async def test_elements_that_nobody_wrote_are_named_before_anything_is_touched() -> None:
+    backend, full = MemoryBackend(), numbered(6, 2)
+    held = rows(6, 3, 2)
+    held[1] = [(((2, 0), (3, 2)), 1)]
+    states = [{"first": torch.ones(2), "w": full}] * 3
+    bundle = await store_ranks(backend, states, [{"w": each} for each in held])
+    target = {"first": torch.zeros(2), "w": torch.zeros(6, 2)}
+    with pytest.raises(InvalidManifest, match=r"\[3, 0\] to \[4, 2\]") as caught:
+        await load_as(backend, bundle, 0, 1, request(target))
+    assert caught.value.key == "w"
+    assert not target["first"].any()
+    with rank_of(0, 3):
+        fine: dict[str, Any] = {
+            "first": torch.zeros(2),
+            "w": placed(torch.zeros(6, 2), (3,), (Shard(0),)),
+        }
+        await load_as(backend, bundle, 0, 3, request(fine))
+        assert torch.equal(fine["w"].to_local(), full[:2])
+
+
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that together are a shape, cut anywhere."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        lower, upper = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        middle = draw(st.integers(lower[dim], upper[dim]))
+        boxes.append((lower, (*upper[:dim], middle, *upper[dim + 1 :])))
+        boxes.append(((*lower[:dim], middle, *lower[dim + 1 :]), upper))
+    return boxes
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[dict[str, Held]]]:
+    """A shape, and ranks that hold boxes of it, some of them several times and overlapping."""
+    shape = draw(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)))
+    world_size = draw(st.integers(1, 8))
+    held: list[dict[str, Held]] = [defaultdict(list) for _ in range(world_size)]
+    for _ in range(draw(st.integers(1, 2))):
+        for box in cuts(draw, shape):
+            holders = draw(st.sets(st.integers(0, world_size - 1), min_size=1))
+            owner = draw(st.sampled_from(sorted(holders)))
+            for rank in holders:
+                if not any(known == box for known, _ in held[rank]["w"]):
+                    held[rank]["w"] = [*held[rank]["w"], (box, owner)]
+    for each in held:
+        each["w"]  # a rank that holds nothing of it says so
+    return shape, [_owned(each, held) for each in held]
+
+
+def _owned(mine: dict[str, Held], held: list[dict[str, Held]]) -> dict[str, Held]:
+    """Whoever is said to have written a box holds it as its own."""
+    fixed = []
+    for box, owner in mine["w"]:
+        found = [theirs for known, theirs in held[owner]["w"] if known == box]
+        fixed.append((box, owner if found == [owner] else found[0] if found else owner))
+    return {"w": fixed}
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_boxes_of_any_ranks_load_into_any_mesh(
+    world: tuple[tuple[int, ...], list[dict[str, Held]]], rows: int, columns: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    shape, held = world
+    full = numbered(*shape)
+    rank = data.draw(st.integers(0, rows * columns - 1))
+    kinds = [Shard(0), Shard(1), Shard(2), Replicate(), _StridedShard(0, split_factor=2)]
+    placements = (data.draw(st.sampled_from(kinds)), data.draw(st.sampled_from(kinds)))
+
+    async def main() -> None:
+        backend = MemoryBackend()
+        bundle = await store_ranks(backend, [{"w": full}] * len(held), held)
+        with rank_of(rank, rows * columns):
+            target = placed(torch.zeros(shape), (rows, columns), placements)
+            await load_as(backend, bundle, rank, rows * columns, request({"w": target}))
+            expected = placed(full, (rows, columns), placements)
+            assert torch.equal(target.to_local(), expected.to_local())
+
+    anyio.run(main)
+
+
+# What is read
+
+
+async def test_no_more_is_read_than_the_part_that_is_wanted() -> None:
+    backend = MemoryBackend()
+    full = torch.randn(64, 1 << 19)  # rows of 2 MiB
+    bundle = await sharded(backend, full, 2)
+    with rank_of(1, 4):
+        target = {"w": placed(torch.zeros_like(full), (4,), (Shard(0),))}
+        result = await load_as(backend, bundle, 1, 4, request(target))
+        assert torch.equal(target["w"].to_local(), full[16:32])
+        assert result.report is not None
+        assert result.report.bytes <= 1.1 * 16 * (2 << 20)
+    with rank_of(1, 4):
+        target = {"w": placed(torch.zeros_like(full), (4,), (Shard(1),))}
+        result = await load_as(backend, bundle, 1, 4, request(target))
+        assert torch.equal(target["w"].to_local(), full[:, 1 << 17 : 1 << 18])
+        assert result.report is not None
+        assert result.report.bytes <= 64 * ((1 << 19) + (2 << 20))
+
+
+async def test_what_a_rank_saved_is_all_it_reads_in_the_same_topology() -> None:
+    backend, full = MemoryBackend(), torch.randn(8, 1024)
+    bundle = await sharded(backend, full, 4)
+    with rank_of(2, 4):
+        target = {"w": placed(torch.zeros_like(full), (4,), (Shard(0),))}
+        result = await load_as(backend, bundle, 2, 4, request(target))
+    assert result.report is not None
+    assert (result.report.reads, result.report.bytes) == (1, 8192)
+
+
+# Values that belong to a rank
+
+
+def own_states(n: int) -> list[dict[str, Any]]:
+    return [
+        {"seed": rank, "lr": 0.5, "noise": torch.full((2,), float(rank)), "step": torch.tensor(7)}
+        for rank in range(n)
+    ]
+
+
+async def test_with_as_many_ranks_each_gets_its_own_back() -> None:
+    backend = MemoryBackend()
+    bundle = await store_ranks(backend, own_states(3))
+    for rank in range(3):
+        state = (await load_as(backend, bundle, rank, 3, request())).state
+        assert (state["seed"], state["noise"].tolist()) == (rank, [rank, rank])
+
+
+async def test_with_another_number_only_what_is_common_loads_unasked() -> None:
+    backend = MemoryBackend()
+    bundle = await store_ranks(backend, own_states(3))
+    for key in ("seed", "noise"):
+        target = {"lr": 0.0, "step": torch.tensor(0), key: own_states(1)[0][key]}
+        with pytest.raises(PerRankValue) as caught:
+            await load_as(backend, bundle, 1, 2, request(target, strict=False))
+        assert caught.value.key == key
+        assert target["step"].item() == 0
+    common = request(select=LabelFilter(["lr", "step"]))
+    state = (await load_as(backend, bundle, 1, 2, common)).state
+    assert state == {"lr": 0.5, "step": torch.tensor(7)}
+
+
+async def test_what_differs_can_be_dropped_taken_from_rank_0_or_combined() -> None:
+    backend = MemoryBackend()
+    bundle = await store_ranks(backend, own_states(3))
+
+    def target() -> dict[str, Any]:
+        return {"seed": -1, "lr": 0.0, "noise": torch.zeros(2) - 1, "step": torch.tensor(0)}
+
+    def total(label: str, values: Any) -> Any:
+        assert label in ("seed", "noise")
+        assert len(values) == 3
+        return sum(values)
+
+    for policy, seed in (("drop", -1), ("rank0", 0), (total, 3)):
+        for into in (target(), None):
+            result = await load_as(backend, bundle, 0, 1, request(into, per_rank=policy))
+            if into is None and policy == "drop":
+                assert set(result.state) == {"lr", "step"}
+                continue
+            assert (result.state["seed"], result.state["step"].item()) == (seed, 7)
+            assert result.state["noise"].tolist() == [seed, seed]
+            assert result.missing == ()
+            assert into is None or result.state["noise"] is into["noise"]
+
+
+# Tied tensors
+
+
+async def test_tensors_that_were_cut_alike_from_shared_bytes_share_them_again() -> None:
+    backend, full = MemoryBackend(), numbered(4, 3)
+    held = [{"a": each, "b": each} for each in rows(4, 2, 3)]
+    bundle = _tied(await store_ranks(backend, [{"a": full, "b": full.clone()}] * 2, held))
+    state = (await load_as(backend, bundle, 0, 1, request())).state
+    assert torch.equal(state["a"], full)
+    assert state["a"].data_ptr() == state["b"].data_ptr()
+    with rank_of(1, 2):
+        tied = placed(torch.zeros(4, 3), (2,), (Shard(0),))
+        await load_as(backend, bundle, 1, 2, request({"a": tied, "b": tied.view(4, 3)}))
+        assert torch.equal(tied.to_local(), full[2:])
+
+
+def _tied(bundle: Bundle) -> Bundle:
+    """Lets the chunks of the second tensor point to the entries of the first."""
+    layouts = []
+    for layout in bundle.layouts:
+        first, second = layout.chunks
+        chunks = (first, dataclasses.replace(second, entry=first.entry))
+        layouts.append(dataclasses.replace(layout, chunks=chunks))
+    return dataclasses.replace(bundle, layouts=tuple(layouts))
+
+
+async def test_a_target_that_ties_what_differs_is_refused() -> None:
+    backend, full = MemoryBackend(), numbered(4, 3)
+    held = [{"a": each, "b": each} for each in rows(4, 2, 3)]
+    bundle = await store_ranks(backend, [{"a": full, "b": full + 1}] * 2, held)
+    with rank_of(1, 2):
+        tied = placed(torch.zeros(4, 3), (2,), (Shard(0),))
+        with pytest.raises(SharingConflict):
+            await load_as(backend, bundle, 1, 2, request({"a": tied, "b": tied.view(4, 3)}))
+        assert not tied.to_local().any()
+
+
+async def test_every_part_is_verified() -> None:
+    backend, full = MemoryBackend(), numbered(5, 3)
+    bundle = await sharded(backend, full, 3)
+    found = await verify(backend, bundle, Arena(2 << 20), lanes=2)
+    assert found.files == 3
