@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import anyio
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.collector import collector_paused
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
 from ckpipe.manifest import Bundle
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.object_names import DELETED, PINS, index_id, index_key, pin_id, tombstone_id
+from ckpipe.object_names import (
+    DELETED,
+    PINS,
+    index_id,
+    index_key,
+    pin_id,
+    tombstone_id,
+    tombstone_key,
+)
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 DELETING = "it is being deleted"
@@ -49,7 +60,16 @@ async def find(backend: Backend, which: int | str) -> CheckpointInfo:
         CheckpointNotFound: If there is none.
         StoreError: If the store failed.
     """
-    everything = await discover(backend)
+    return pick(await discover(backend), which)
+
+
+def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
+    """Of the checkpoints of a root, the newest first, what :func:`find` finds.
+
+    Raises:
+        CheckpointIncomplete: If there is only an incomplete one.
+        CheckpointNotFound: If there is none.
+    """
     named = [each for each in everything if which in (each.id, each.step)]
     for info in named:
         if info.complete:
@@ -68,6 +88,29 @@ async def find(backend: Backend, which: int | str) -> CheckpointInfo:
         step=step,
         hint="Name one of those, or none to load the newest complete one",
     )
+
+
+async def describe(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
+    """What is known now of a checkpoint that was incomplete, by its index and its tombstone.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    id = CheckpointId.parse(info.id)
+    assert id is not None
+    index = await _stat(backend, index_key(id))
+    if await _stat(backend, tombstone_key(id)) is not None:
+        return replace(info, complete=False, reason=DELETING)
+    if index is None:
+        return replace(info, complete=False, reason=NO_INDEX)
+    return replace(info, complete=True, reason="", saved_at=index.modified)
+
+
+async def _stat(backend: Backend, key: str) -> ObjectInfo | None:
+    try:
+        return await backend.stat(key)
+    except ObjectNotFound:
+        return None
 
 
 async def newest(backend: Backend) -> CheckpointInfo | None:

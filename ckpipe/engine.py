@@ -15,7 +15,8 @@ from ckpipe.arena import Arena
 from ckpipe.attempts import open_attempt
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget
-from ckpipe.discovery import discover, find, newest, read_index
+from ckpipe.choosing import choices
+from ckpipe.discovery import discover, read_index
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -27,7 +28,10 @@ from ckpipe.errors import (
 )
 from ckpipe.events import EventBus, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
+from ckpipe.following import Follower, until_complete
+from ckpipe.healing import find_healed, healed, newest_healed
 from ckpipe.lock import StateLock
+from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
 from ckpipe.planning import LocalPlanner
@@ -39,6 +43,7 @@ from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
 from ckpipe.site import Site, block_size, initial_budget
+from ckpipe.topology import Topology
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, VerifyResult
 
 logger = logging.getLogger("ckpipe")
@@ -51,14 +56,18 @@ class Engine:
         settings: The settings; ``url`` is set.
         lock: The state lock.
         events: Where events go.
+        topology: Which rank this is, and how many save together.
     """
 
-    def __init__(self, settings: Settings, lock: StateLock, events: EventBus) -> None:
+    def __init__(
+        self, settings: Settings, lock: StateLock, events: EventBus, topology: Topology
+    ) -> None:
         self._settings, self._lock, self._events = settings, lock, events
+        self._topology = topology
         self._site: Site | None = None
         self._active: dict[Save, anyio.Event] = {}
         self._counts: Counter[int] = Counter()
-        self._next_step = 0
+        self._next_step = self._loads = 0
         self._stop = anyio.Event()
         self._background: list[Exception] = []
         self._saved_final = False
@@ -72,11 +81,15 @@ class Engine:
 
     async def serve(self, *, task_status: TaskStatus[None]) -> None:
         """Opens the store and serves until :meth:`stop`."""
+        meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
         backend = await anyio.to_thread.run_sync(self._create_backend)
         async with backend:
             patient = PatientBackend(backend, logging_policy(self._settings.upload))
-            attempt = await open_attempt(patient, self._settings.attempt_id, rank=0)
+            attempt = await open_attempt(
+                patient, self._settings.attempt_id, rank=self._topology.rank, meeting=meeting
+            )
             self._site = self._make_site(backend, patient, attempt)
+            self._follower = Follower(self._site)
             try:
                 async with anyio.create_task_group() as self._tasks:
                     task_status.started()
@@ -101,8 +114,8 @@ class Engine:
             arena=Arena(block, Pinning(self._settings.staging.pinned)),
             budget=ByteBudget(initial_budget(self._settings, block)),
             planner=LocalPlanner(),
-            rank=0,
-            world_size=1,
+            rank=self._topology.rank,
+            world_size=self._topology.world_size,
             attempt=attempt,
             rule=self._settings.retention.rule,
         )
@@ -141,7 +154,11 @@ class Engine:
 
     async def _guarded(self, save: Save) -> None:
         try:
+            if self.site.world_size > 1:
+                self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
             await run_save(save, self.site)
+            if save.unsettled is not None:
+                self._follower.add(save.unsettled)
         except Exception as group:
             error = _first(group)
             if isinstance(error, CkpipeError):
@@ -149,10 +166,17 @@ class Engine:
             if isinstance(error, SkipSave):
                 self._skip(save, str(error))
             elif save.committed.done():
-                logger.error("Retention failed after %s: %s", save.name, error)
+                logger.error("What follows the commit of %s failed: %s", save.name, error)
                 self._background.append(error)
             else:
                 self._failed(save, error)
+
+    async def _look_back(self) -> None:
+        """Looks what became of earlier checkpoints; a store that fails now is asked again."""
+        try:
+            await self._follower.look()
+        except CkpipeError as error:
+            logger.warning("Earlier checkpoints could not be looked at: %s", error)
 
     def _skip(self, save: Save, reason: str) -> None:
         save.status = "skipped"
@@ -282,7 +306,9 @@ class Engine:
         for save in [each for each in self._active if not each.staged.done()]:
             await _quietly(save)
         tried: list[CorruptCheckpoint] = []
-        for info in await self._choices(which, fallback=fallback):
+        call = self._loads
+        self._loads += which is None
+        for info in await choices(self.site, which, call, fallback=fallback):
             try:
                 return await self._load(info, request)
             except CorruptCheckpoint as error:
@@ -295,20 +321,6 @@ class Engine:
         if tried:
             raise tried[0]
         return None
-
-    async def _choices(self, which: int | str | None, *, fallback: bool) -> list[CheckpointInfo]:
-        if which is not None:
-            first = await find(self.site.patient, which)
-        else:
-            latest = await newest(self.site.patient)
-            if latest is None:
-                return []
-            first = latest
-        if not fallback:
-            return [first]
-        complete = [each for each in await discover(self.site.patient) if each.complete]
-        ids = [each.id for each in complete]
-        return complete[ids.index(first.id) :] if first.id in ids else [first]
 
     async def _load(self, info: CheckpointInfo, request: LoadRequest) -> LoadResult:
         site = self.site
@@ -334,20 +346,21 @@ class Engine:
 
     async def steps(self) -> list[CheckpointInfo]:
         """All checkpoints, the oldest first."""
-        return list(reversed(await discover(self.site.patient)))
+        patient = self.site.patient
+        return list(reversed(await healed(patient, await discover(patient))))
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
-        return await newest(self.site.patient)
+        return await newest_healed(self.site.patient)
 
-    async def find(self, which: int | str) -> CheckpointInfo:
-        """The newest complete checkpoint of a step, or the one of an exact id."""
-        return await find(self.site.patient, which)
+    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+        """Looks until a checkpoint that this rank has committed is complete."""
+        return await until_complete(self.site, info, timeout)
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Reads and checks every byte of a checkpoint."""
         site = self.site
-        info = await find(site.patient, which)
+        info = await find_healed(site.patient, which)
         site.loading[info.id] += 1
         try:
             bundle = await read_index(site.patient, _parsed(info))
@@ -362,7 +375,7 @@ class Engine:
         """Deletes a checkpoint, also an incomplete one if its exact id is given."""
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = _parsed(await find(self.site.patient, which))
+            id = _parsed(await find_healed(self.site.patient, which))
         protected = self.site.protected().get(str(id))
         writing = any(save.id == id for save in self._active)
         if protected or writing:
@@ -373,11 +386,11 @@ class Engine:
 
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""
-        await pruning.pin(self.site.patient, _parsed(await find(self.site.patient, which)))
+        await pruning.pin(self.site.patient, _parsed(await find_healed(self.site.patient, which)))
 
     async def unpin(self, which: int | str) -> None:
         """Ends the protection."""
-        await pruning.unpin(self.site.patient, _parsed(await find(self.site.patient, which)))
+        await pruning.unpin(self.site.patient, _parsed(await find_healed(self.site.patient, which)))
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""

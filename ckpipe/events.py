@@ -100,11 +100,26 @@ class RankCommitted(Event):
 class Completed(Event):
     """The checkpoint is complete: every rank's part is durable.
 
+    Of many ranks those say so that found it: at least one, and seldom all.
+
     Args:
         info: The checkpoint.
     """
 
     info: CheckpointInfo
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteCheckpoint(Event):
+    """This rank's part is durable, and some other rank's was not when there was time enough.
+
+    Args:
+        absent: Ranks that have not committed, in order; of very many only the first hundreds.
+        seconds: Since this rank's commit.
+    """
+
+    absent: tuple[int, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +173,7 @@ _LEVELS: dict[type[Event], int] = {
     SaveFailed: logging.ERROR,
     SaveSkipped: logging.WARNING,
     Retrying: logging.WARNING,
+    IncompleteCheckpoint: logging.WARNING,
     Completed: logging.INFO,
     Pruned: logging.INFO,
 }

@@ -8,7 +8,10 @@ few directories in a save.
 
 from __future__ import annotations
 
-from ckpipe.object_names import GROUP_SIZE
+from collections.abc import Collection
+
+from ckpipe.object_names import GROUP_SIZE, member_key
+from ckpipe.types import CheckpointId
 
 
 def level_sizes(world_size: int) -> tuple[int, ...]:
@@ -43,3 +46,19 @@ def group_ranks(level: int, number: int, world_size: int) -> range:
         return range(0)
     span = GROUP_SIZE**level
     return range(number * span, min((number + 1) * span, world_size))
+
+
+def absent_members(
+    id: CheckpointId, level: int, directory: int, world_size: int, keys: Collection[str]
+) -> list[int]:
+    """The numbers of the objects that a directory lacks, by a list of its keys.
+
+    Args:
+        id: The checkpoint.
+        level: The level of the directory.
+        directory: Its number.
+        world_size: How many ranks there are.
+        keys: What was listed; other names are left alone.
+    """
+    everyone = members(level, directory, world_size)
+    return [number for number in everyone if member_key(id, level, number) not in keys]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -97,17 +98,25 @@ class SaveHandle(_Handle):
     async def complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Waits until every rank's part is durable, and asks the store whether it is.
 
+        With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
+
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: If it is not complete by then.
-            CheckpointIncomplete: If the store says that it is not complete.
+            TimeoutError: If it is not complete by then; names ranks that have not committed.
+            CheckpointIncomplete: If it was deleted meanwhile.
             CkpipeError: If this rank's part failed.
         """
+        began = time.monotonic()
         with anyio.fail_after(timeout):
-            await self.committed()
-            return await wait_for(self._core.submit(self._core.engine.find, self.id))
+            info = await self.committed()
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        looking = self._core.submit(self._core.engine.complete, info, left)
+        try:
+            return await wait_for(looking)
+        finally:
+            looking.cancel()
 
     async def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""
@@ -184,16 +193,24 @@ class SyncSaveHandle(_Handle):
     def wait_complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Blocks until every rank's part is durable, and asks the store whether it is.
 
+        With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
+
         Args:
-            timeout: Seconds to wait for this rank; None waits for as long as it takes.
+            timeout: Seconds to wait; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: If it is not durable by then.
-            CheckpointIncomplete: If the store says that it is not complete.
+            TimeoutError: If it is not complete by then; names ranks that have not committed.
+            CheckpointIncomplete: If it was deleted meanwhile.
             CkpipeError: If this rank's part failed.
         """
-        self.wait(timeout)
-        return self._core.submit(self._core.engine.find, self.id).result()
+        began = time.monotonic()
+        info = self.wait(timeout)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        looking = self._core.submit(self._core.engine.complete, info, left)
+        try:
+            return looking.result()
+        finally:
+            looking.cancel()
 
     def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""

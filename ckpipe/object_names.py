@@ -80,6 +80,21 @@ def attempt_start_key(attempt_id: str) -> str:
     return f"{ATTEMPTS}{attempt_id}/start"
 
 
+def agreement_key(attempt: str, question: str) -> str:
+    """What the ranks of an attempt have agreed on about a question.
+
+    Args:
+        attempt: The name of the attempt, which begins with its start.
+        question: What it is about, of letters, digits, ``.``, ``_`` and ``-``.
+    """
+    return f"{ATTEMPTS}{launch_id(attempt)}/agreed/{question}"
+
+
+def launch_id(attempt: str) -> str:
+    """The id of the launch in the name of an attempt."""
+    return attempt.partition("Z-")[2]
+
+
 def lease_key(subject: CheckpointId | str, holder: str, renewal: int = 0) -> str:
     """A lease on a checkpoint or an attempt; each renewal is another object.
 

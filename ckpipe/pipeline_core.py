@@ -10,12 +10,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch.optim import Optimizer
 
 from ckpipe import cuda
 from ckpipe.engine import Engine
-from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.errors import PipelineClosed, SettingsError, UsageError
 from ckpipe.events import EventBus
 from ckpipe.guard import StepGuard, guard
 from ckpipe.keys import LabelFilter, encode_float
@@ -25,6 +24,7 @@ from ckpipe.per_rank import PerRankPolicy
 from ckpipe.restore import LoadRequest
 from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
+from ckpipe.topology import ALONE, find_topology
 from ckpipe.types import CheckpointInfo
 
 T = TypeVar("T")
@@ -73,9 +73,9 @@ class PipelineCore:
             raise PipelineClosed(
                 "A pipeline is entered once", hint="Make a new one to go on saving"
             )
-        _check_topology(self.settings)
+        topology = ALONE if self.settings.solo else find_topology()
         self._loop = LoopThread("ckpipe")
-        self._engine = Engine(self.settings, self.lock, self.events)
+        self._engine = Engine(self.settings, self.lock, self.events, topology)
         try:
             self._served, _ = self._loop.portal.start_task(self._engine.serve)
         except BaseException:
@@ -241,18 +241,6 @@ def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:
     if guards is None:
         return ()
     return (guards,) if isinstance(guards, Optimizer) else tuple(guards)
-
-
-def _check_topology(settings: Settings) -> None:
-    ranks = 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-    if ranks > 1 and not settings.solo:
-        raise UnsupportedTopology(
-            f"This program runs on {ranks} ranks, and this version saves from one rank only",
-            rank=torch.distributed.get_rank(),
-            hint="Open a pipeline on rank 0 alone, with solo=True",
-        )
 
 
 def _metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:

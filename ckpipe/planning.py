@@ -14,7 +14,7 @@ from typing import Protocol
 from ckpipe import data_file
 from ckpipe.checksum import chunk_count
 from ckpipe.dtypes import DTYPES, stored_dtype
-from ckpipe.errors import UnsupportedState, UnsupportedTopology
+from ckpipe.errors import UnsupportedState
 from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Layout
 from ckpipe.object_names import data_file_name
 from ckpipe.structure import Captured
@@ -126,12 +126,6 @@ class LocalPlanner:
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
         """See :class:`Planner`."""
-        if world_size != 1:
-            raise UnsupportedTopology(
-                f"States of {world_size} ranks cannot be planned yet",
-                rank=rank,
-                hint="Save from one rank, with solo=True",
-            )
         drafts = _drafts(captured.tensors)
         drafts.sort(key=lambda draft: -draft.item)
         files, entries = _lay_out(drafts, rank)

@@ -5,6 +5,10 @@ whoever looks and whatever is still there. Then the index goes, then manifests, 
 list shows nothing. A crash anywhere leaves a tombstone, by which the next prune finds what is
 left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
 cannot bring it back to life.
+
+With many ranks, the one whose request created the index prunes: it knows before anybody else that
+there is a newer checkpoint, and there is exactly one such rank. Nothing depends on that. Ranks
+that prune at the same time create one tombstone and delete what others may have deleted already.
 """
 
 from __future__ import annotations
@@ -64,10 +68,12 @@ async def finish_deletions(
         id = tombstone_id(each.key)
         if id is None:
             continue
-        if id not in finished:
+        forgotten = each.modified < forget_before
+        # Once more before the tombstone goes: a straggler may have written since.
+        if forgotten or id not in finished:
             await _remove(backend, id)
             finished.add(id)
-        if each.modified < forget_before:
+        if forgotten:
             old.append(each.key)
     if old:
         await backend.delete(old)

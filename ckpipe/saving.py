@@ -209,6 +209,7 @@ class Save:
         self.staged: Future[None] = Future()
         self.staged.add_done_callback(self._staged_is_safe)
         self.committed: Future[CheckpointInfo] = Future()
+        self.unsettled: CheckpointInfo | None = None
         self.clock = StageClock()
         self.scope: anyio.CancelScope | None = None
         self.cancel_requested = False

@@ -197,6 +197,13 @@ class Settings(BaseSettings):
     solo: bool = False
     """Whether this process saves alone although other ranks run."""
 
+    meeting_timeout_seconds: float = Field(300.0, gt=0)
+    """How long opening waits for the other ranks when they agree on an attempt, in seconds."""
+
+    incomplete_after_seconds: float = Field(600.0, ge=0)
+    """How long after its own commit a rank, at a later save, calls a checkpoint incomplete that
+    other ranks have not committed, in seconds. It tells so by an event and goes on."""
+
     on_busy: Literal["wait", "skip", "fail"] = "wait"
     """What ``save`` does while earlier saves hold the staging memory."""
 

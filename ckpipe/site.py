@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import torch
 
+from ckpipe.agreements import agree
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend, UploadLimits
 from ckpipe.budget import ByteBudget, Ration
@@ -123,10 +124,7 @@ class Site:
         size = self.arena.block_bytes
         await self._fit_budget(blocks * size)
         reserved = max(1, min(blocks, self.budget.capacity // size))
-        try:
-            self.budget.acquire_nowait(reserved * size)
-        except anyio.WouldBlock:
-            await self._wait(save, reserved * size)
+        await self._take(save, reserved * size)
         save.ration = Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
         self.recent_blocks = [*self.recent_blocks[-7:], reserved]
         if save.request.owners:
@@ -153,10 +151,31 @@ class Site:
             for block in cold:
                 tasks.start_soon(partial(anyio.to_thread.run_sync, block.touch, limiter=limiter))
 
+    async def _take(self, save: Save, amount: int) -> None:
+        busy = False
+        try:
+            self.budget.acquire_nowait(amount)
+        except anyio.WouldBlock:
+            busy = True
+        try:
+            if self.settings.on_busy == "skip" and await self._skips(save, busy):
+                raise SkipSave("Earlier saves hold the staging memory")
+        except BaseException:
+            if not busy:
+                self.budget.release(amount)
+            raise
+        if busy:
+            await self._wait(save, amount)
+
+    async def _skips(self, save: Save, busy: bool) -> bool:
+        """Whether a save is skipped: of many ranks the first decides for all."""
+        if self.world_size == 1:
+            return busy
+        question = f"skip-{save.id.step}-{save.id.count}"
+        return bool(await agree(self.patient, self.attempt, question, busy))
+
     async def _wait(self, save: Save, amount: int) -> None:
         reason = "Earlier saves hold the staging memory"
-        if self.settings.on_busy == "skip":
-            raise SkipSave(reason)
         if self.settings.on_busy == "fail":
             raise PipelineBusy(
                 reason,

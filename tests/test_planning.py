@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tensor_states import SPECS, Spec, build
 
 from ckpipe import data_file
-from ckpipe.errors import UnsupportedTopology
 from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
 from ckpipe.structure import Captured, capture
 from ckpipe.tensors import TensorLeaf, alias_groups
@@ -203,8 +202,3 @@ def test_long_headers_open_another_file(monkeypatch: pytest.MonkeyPatch) -> None
 def test_state_without_tensors_has_no_file() -> None:
     _, plan = planned({"a": 1})
     assert (plan.files, plan.size, plan.checksums) == ((), 0, 0)
-
-
-def test_several_ranks_are_refused() -> None:
-    with pytest.raises(UnsupportedTopology, match="4 ranks"):
-        LocalPlanner().plan(capture({}), rank=0, world_size=4)

@@ -111,7 +111,8 @@ FUNCTIONS = {
     ) -> None""",
 }
 SETTINGS = """
-    url attempt_id solo on_busy on_error drain_timeout_seconds pickle
+    url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
+    on_busy on_error drain_timeout_seconds pickle
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds

@@ -11,7 +11,7 @@ from ckpipe.types import CheckpointInfo
 
 
 async def run(save: Save, site: Site, inbox: MemoryObjectReceiveStream[CheckpointInfo]) -> None:
-    """Prunes after each completed checkpoint; the save itself is through by then.
+    """Prunes after each checkpoint whose index this rank created; the save is through by then.
 
     Raises:
         StoreError: If the store failed; the next save prunes again.

@@ -1,0 +1,238 @@
+"""Whoever commits last completes; whoever comes later heals; nobody overwrites or revives."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from bundles import ID, manifest_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpipe import group_tree, object_names, pruning
+from ckpipe.backend import Backend, PutMode
+from ckpipe.completion import ascend, descend
+from ckpipe.discovery import NO_INDEX, discover, read_index
+from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, ObjectExists
+from ckpipe.healing import healed, newest_healed
+from ckpipe.manifest import Bundle
+from ckpipe.manifest_codec import encode_bundle
+from ckpipe.merging import merge
+from ckpipe.object_names import group_key, index_key, manifest_key, tombstone_key
+from ckpipe.testing import FaultyBackend, MemoryBackend
+
+
+def manifests(size: int) -> list[Bundle]:
+    return [manifest_of({"t": torch.tensor([rank])}, rank, size)[0] for rank in range(size)]
+
+
+async def commit(backend: Backend, manifest: Bundle) -> None:
+    key = manifest_key(ID, manifest.parts[0].rank)
+    await backend.put(key, encode_bundle(manifest), PutMode.CREATE)
+
+
+async def stored(backend: Backend, key: str) -> bytes | None:
+    if key not in {each.key async for each in backend.list()}:
+        return None
+    return await backend.get(key, max_bytes=1 << 30)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of three, so that a small world has several levels."""
+    for module in (object_names, group_tree):
+        monkeypatch.setattr(module, "GROUP_SIZE", 3)
+    monkeypatch.setattr("ckpipe.completion.GROUP_SIZE", 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 250])
+async def test_last_to_commit_completes(size: int) -> None:
+    backend, every = MemoryBackend(), manifests(size)
+    random.Random(size).shuffle(every)
+    for manifest in every[:-1]:
+        await commit(backend, manifest)
+        assert not (await ascend(backend, ID, manifest.parts[0].rank, size)).complete
+    await commit(backend, every[-1])
+    outcome = await ascend(backend, ID, every[-1].parts[0].rank, size)
+    assert outcome.complete
+    assert outcome.index == await read_index(backend, ID)
+    assert [part.rank for part in outcome.index.parts] == list(range(size))
+    (info,) = await discover(backend)
+    assert info.complete
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("object_names", "group_tree", "completion"):
+            patch.setattr(f"ckpipe.{name}.GROUP_SIZE", 3)
+        size = data.draw(st.integers(2, 14))
+        every = manifests(size)
+        dead = data.draw(st.sets(st.integers(0, size - 1)))
+        waves = data.draw(st.permutations(range(size)))
+        width = data.draw(st.integers(1, size))
+        asyncio.run(_race(every, dead, [waves[n : n + width] for n in range(0, size, width)]))
+
+
+async def _race(every: list[Bundle], dead: set[int], waves: list[list[int]]) -> None:
+    backend, size = MemoryBackend(), len(every)
+
+    async def save(rank: int) -> bool:
+        await commit(backend, every[rank])
+        # A rank that dies has committed, and goes no further.
+        return rank not in dead and (await ascend(backend, ID, rank, size)).index is not None
+
+    created = 0
+    for wave in waves:
+        created += sum(await asyncio.gather(*map(save, wave)))
+    if not dead:
+        assert created == 1
+    healers = await asyncio.gather(*(descend(backend, ID, size) for _ in range(3)))
+    assert all(outcome.complete for outcome in healers)
+    assert created + sum(outcome.index is not None for outcome in healers) == 1
+    assert await stored(backend, index_key(ID)) == encode_bundle(merge(every, "index"))
+
+
+async def test_absent_ranks_are_named_and_nothing_is_completed(narrow: None) -> None:
+    backend, every = MemoryBackend(), manifests(11)
+    for manifest in every:
+        if manifest.parts[0].rank not in (4, 9):
+            await commit(backend, manifest)
+    outcome = await descend(backend, ID, 11, most_holes=9)
+    assert not outcome.complete
+    assert outcome.absent == (4, 9)
+    assert (await descend(backend, ID, 11)).absent == (4,)
+    assert await stored(backend, index_key(ID)) is None
+    # Full groups were merged on the way, so that nobody need look there again.
+    assert await stored(backend, group_key(ID, 1, 0)) is not None
+    for rank in (4, 9):
+        await commit(backend, every[rank])
+        last = await ascend(backend, ID, rank, 11)
+    assert last.complete
+
+
+async def test_opening_and_listing_heal() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    for manifest in every:
+        await commit(backend, manifest)
+    infos = await discover(backend)
+    assert [info.reason for info in infos] == [NO_INDEX]
+    newest = await newest_healed(backend)
+    assert newest is not None
+    assert newest.saved_at is not None
+    assert await healed(backend, infos) == [newest]
+
+
+async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    for manifest in every[:2]:
+        await commit(backend, manifest)
+    damaged = bytearray(encode_bundle(every[2]))
+    damaged[40] ^= 1
+    await backend.put(manifest_key(ID, 2), bytes(damaged), PutMode.CREATE)
+    with pytest.raises(ChecksumMismatch, match=r"rank-00002\.json"):
+        await ascend(backend, ID, 1, 3)
+    (info,) = await healed(backend, await discover(backend))
+    assert not info.complete
+
+
+async def test_manifest_under_the_name_of_another_is_refused() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    await commit(backend, every[0])
+    await commit(backend, every[1])
+    await backend.put(manifest_key(ID, 2), encode_bundle(every[1]), PutMode.CREATE)
+    with pytest.raises(InvalidManifest, match="not the one of its key"):
+        await ascend(backend, ID, 2, 3)
+    await backend.delete([manifest_key(ID, 2)])
+    other = manifest_of({"t": torch.tensor([2])}, 2, 4)[0]
+    await commit(backend, other)
+    with pytest.raises(InvalidManifest, match="not the one of its key"):
+        await ascend(backend, ID, 2, 3)
+
+
+async def test_straggler_does_not_revive_what_was_deleted() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    for manifest in every[:2]:
+        await commit(backend, manifest)
+    await pruning.delete(backend, ID)
+    for manifest in every:
+        await commit(backend, manifest)
+    outcome = await ascend(backend, ID, 2, 3)
+    assert (outcome.complete, outcome.deleted) == (False, True)
+    assert (await descend(backend, ID, 3)).deleted
+    assert [info.complete for info in await healed(backend, await discover(backend))] == [False]
+
+
+async def test_deletion_between_the_look_and_the_index_wins() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
+    completing = asyncio.create_task(ascend(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await pruning.delete(memory, ID)
+    gate.release()
+    assert (await completing).deleted
+    assert await stored(memory, index_key(ID)) is None
+
+
+async def test_deletion_while_members_are_read_is_no_error() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause("get")
+    completing = asyncio.create_task(ascend(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await pruning.delete(memory, ID)
+    gate.release()
+    assert (await completing).deleted
+
+
+async def test_member_that_vanishes_without_a_tombstone_is_missing() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause("get")
+    completing = asyncio.create_task(ascend(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await memory.delete([manifest_key(ID, rank) for rank in range(3)])
+    gate.release()
+    with pytest.raises(MissingObject):
+        await completing
+
+
+async def test_requests_of_a_commit_do_not_grow_with_the_world() -> None:
+    counts = set()
+    for size in (2, 250, 16_384):
+        backend = FaultyBackend(MemoryBackend())
+        await commit(backend, manifest_of({"t": torch.tensor([0])}, 0, size)[0])
+        await ascend(backend, ID, 0, size)
+        counts.add(len(backend.operations))
+    assert counts == {2}
+
+
+async def test_straggler_s_leftovers_go_with_the_tombstone() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    await commit(backend, every[0])
+    await pruning.delete(backend, ID)
+    await commit(backend, every[1])
+    finished = {ID}
+    (stone,) = [each async for each in backend.list(tombstone_key(ID))]
+    await pruning.finish_deletions(backend, finished, forget_before=stone.modified)
+    assert await stored(backend, manifest_key(ID, 1)) is not None
+    later = stone.modified.replace(year=stone.modified.year + 1)
+    await pruning.finish_deletions(backend, finished, forget_before=later)
+    assert [each async for each in backend.list()] == []
+
+
+async def test_manifests_are_create_only() -> None:
+    backend, every = MemoryBackend(), manifests(2)
+    await commit(backend, every[0])
+    with pytest.raises(ObjectExists):
+        await commit(backend, every[0])

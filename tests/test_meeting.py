@@ -1,0 +1,127 @@
+"""The ranks of one launch agree on its name, whatever earlier launches left in the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
+
+from ckpipe.errors import UnsupportedTopology
+from ckpipe.meeting import Meeting
+from ckpipe.topology import ALONE, Topology, find_topology
+
+Make = Callable[[], Any]
+
+
+@pytest.fixture(params=["hash", "file"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Makes connections to one store that stays what it is between launches."""
+    if request.param == "hash":
+        store = HashStore()
+        return lambda: store
+    return lambda: FileStore(str(tmp_path / "store"), -1)
+
+
+def clones(store: Any, count: int) -> list[Any]:
+    return [store.clone() for _ in range(count)]
+
+
+def meeting(store: Any, rank: int, size: int = 3, seconds: float = 20, url: str = "u") -> Meeting:
+    return Meeting(store, Topology(rank, size), url, seconds)
+
+
+def launch(connect: Make, name: str, order: list[int], url: str = "u") -> list[str]:
+    """All ranks of one launch, which come in an order; returns what each took for the name."""
+    with ThreadPoolExecutor(len(order)) as pool:
+        futures: dict[int, Future[str]] = {}
+        for rank in order:
+            futures[rank] = pool.submit(attend, connect(), rank, len(order), name, url)
+        return [futures[rank].result() for rank in sorted(futures)]
+
+
+def attend(store: Any, rank: int, size: int, name: str, url: str) -> str:
+    each = meeting(store, rank, size, url=url)
+    if rank:
+        return each.join()
+    each.host(name)
+    return name
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_all_take_the_name_of_rank_0(connect: Make, order: list[int]) -> None:
+    for name in ("first", "second", "third"):
+        # The store keeps what earlier launches wrote.
+        assert launch(connect, name, order) == [name] * 3
+
+
+def test_store_of_torchrun() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    # One connection for each rank: a request that waits holds its own.
+    connections = iter(clones(store, 3))
+    assert launch(lambda: next(connections), "name", [1, 0, 2]) == ["name"] * 3
+
+
+def test_rank_of_a_new_launch_waits_for_a_new_call(connect: Make) -> None:
+    launch(connect, "old", [0, 1])
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(meeting(connect(), 1, 2).join)
+        meeting(connect(), 0, 2).host("new")
+        assert early.result() == "new"
+
+
+def test_rank_that_answered_a_host_that_died_takes_the_next_name(connect: Make) -> None:
+    with pytest.raises(UnsupportedTopology):
+        # Dies in the middle: rank 2 never comes.
+        meeting(connect(), 0, 3, seconds=0.05).host("dead")
+    assert launch(connect, "alive", [1, 2, 0]) == ["alive"] * 3
+
+
+def test_hello_of_a_straggler_keeps_its_rank_out(connect: Make) -> None:
+    store = connect()
+    straggler = meeting(store, 1, 2, seconds=5)
+    host = threading.Thread(target=meeting(connect(), 0, 2).host, args=("name",))
+    host.start()
+    assert straggler.join() == "name"
+    host.join()
+    # The true rank 1 of that launch finds its place taken, and never takes the name.
+    with pytest.raises(UnsupportedTopology, match=r"Rank 0 did not open.*within 0\.3 s"):
+        meeting(connect(), 1, 2, seconds=0.3).join()
+
+
+def test_missing_ranks_are_named(connect: Make) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meeting(connect(), 2, 5, seconds=1).join)
+        with pytest.raises(UnsupportedTopology, match=r"Ranks 1, 3, 4 did not .* within 0\.5 s"):
+            meeting(connect(), 0, 5, seconds=0.5).host("name")
+        with pytest.raises(UnsupportedTopology, match="Rank 0"):
+            waiting.result()
+
+
+def test_many_missing_ranks_are_counted() -> None:
+    with pytest.raises(UnsupportedTopology, match="19, 20 and 79 more did not"):
+        meeting(HashStore(), 0, 100, seconds=0.05).host("name")
+
+
+def test_two_roots_meet_apart(connect: Make) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(launch, connect, "one", [0, 1], "u")
+        two = pool.submit(launch, connect, "two", [1, 0], "v")
+        assert (one.result(), two.result()) == (["one"] * 2, ["two"] * 2)
+
+
+def test_topology_of_a_launcher() -> None:
+    assert find_topology({"RANK": "2", "WORLD_SIZE": "3"}) == Topology(2, 3)
+    assert find_topology({}) == ALONE
+    assert find_topology({"WORLD_SIZE": "3"}) == ALONE
+
+
+@pytest.mark.parametrize(("rank", "size"), [("3", "3"), ("-1", "3"), ("x", "3"), ("0", "0")])
+def test_contradictory_variables_are_refused(rank: str, size: str) -> None:
+    with pytest.raises(UnsupportedTopology, match="WORLD_SIZE"):
+        find_topology({"RANK": rank, "WORLD_SIZE": size})

@@ -1,0 +1,337 @@
+"""Many ranks in one process: commits, completion, healing, agreements, retention and deletion."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+from ranks import one_rank, open_rank, ranks, settle
+
+import ckpipe
+from ckpipe import errors, events
+from ckpipe.agreements import agree, agreed
+from ckpipe.choosing import choices
+from ckpipe.discovery import NO_INDEX
+from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
+from ckpipe.testing.wrapping import Operation
+
+FAST: dict[str, Any] = {
+    "upload": {"backoff_seconds": 0, "retries": 2},
+    "staging": {"block_bytes": 65536},
+}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def state(rank: int) -> dict[str, Any]:
+    return {"mine": torch.full((100,), rank), "rank": rank}
+
+
+def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.CheckpointInfo]:
+    infos = [pipe.save(state(n), step=step).wait() for n, pipe in enumerate(world)]
+    for pipeline in world:
+        settle(pipeline)
+    return infos
+
+
+def chosen(pipeline: ckpipe.SyncPipeline, call: int) -> str | None:
+    """What the ranks agree to load at their so-manieth call of ``load()``."""
+    core = pipeline._core
+    found = core.submit(choices, core.engine.site, None, call, fallback=False).result()
+    return found[0].id if found else None
+
+
+def test_checkpoint_is_complete_when_the_last_rank_has_committed(store: Stores) -> None:
+    with ranks(store.url, 3) as world:
+        handles = [pipe.save(state(n), step=1) for n, pipe in enumerate(world[:2])]
+        infos = [handle.wait() for handle in handles]
+        assert [info.complete for info in infos] == [False, False]
+        assert world[0].latest() is None
+        with pytest.raises(TimeoutError, match="without a commit: 2"):
+            handles[0].wait_complete(timeout=0)
+        last = world[2].save(state(2), step=1)
+        assert last.wait_complete(timeout=10).complete
+        assert handles[0].wait_complete(timeout=10) == last.wait_complete()
+        (info,) = world[1].steps()
+        assert info.complete
+
+
+def test_completed_is_told_once_by_who_commits_last(store: Stores) -> None:
+    with ranks(store.url, 3) as world:
+        seen: list[events.Event] = []
+        for pipeline in world:
+            pipeline.events.add(seen.append)
+        save_all(world, 1)
+        kinds = (events.RankCommitted, events.Completed)
+        told = [(type(each).__name__, each.rank) for each in seen if isinstance(each, kinds)]
+        assert told == [*(("RankCommitted", rank) for rank in range(3)), ("Completed", 2)]
+
+
+def test_saves_in_different_order_are_the_same_checkpoints(store: Stores) -> None:
+    with ranks(store.url, 2) as world:
+        for step in (1, 2, 1):
+            world[0].save(state(0), step=step).wait()
+        for step in (2, 1, 1):
+            world[1].save(state(1), step=step).wait()
+        for pipeline in world:
+            settle(pipeline)
+        found = [(info.step, info.count, info.complete) for info in world[0].steps()]
+        assert found == [(1, 0, True), (1, 1, True), (2, 0, True)]
+
+
+def test_rank_that_opens_twice_is_refused(store: Stores) -> None:
+    with ranks(store.url, 2), pytest.raises(errors.AttemptReused, match="rank 1"):
+        open_rank(store.url, 1, 2)
+
+
+def test_no_way_to_agree_names_both_ways(store: Stores) -> None:
+    with pytest.raises(errors.UnsupportedTopology) as said:
+        open_rank(store.url, 1, 4, attempt_id=None)
+    for way in ("4 ranks", "init_process_group", "attempt_id", "solo=True"):
+        assert way in str(said.value)
+
+
+def test_solo_rank_saves_alone(store: Stores) -> None:
+    with one_rank(store.url, 3, 4, attempt_id=None, solo=True) as alone:
+        assert alone.save(state(0), step=1).wait().complete
+
+
+def is_manifest(operation: Operation) -> bool:
+    return operation.verb == "put" and "/m/0/" in operation.key
+
+
+def is_index(operation: Operation) -> bool:
+    return operation.verb == "put" and operation.key.endswith(".0.json")
+
+
+class TestCommit:
+    """What became of a rank's manifest is found out, never guessed."""
+
+    def test_lost_answer_is_read_back_through_a_passing_error(self, store: Stores) -> None:
+        with ranks(store.url, 2, **FAST) as world:
+            store.faulty.fail(errors.StoreError("lost"), is_manifest, Landing.AFTER)
+            store.faulty.fail(
+                errors.StoreUnavailable("down"), lambda each: each.verb == "get", times=2
+            )
+            assert save_all(world, 1)[0].step == 1
+            assert world[0].latest() is not None
+
+    def test_manifest_of_another_writer_is_a_conflict(self, store: Stores) -> None:
+        with ranks(store.url, 2, **FAST) as world:
+            world[0].save({"rank": 0}, step=1).wait()
+            (key,) = [key for key in store.memory._store.objects if key.endswith("00000.json")]
+            theirs = store.memory._store.objects[key]
+            with ranks(store.url, 2, attempt_id="other", **FAST) as others:
+                # Two processes that believe to be the same rank of the same attempt.
+                engine = others[0]._core.engine
+                engine.site.attempt = world[0]._core.engine.site.attempt
+                with pytest.raises(errors.CommitConflict, match=r"step 1.*rank 0"):
+                    others[0].save({"rank": 0}, step=1).wait()
+            assert store.memory._store.objects[key] is theirs
+
+    def test_unreadable_manifest_is_unknown_and_nothing_is_deleted(self, store: Stores) -> None:
+        with ranks(store.url, 2, **FAST) as world:
+            store.faulty.fail(errors.StoreError("lost"), is_manifest, Landing.AFTER)
+            store.faulty.fail(errors.StoreUnavailable("down"), "get", times=None)
+            with pytest.raises(errors.CommitUnknown, match="rank 0"):
+                world[0].save(state(0), step=1).wait()
+            store.faulty.heal()
+            world[1].save(state(1), step=1).wait_complete(timeout=10)
+
+
+class TestHealing:
+    """What a rank left undone that died is done by whoever comes next."""
+
+    def test_death_before_the_index(self, store: Stores) -> None:
+        with ranks(store.url, 2, on_error="warn", **FAST) as world:
+            world[0].save(state(0), step=1).wait()
+            store.faulty.fail(errors.StoreError("dead"), is_index, times=None)
+            world[1].save(state(1), step=1).wait()
+            settle(world[1])
+            with pytest.warns(RuntimeWarning, match="dead"):
+                world[1].save(state(1), step=2)
+            store.faulty.heal()
+        with one_rank(store.url, 0, 2, attempt_id="restart") as pipeline:
+            newest = pipeline.latest()
+            assert newest is not None
+            assert newest.step == 1
+            assert [info.complete for info in pipeline.steps()] == [True, False]
+
+    def test_waiting_for_completion_heals(self, store: Stores) -> None:
+        with ranks(store.url, 2, on_error="warn", **FAST) as world:
+            first = world[0].save(state(0), step=1)
+            first.wait()
+            store.faulty.fail(errors.StoreError("dead"), is_index)
+            world[1].save(state(1), step=1).wait()
+            settle(world[1])
+            assert first.wait_complete(timeout=5).complete
+            world[1]._core.submit(world[1]._core.engine.take_failures).result()
+
+    def test_next_save_tells_of_absent_ranks(self, store: Stores) -> None:
+        with ranks(store.url, 3, incomplete_after_seconds=0, **FAST) as world:
+            seen: list[events.Event] = []
+            world[1].events.add(seen.append)
+            first = world[1].save(state(1), step=1)
+            first.wait()
+            settle(world[1])
+            noticed = threading.Event()
+            world[1].events.add(
+                lambda each: (
+                    noticed.set() if isinstance(each, events.IncompleteCheckpoint) else None
+                )
+            )
+            world[1].save(state(1), step=2).wait()
+            assert noticed.wait(10)
+            (told,) = [each for each in seen if isinstance(each, events.IncompleteCheckpoint)]
+            assert (told.id, told.rank, told.absent) == (first.id, 1, (0, 2))
+
+    def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
+        with ranks(store.url, 2, on_error="warn", **FAST) as world:
+            world[0].save(state(0), step=1).wait()
+            store.faulty.fail(errors.PermissionDenied("read only"), is_index, times=None)
+            world[1].save(state(1), step=1).wait()
+            settle(world[1])
+            assert [info.reason for info in world[0].steps()] == [NO_INDEX]
+            world[1]._core.submit(world[1]._core.engine.take_failures).result()
+
+
+def test_requests_of_a_save_do_not_grow_with_the_world() -> None:
+    counts = {}
+    for size in (2, 250, 16_384):
+        with stores() as made, one_rank(made.url, 0, size, **FAST) as pipeline:
+            for step in range(3):
+                pipeline.save(state(0), step=step).wait()
+                settle(pipeline)
+            before = len(made.faulty.operations)
+            pipeline.save(state(0), step=3).wait()
+            settle(pipeline)
+            # The look back at the save before may still be under way; it is one pair of looks.
+            done = made.faulty.operations[before:]
+            counts[size] = sorted(each.verb for each in done if each.verb != "stat")
+    assert counts[2] == counts[250] == counts[16_384]
+    assert counts[2].count("put") == 1
+
+
+def test_straggler_of_an_old_attempt_does_not_become_the_newest(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as old:
+        old[0].save(state(0), step=9).wait()
+        with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
+            save_all(new, 5)
+            old[1].save(state(1), step=9).wait_complete(timeout=10)
+            newest = new[0].latest()
+            assert newest is not None
+            assert newest.step == 5
+            assert [(info.step, info.complete) for info in new[1].steps()] == [(9, True), (5, True)]
+
+
+def test_straggler_after_a_deletion_revives_nothing(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as old:
+        name = old[0].save(state(0), step=9).wait().id
+        with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
+            new[0].delete(name)
+            handle = old[1].save(state(1), step=9)
+            handle.wait()
+            settle(old[1])
+            with pytest.raises(errors.CheckpointIncomplete, match="deleted"):
+                handle.wait_complete(timeout=10)
+            assert new[1].latest() is None
+
+
+def test_late_commit_does_not_part_the_ranks(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        save_all(world, 1)
+        (one,) = [info.id for info in world[0].steps()]
+        assert chosen(world[0], 0) == one
+        save_all(world, 2)
+        assert chosen(world[1], 0) == one
+        both = {chosen(pipeline, 1) for pipeline in reversed(world)}
+        assert len(both) == 1
+        assert both != {one}
+
+
+def test_nothing_to_load_is_agreed_on_too(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        assert world[0].load() is None
+        save_all(world, 1)
+        assert world[1].load() is None
+
+
+def test_falling_back_together_is_refused(store: Stores) -> None:
+    with ranks(store.url, 2) as world, pytest.raises(errors.UnsupportedTopology, match="fall back"):
+        world[0].load(fallback=True)
+
+
+async def test_first_of_many_racers_decides() -> None:
+    import asyncio
+
+    backend = FaultyBackend(MemoryBackend())
+    assert await agreed(backend, "s-Z-a", "question") is None
+    answers = await asyncio.gather(*(agree(backend, "s-Z-a", "question", n) for n in range(20)))
+    assert len(set(answers)) == 1
+    assert await agreed(backend, "s-Z-a", "question") == (answers[0],)
+    assert await agree(backend, "s-Z-b", "question", None) is None
+
+
+async def test_agreement_whose_answer_was_lost_holds() -> None:
+    from ckpipe.patient_backend import PatientBackend
+    from ckpipe.retrying import RetryPolicy
+
+    backend = FaultyBackend(MemoryBackend())
+    patient = PatientBackend(backend, RetryPolicy(2, 0, 0, 10))
+    backend.fail(errors.StoreUnavailable("lost"), "put", Landing.AFTER)
+    assert await agree(patient, "s-Z-a", "question", {"x": 1}) == {"x": 1}
+
+
+def test_skipping_when_busy_is_decided_together(store: Stores) -> None:
+    small = {"staging": {"bytes": 65536, "block_bytes": 65536}, "on_busy": "skip"}
+    with ranks(store.url, 2, **small) as world:
+        gate = store.faulty.pause(lambda each: each.verb == "write" and "rank-00000" in each.key)
+        first = world[0].save(state(0), step=1)
+        gate.wait_until_held()
+        assert world[0].save(state(0), step=2).status == "skipped"
+        gate.release()
+        first.wait()
+        settle(world[0])
+        world[1].save(state(1), step=1).wait()
+        # This one has room; but the first rank has decided.
+        assert world[1].save(state(1), step=2).status == "skipped"
+        assert [info.complete for info in world[1].steps()] == [True]
+
+
+class TestRetention:
+    """Whoever creates the index prunes; several at once do no harm."""
+
+    def test_old_checkpoints_go_with_all_they_have(self, store: Stores) -> None:
+        with ranks(store.url, 3, keep_last=1, **FAST) as world:
+            for step in (1, 2, 3):
+                save_all(world, step)
+            assert [info.step for info in world[0].steps() if info.complete] == [3]
+            left = [key for key in store.memory._store.objects if key.startswith("step-")]
+            assert {key.split(".")[0] for key in left} == {"step-000000000003"}
+
+    def test_ranks_that_prune_at_once(self, store: Stores) -> None:
+        with ranks(store.url, 3, **FAST) as world:
+            for step in (1, 2, 3):
+                save_all(world, step)
+        with ranks(store.url, 3, attempt_id="restart", keep_last=1, **FAST) as world:
+            threads = [threading.Thread(target=pipeline.prune) for pipeline in world]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert [info.step for info in world[0].steps()] == [3]
+
+    def test_deletion_leaves_nothing_of_any_rank(self, store: Stores) -> None:
+        with ranks(store.url, 3, **FAST) as world:
+            save_all(world, 1)
+            world[1].delete(1)
+            left = [key for key in store.memory._store.objects if key.startswith("step-")]
+            assert left == []
