@@ -96,10 +96,8 @@ async def describe(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     Raises:
         StoreError: If the store failed.
     """
-    id = CheckpointId.parse(info.id)
-    assert id is not None
-    index = await _stat(backend, index_key(id))
-    if await _stat(backend, tombstone_key(id)) is not None:
+    index = await _stat(backend, index_key(info.key))
+    if await _stat(backend, tombstone_key(info.key)) is not None:
         return replace(info, complete=False, reason=DELETING)
     if index is None:
         return replace(info, complete=False, reason=NO_INDEX)

@@ -1,4 +1,4 @@
-"""What a pipeline does on its own event loop: saves under way, loads, and housekeeping."""
+"""What a pipeline does on its own event loop: saves under way and loads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections import Counter
 import anyio
 from anyio.abc import TaskStatus
 
-from ckpipe import pruning
 from ckpipe.arena import Arena
 from ckpipe.attempts import open_attempt
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget
 from ckpipe.choosing import choices
-from ckpipe.discovery import discover, read_index
+from ckpipe.discovery import read_index
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -28,28 +27,27 @@ from ckpipe.errors import (
 )
 from ckpipe.events import EventBus, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
-from ckpipe.following import Follower, until_complete
-from ckpipe.healing import find_healed, healed, newest_healed
+from ckpipe.following import Follower
+from ckpipe.housekeeping import Housekeeping
 from ckpipe.lock import StateLock
 from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
 from ckpipe.planning import LocalPlanner
 from ckpipe.registry import create_backend, scheme_of
-from ckpipe.restore import LoadRequest, restore, verify
-from ckpipe.retention import Decision
+from ckpipe.restore import LoadRequest, restore
 from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
 from ckpipe.site import Site, block_size, initial_budget
 from ckpipe.topology import Topology
-from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, VerifyResult
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
 logger = logging.getLogger("ckpipe")
 
 
-class Engine:
+class Engine(Housekeeping):
     """Everything of one pipeline that lives on its loop.
 
     Args:
@@ -326,7 +324,7 @@ class Engine:
         site = self.site
         site.loading[info.id] += 1
         try:
-            bundle = await read_index(site.patient, _parsed(info))
+            bundle = await read_index(site.patient, info.key)
             result = await restore(
                 site.patient,
                 bundle,
@@ -342,62 +340,9 @@ class Engine:
         self._next_step = info.step + 1
         return result
 
-    # Discovery and housekeeping
-
-    async def steps(self) -> list[CheckpointInfo]:
-        """All checkpoints, the oldest first."""
-        patient = self.site.patient
-        return list(reversed(await healed(patient, await discover(patient))))
-
-    async def latest(self) -> CheckpointInfo | None:
-        """The newest complete checkpoint."""
-        return await newest_healed(self.site.patient)
-
-    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
-        """Looks until a checkpoint that this rank has committed is complete."""
-        return await until_complete(self.site, info, timeout)
-
-    async def verify(self, which: int | str) -> VerifyResult:
-        """Reads and checks every byte of a checkpoint."""
-        site = self.site
-        info = await find_healed(site.patient, which)
-        site.loading[info.id] += 1
-        try:
-            bundle = await read_index(site.patient, _parsed(info))
-            lanes = self._settings.load.lanes
-            return await verify(site.patient, bundle, site.arena, lanes=lanes)
-        except CorruptCheckpoint as error:
-            raise error.located(step=info.step) from error.__cause__
-        finally:
-            site.loading[info.id] -= 1
-
-    async def delete(self, which: int | str) -> None:
-        """Deletes a checkpoint, also an incomplete one if its exact id is given."""
-        id = CheckpointId.parse(which) if isinstance(which, str) else None
-        if id is None:
-            id = _parsed(await find_healed(self.site.patient, which))
-        protected = self.site.protected().get(str(id))
-        writing = any(save.id == id for save in self._active)
-        if protected or writing:
-            raise UsageError(
-                f"{id} cannot be deleted now: {protected or 'it is being written'}", step=id.step
-            )
-        await pruning.delete(self.site.patient, id)
-
-    async def pin(self, which: int | str) -> None:
-        """Protects a checkpoint from retention."""
-        await pruning.pin(self.site.patient, _parsed(await find_healed(self.site.patient, which)))
-
-    async def unpin(self, which: int | str) -> None:
-        """Ends the protection."""
-        await pruning.unpin(self.site.patient, _parsed(await find_healed(self.site.patient, which)))
-
-    async def prune(self, *, dry_run: bool) -> Decision:
-        """Applies the retention rules now, or says what they would do."""
-        site = self.site
-        if not dry_run:
-            return await site.prune()
-        return await pruning.decide_on(site.patient, site.rule, site.protected(), site.facts)
+    def is_writing(self, id: CheckpointId) -> bool:
+        """Whether a save of this checkpoint is under way here."""
+        return any(save.id == id for save in self._active)
 
     def describe(self) -> str:
         """What goes on, for a diagnostic."""
@@ -407,10 +352,6 @@ class Engine:
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         budget = self._site.budget
         return f"[{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB]"
-
-
-def _parsed(info: CheckpointInfo) -> CheckpointId:
-    return CheckpointId(info.attempt, info.step, info.count)
 
 
 def _first(error: Exception) -> Exception:

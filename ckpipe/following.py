@@ -12,7 +12,7 @@ from ckpipe.discovery import DELETING, NO_INDEX, describe
 from ckpipe.errors import CheckpointIncomplete
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.site import Site
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointInfo
 
 _LOOKS = 2
 _MOST_WAITING = 64
@@ -59,8 +59,7 @@ class Follower:
             return True
         if seconds < site.settings.incomplete_after_seconds:
             return False
-        id = CheckpointId(info.attempt, info.step, info.count)
-        outcome = await descend(site.patient, id, site.world_size, most_holes=_MOST_HOLES)
+        outcome = await descend(site.patient, info.key, site.world_size, most_holes=_MOST_HOLES)
         if outcome.complete:
             info = await describe(site.patient, info)
             site.events.emit(Completed(info.id, info.step, site.rank, info))
@@ -86,7 +85,6 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
         StoreError: If the store failed.
     """
     until = None if timeout is None else time.monotonic() + timeout
-    id = CheckpointId(info.attempt, info.step, info.count)
     pause = _FIRST_PAUSE_SECONDS
     while True:
         known = await describe(site.patient, info)
@@ -96,7 +94,7 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
             raise CheckpointIncomplete(
                 f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
             )
-        outcome = await descend(site.patient, id, site.world_size)
+        outcome = await descend(site.patient, info.key, site.world_size)
         if outcome.complete:
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()

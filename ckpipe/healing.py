@@ -41,8 +41,8 @@ async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     Raises:
         StoreError: If the store failed to list.
     """
-    id = CheckpointId.parse(info.id)
-    if info.complete or info.reason != NO_INDEX or id is None:
+    id = info.key
+    if info.complete or info.reason != NO_INDEX:
         return info
     world_size = await _world_size(backend, id)
     if world_size is None:

@@ -84,6 +84,11 @@ class CheckpointInfo:
     pinned: bool = False
     saved_at: datetime | None = None
 
+    @property
+    def key(self) -> CheckpointId:
+        """Its id in parts."""
+        return CheckpointId(self.attempt, self.step, self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:

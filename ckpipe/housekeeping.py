@@ -1,0 +1,82 @@
+"""What a pipeline does with checkpoints that are on the store: finds, checks and deletes them."""
+
+from __future__ import annotations
+
+import abc
+
+from ckpipe import pruning
+from ckpipe.discovery import discover, read_index
+from ckpipe.errors import CorruptCheckpoint, UsageError
+from ckpipe.following import until_complete
+from ckpipe.healing import find_healed, healed, newest_healed
+from ckpipe.restore import verify
+from ckpipe.retention import Decision
+from ckpipe.site import Site
+from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
+
+
+class Housekeeping(abc.ABC):
+    """Discovery and housekeeping of one pipeline, on its loop."""
+
+    @property
+    @abc.abstractmethod
+    def site(self) -> Site:
+        """What stages work with."""
+
+    @abc.abstractmethod
+    def is_writing(self, id: CheckpointId) -> bool:
+        """Whether a save of this checkpoint is under way here."""
+
+    async def steps(self) -> list[CheckpointInfo]:
+        """All checkpoints, the oldest first."""
+        patient = self.site.patient
+        return list(reversed(await healed(patient, await discover(patient))))
+
+    async def latest(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint."""
+        return await newest_healed(self.site.patient)
+
+    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+        """Looks until a checkpoint that this rank has committed is complete."""
+        return await until_complete(self.site, info, timeout)
+
+    async def verify(self, which: int | str) -> VerifyResult:
+        """Reads and checks every byte of a checkpoint."""
+        site = self.site
+        info = await find_healed(site.patient, which)
+        site.loading[info.id] += 1
+        try:
+            bundle = await read_index(site.patient, info.key)
+            lanes = site.settings.load.lanes
+            return await verify(site.patient, bundle, site.arena, lanes=lanes)
+        except CorruptCheckpoint as error:
+            raise error.located(step=info.step) from error.__cause__
+        finally:
+            site.loading[info.id] -= 1
+
+    async def delete(self, which: int | str) -> None:
+        """Deletes a checkpoint, also an incomplete one if its exact id is given."""
+        id = CheckpointId.parse(which) if isinstance(which, str) else None
+        if id is None:
+            id = (await find_healed(self.site.patient, which)).key
+        protected = self.site.protected().get(str(id))
+        if protected or self.is_writing(id):
+            raise UsageError(
+                f"{id} cannot be deleted now: {protected or 'it is being written'}", step=id.step
+            )
+        await pruning.delete(self.site.patient, id)
+
+    async def pin(self, which: int | str) -> None:
+        """Protects a checkpoint from retention."""
+        await pruning.pin(self.site.patient, (await find_healed(self.site.patient, which)).key)
+
+    async def unpin(self, which: int | str) -> None:
+        """Ends the protection."""
+        await pruning.unpin(self.site.patient, (await find_healed(self.site.patient, which)).key)
+
+    async def prune(self, *, dry_run: bool) -> Decision:
+        """Applies the retention rules now, or says what they would do."""
+        site = self.site
+        if not dry_run:
+            return await site.prune()
+        return await pruning.decide_on(site.patient, site.rule, site.protected(), site.facts)
