@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores, same, stores
 from ranks import one_rank, open_rank, ranks, settle
 
 import ckpipe
@@ -335,3 +335,16 @@ class TestRetention:
             world[1].delete(1)
             left = [key for key in store.memory._store.objects if key.startswith("step-")]
             assert left == []
+
+
+def test_each_rank_gets_its_own_back(store: Stores) -> None:
+    with ranks(store.url, 3, **FAST) as world:
+        save_all(world, 1)
+        save_all(world, 2)
+    with ranks(store.url, 3, attempt_id="restart", **FAST) as world:
+        for rank, pipeline in enumerate(world):
+            result = pipeline.load()
+            assert result is not None
+            assert result.step == 2
+            assert same(result.state, state(rank))
+            pipeline.verify(2)
