@@ -150,7 +150,10 @@ class Arena:
 
     def _grow(self, blocks: int) -> None:
         size = blocks * self.block_bytes
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"No memory for {size} bytes: {error}") from error
         if size >= HUGE_PAGE_BYTES:
             _advise(memory, "MADV_HUGEPAGE")
         # A forked DataLoader worker would otherwise share, and on writes copy, the arena.

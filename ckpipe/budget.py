@@ -116,6 +116,11 @@ class Ration:
         arena.reserve(min(reserved, needed))
 
     @property
+    def needed(self) -> int:
+        """Blocks that it is still to hand out."""
+        return self._needed
+
+    @property
     def held(self) -> int:
         """Blocks in use."""
         return len(self._held)

@@ -65,6 +65,9 @@ class Program:
 class Turn:
     """One hold of the state lock, from the walk to the last copy or to a change of mind.
 
+    A turn that is released but has not ended keeps the next one from beginning: nobody is held
+    off while a plan is made or memory is waited for.
+
     Args:
         lock: The lock.
         token: What ends the hold.
@@ -77,12 +80,16 @@ class Turn:
         self._users = 0
         self._ending = False
 
+    def release(self) -> None:
+        """Lets trainers go on; for when no thread reads the state. May be called twice."""
+        self._lock.release_capture(self.token)
+
     def end(self, *, copied: bool = False) -> None:
-        """Lets trainers go on, once no thread reads any more; may be called twice."""
+        """Lets trainers and the next turn begin, once no thread reads; may be called twice."""
         self._ending = True
         self.copied |= copied
         if not self._users and not self.ended.is_set():
-            self._lock.release_capture(self.token)
+            self.release()
             self.ended.set()
 
     @contextmanager

@@ -19,10 +19,10 @@ from ckpipe.backend import Backend, UploadLimits
 from ckpipe.budget import ByteBudget, Ration
 from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
-from ckpipe.errors import PipelineBusy, UsageError
+from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.events import EventBus
 from ckpipe.lock import StateLock
-from ckpipe.planning import Planner, fingerprint
+from ckpipe.planning import Planner
 from ckpipe.pruning import Facts, prune
 from ckpipe.retention import Decision, Rule
 from ckpipe.saving import Program, Save, SkipSave
@@ -99,10 +99,6 @@ class Site:
             sweep_after=sweep_after,
         )
 
-    def fits(self, captured: Captured) -> bool:
-        """Whether the last plan serves a captured state."""
-        return self.program is not None and self.program.plan.fingerprint == fingerprint(captured)
-
     def make_program(self, captured: Captured) -> Program:
         """Plans a captured state; blocking, for a worker thread."""
         with collector_paused():
@@ -117,6 +113,7 @@ class Site:
             SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
             PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
             UsageError: If it is to be copied beside training and the budget is too small.
+            SaveError: If the system has no memory left; none is held then.
         """
         if save.ration is not None:
             save.ration.close()
@@ -125,10 +122,23 @@ class Site:
         await self._fit_budget(blocks * size)
         reserved = max(1, min(blocks, self.budget.capacity // size))
         await self._take(save, reserved * size)
-        save.ration = Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
+        save.ration = self._ration(save, reserved, blocks)
         self.recent_blocks = [*self.recent_blocks[-7:], reserved]
         if save.request.owners:
             await self._take_all(save, save.ration)
+
+    def _ration(self, save: Save, reserved: int, blocks: int) -> Ration:
+        try:
+            return Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
+        except MemoryError as error:
+            size = reserved * self.arena.block_bytes
+            self.budget.release(size)
+            raise SaveError(
+                f"The system has no memory for {size >> 20} MiB of staging",
+                step=save.id.step,
+                rank=self.rank,
+                hint="Lower staging_bytes; larger states stream through it",
+            ) from error
 
     async def _take_all(self, save: Save, ration: Ration) -> None:
         """Draws all blocks ahead of the copy, so that no step waits for memory.

@@ -184,3 +184,32 @@ def test_forked_child_does_not_have_the_memory(size: int) -> None:
     code = [sys.executable, "-c", FORKED.format(size=size)]
     done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_system_without_memory_refuses_in_words(tmp_path: Path) -> None:
+    # In a process of its own, since the limit holds for all of it.
+    script = """
+import resource, sys
+import torch
+import ckpipe
+state = {"w": torch.ones(25_000_000)}
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
+    pipeline.save({"small": torch.ones(1)}, until="committed")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
+    try:
+        pipeline.save(state)
+    except ckpipe.CkpipeError as error:
+        print(type(error).__name__, error)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    pipeline.save(state, until="committed")
+    print([info.step for info in pipeline.steps()])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "SaveError" in run.stdout, run.stderr
+    assert "no memory for" in run.stdout
+    assert run.stdout.endswith("[0, 2]\n")

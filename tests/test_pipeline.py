@@ -478,3 +478,72 @@ def test_report_has_every_stage(tmp_path: Path) -> None:
         assert report.staged_seconds is not None
         assert report.durable_seconds is not None
         assert report.durable_seconds >= report.staged_seconds
+
+
+class _Object:
+    """An object whose ``state_dict`` says that it was called, and goes on when it may."""
+
+    def __init__(self) -> None:
+        self.walked, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.walked.set()
+        self.go_on.wait(30)
+        return {"x": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+async def test_saves_of_one_new_structure_at_once_have_the_memory_they_need(
+    store: Stores,
+) -> None:
+    # The second is walked when the first has replaced the plan that its memory was reserved for.
+    prompt, late = _Object(), _Object()
+    late.go_on.clear()
+    large = torch.arange(100_000)
+    settings: dict[str, Any] = {"staging_bytes": "4MiB", "staging": {"block_bytes": 65536}}
+    async with ckpipe.Pipeline(store.url, **settings) as pipeline:
+        await pipeline.save({"small": torch.zeros(1)}, until="committed")
+        waiting = asyncio.create_task(pipeline.save({"w": large, "o": late}, step=1))
+        await asyncio.to_thread(late.walked.wait, 30)
+        await pipeline.save({"w": large, "o": prompt}, step=2)
+        late.go_on.set()
+        async with asyncio.timeout(10):
+            await (await waiting)
+        result = await pipeline.load(step=1)
+        assert result is not None
+        assert torch.equal(result.state["w"], large)
+
+
+async def test_saves_of_different_structures_at_once_do_not_disturb_each_other(
+    store: Stores,
+) -> None:
+    states = [{f"{name}{n}": torch.zeros(n + 1) for n in range(100)} for name in "abcd"]
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        handles = await asyncio.gather(*(pipeline.save(state) for state in states * 4))
+        infos = await asyncio.gather(*(handle.committed() for handle in handles))
+    assert len({info.id for info in infos}) == 16
+
+
+def test_trainers_go_on_while_a_save_waits_for_memory(store: Stores) -> None:
+    store.slow.hold("write")
+    settings: dict[str, Any] = {"staging_bytes": "128KiB", "staging": {"block_bytes": 65536}}
+    with ckpipe.SyncPipeline(store.url, **settings) as pipeline:
+        pipeline.save({"w": torch.zeros(100)})
+        # It needs both blocks, as only the walk finds out, and one is taken.
+        walked = _Object()
+        state = {"w": torch.zeros(20_000), "o": walked}
+        saving = threading.Thread(target=pipeline.save, args=(state,))
+        saving.start()
+        try:
+            # Each round makes way for a capture; in a few hundred the save gets as far as it can.
+            for _ in range(500):
+                with pipeline.lock.mutating(timeout=5):
+                    walked.walked.wait(0.001)
+            assert walked.walked.is_set()
+        finally:
+            store.slow.release()
+            saving.join(30)
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        assert len(pipeline.steps()) == 2

@@ -5,8 +5,10 @@ from __future__ import annotations
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from ckpipe.planning import fingerprint
 from ckpipe.saving import CapturedState, PlannedState, Program, Save
 from ckpipe.site import Site
+from ckpipe.structure import Captured
 
 
 async def run(
@@ -25,24 +27,34 @@ async def run(
         PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
         UsageError: If the state is to be copied beside training and the budget is too small.
     """
+    # The site remembers one program for all saves, and saves of several structures replace each
+    # other's; a save that has made one does not depend on that.
+    own: Program | None = None
     async with inbox, out:
         async for state in inbox:
             with save.clock.timing("plan"):
-                program = site.program
-                fits = site.fits(state.captured)
-                if program is not None and fits and _has_memory(save, program):
+                program = _fitting(state.captured, own, site.program)
+                if program is not None and _has_memory(save, program):
                     await out.send(PlannedState(state.turn, state.captured, program))
                     continue
-                state.turn.end()
-                if not fits:
+                state.turn.release()
+                if program is None:
                     save.replanned = True
-                    site.program = await anyio.to_thread.run_sync(site.make_program, state.captured)
-            assert site.program is not None
-            await site.reserve(save, len(site.program.blocks))
+                    program = await anyio.to_thread.run_sync(site.make_program, state.captured)
+                    site.program = program
+            own = program
+            await site.reserve(save, len(program.blocks))
+            state.turn.end()
+
+
+def _fitting(captured: Captured, *programs: Program | None) -> Program | None:
+    """The first of some programs that serves a captured state."""
+    wanted = fingerprint(captured)
+    return next((each for each in programs if each and each.plan.fingerprint == wanted), None)
 
 
 def _has_memory(save: Save, program: Program) -> bool:
-    """Whether the save's memory serves a program; another save may have changed that meanwhile."""
+    """Whether a save's ration is for this program, not for one that another save has replaced."""
     if save.request.owners:
         return len(save.blocks) == len(program.blocks)
-    return save.ration is not None
+    return save.ration is not None and save.ration.needed == len(program.blocks)
