@@ -222,17 +222,13 @@ class Engine(Housekeeping):
             UsageError: If it is not all copied yet, or some of it has been used again.
         """
         try:
-            if not save.staged.done() or save.program is None:
-                raise LookupError("its state is not all copied yet")
             return save.hold_blocks()
         except LookupError as error:
-            reason = error.args[0] if error.args else "its memory serves a later save or load"
             raise UsageError(
-                f"The staged state cannot be looked at: {reason}",
+                f"The staged state cannot be looked at: {error.args[0]}",
                 step=save.id.step,
                 rank=save.rank,
-                hint="Look between staged and the next save or load; a state larger than "
-                "staging_bytes is never in memory as a whole",
+                hint="Look after the save is staged and before the next save or load begins",
             ) from None
 
     async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:

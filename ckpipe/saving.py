@@ -276,14 +276,18 @@ class Save:
         """Keeps all blocks of the file image until :meth:`release_view` is called.
 
         Raises:
-            LookupError: If one of them may hold something else by now.
+            LookupError: Says why not, if not all of it is there any more, or yet.
         """
+        if not self.staged.done() or self.program is None:
+            raise LookupError("it is not all copied yet")
+        if len({reference for _, reference, _ in self._copied}) < len(self._copied):
+            raise LookupError("it went through less memory than it has bytes")
         held: list[FilledBlock] = []
         try:
             for plan, reference, uses in self._copied:
                 block = reference()
                 if block is None or block.uses != uses:
-                    raise LookupError
+                    raise LookupError(_USED_AGAIN)
                 held.append(self._held_again(plan, block))
         except LookupError:
             for each in held:
@@ -296,7 +300,7 @@ class Save:
         filled = self._in_use.get(block)
         if filled is None:
             if self.ration is None or not self.ration.take_back(block):
-                raise LookupError
+                raise LookupError(_USED_AGAIN)
             filled = self._in_use[block] = FilledBlock(plan, block, 0)
         filled.users += 1
         return filled
@@ -323,6 +327,9 @@ class Save:
             None, self.request.select, self.request.metrics, self.request.metadata,
             self.request.final, self.request.thread,
         )  # fmt: skip
+
+
+_USED_AGAIN = "its memory serves a later save or load"
 
 
 def resolve(future: Future[Any], value: Any) -> None:

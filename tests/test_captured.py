@@ -281,3 +281,166 @@ def test_a_load_waits_until_all_is_copied(store: Stores, tmp_path: Path) -> None
         pipeline.load(training.state, step=0)
         handle.wait()
         assert saved_numbers(load(pipeline, 1)) == {1.0}
+
+
+# ---- who owns what ----
+
+
+def committed(pipeline: ckpipe.SyncPipeline, handle: ckpipe.SyncSaveHandle) -> Any:
+    handle.wait()
+    return load(pipeline, handle.step)
+
+
+def test_a_learning_rate_that_a_scheduler_writes_to_is_copied_at_once(
+    store: Stores, slow: SlowCopies
+) -> None:
+    model = nn.Linear(100, 100)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
+        for step in range(3):
+            loss = model(torch.ones(2, 100)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            before = [each.detach().clone() for each in model.parameters()]
+            expected = float(optimizer.param_groups[0]["lr"])
+            slow.reached.clear()
+            slow.go_on.clear()
+            handle = pipeline.save(state, step=step, until="captured")
+            assert slow.reached.wait(PATIENCE)
+            optimizer.zero_grad(set_to_none=False)
+            scheduler.step()
+            slow.go_on.set()
+            found = committed(pipeline, handle)
+            assert float(found["optimizer"]["param_groups"][0]["lr"]) == expected
+            assert all(map(torch.equal, found["model"].values(), before))
+
+
+def test_what_another_optimizer_owns_is_copied_at_once(store: Stores, slow: SlowCopies) -> None:
+    mine, other = Training(), Training()
+    with open_pipeline(store, mine) as pipeline:
+        handle = pipeline.save([mine.state, other.state], step=0, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        other.optimizer.step()
+        slow.go_on.set()
+        for each in committed(pipeline, handle):
+            assert saved_numbers(each) == {0.0}
+
+
+def test_a_buffer_that_reaches_into_a_parameter_is_copied_at_once(
+    store: Stores, slow: SlowCopies
+) -> None:
+    flat = torch.zeros(60_000)
+    parameter = nn.Parameter(flat[:40_000])
+    optimizer = torch.optim.SGD([parameter])
+    with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
+        handle = pipeline.save({"parameter": parameter, "flat": flat}, step=0, until="captured")
+        flat.data[50_000:].fill_(1)  # torch counts changes of a tensor and its views together
+        slow.go_on.set()
+        found = committed(pipeline, handle)
+        assert found["flat"].eq(0).all()
+        assert found["parameter"].data_ptr() == found["flat"].data_ptr()
+
+
+def test_an_embedding_that_writes_in_its_forward_pass_fails_the_save(
+    store: Stores, slow: SlowCopies
+) -> None:
+    embedding = nn.Embedding(100, 8, max_norm=0.1)
+    optimizer = torch.optim.SGD(embedding.parameters())
+    with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
+        handle = pipeline.save({"model": embedding}, step=0, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        embedding(torch.arange(100))
+        slow.go_on.set()
+        with pytest.raises(errors.StateChanged, match="max_norm"):
+            handle.wait()
+
+
+def test_closures_and_several_optimizers(store: Stores) -> None:
+    model = nn.ModuleList(nn.Linear(30, 30) for _ in range(2))
+    first = torch.optim.LBFGS(model[0].parameters(), max_iter=3)
+    second = torch.optim.AdamW(model[1].parameters(), foreach=True)
+
+    def closure() -> Any:
+        model.zero_grad()
+        loss = model[1](model[0](torch.ones(2, 30))).square().sum()
+        loss.backward()
+        return loss
+
+    state = {"model": model, "first": first, "second": second}
+    with ckpipe.SyncPipeline(store.url, guard=[first, second]) as pipeline:
+        for step in range(4):
+            wanted = {name: each.clone() for name, each in model.state_dict().items()}
+            handle = pipeline.save(state, step=step, until="captured")
+            first.step(closure)  # type: ignore[no-untyped-call]
+            second.step()
+            found = committed(pipeline, handle)["model"]
+            assert all(torch.equal(found[name], each) for name, each in wanted.items())
+
+
+# ---- who waits for whom ----
+
+
+@pytest.mark.parametrize("until_", ["captured", "staged"])
+def test_saving_inside_mutating_raises(store: Stores, until_: Any) -> None:
+    training = Training()
+    with open_pipeline(store, training) as pipeline:
+        with pipeline.lock.mutating(), pytest.raises(errors.LockMisuse):
+            pipeline.save(training.state, until=until_)
+        pipeline.save(training.state, until=until_).wait()
+
+
+@pytest.mark.parametrize("until_", ["captured", "staged"])
+def test_a_backward_under_the_lock_and_a_step_elsewhere_go_on(
+    store: Stores, threads: DaemonThreads, until_: Any
+) -> None:
+    """One thread steps from within its backward pass, another steps by itself, a third saves."""
+    training, other = Training(50), Training(50)
+    weight = training.model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    step_at_once: Any = weight.register_post_accumulate_grad_hook
+    step_at_once(lambda _: training.optimizer.step())
+    rounds = 30
+
+    with open_pipeline(store, training, staging_bytes=64 * BLOCK) as pipeline:
+        pipeline.guard(other.optimizer)
+
+        def backward() -> None:
+            for _ in range(rounds):
+                with pipeline.lock.mutating():
+                    training.model(torch.ones(2, 50)).sum().backward()
+
+        def step() -> None:
+            for _ in range(rounds):
+                other.optimizer.step()
+
+        working = [threads.submit(backward), threads.submit(step)]
+        handles = []
+        while not all(each.done() for each in working):
+            handles.append(pipeline.save([training.state, other.state], until=until_))
+        for each in working:
+            each.result(PATIENCE)
+        for handle in handles:
+            handle.wait()
+        assert is_free(pipeline.lock)
+
+
+# ---- the staged tensors ----
+
+
+async def test_staged_tensors_are_lent_to_coroutines(store: Stores, slow: SlowCopies) -> None:
+    training = Training()
+    async with ckpipe.Pipeline(store.url, guard=training.optimizer) as pipeline:
+        handle = await pipeline.save(training.state, until="captured")
+        assert await asyncio.to_thread(slow.reached.wait, PATIENCE)
+        with pytest.raises(errors.UsageError, match="not all copied yet"):
+            await handle.staged_state().__aenter__()
+        slow.go_on.set()
+        await handle.staged()
+        async with handle.staged_state() as lent:
+            assert saved_numbers(lent) == {0.0}
+        await handle

@@ -1,0 +1,208 @@
+"""Captures that trainers may press, and copies that devices have still to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
+
+from ckpipe.arena import Arena
+from ckpipe.block_copiers import BlockCopiers, Piece
+from ckpipe.copying import plan_blocks, split_block
+from ckpipe.errors import CaptureTooSlow, StateLockTimeout
+from ckpipe.lock import StateLock
+from ckpipe.planning import LocalPlanner
+from ckpipe.saving import FilledBlock, Turn
+from ckpipe.structure import capture
+
+BLOCK = 1 << 16
+
+
+@pytest.fixture
+def lock() -> StateLock:
+    return StateLock()
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    return DaemonThreads()
+
+
+# ---- the lock ----
+
+
+def test_a_trainer_takes_the_lock_after_the_grace(lock: StateLock) -> None:
+    token = lock.acquire_capture(thread=-1)
+    lock.defer_capture(token, 0.02)
+    with lock.mutating(), pytest.raises(CaptureTooSlow, match=r"0\.02 s"), lock.reading(token):
+        pass
+    lock.release_capture(token)
+    assert is_free(lock)
+
+
+def test_a_trainer_waits_for_the_piece_that_is_being_read(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    token = lock.acquire_capture(thread=-1)
+    lock.defer_capture(token, 0.001)
+    order: list[str] = []
+    with lock.reading(token):
+        trainer = threads.submit(noted, lock.mutating(), order, "trainer")
+        pressed = threading.Event()
+        while not pressed.wait(0.001):
+            if lock._parties[token.ticket].forfeited:
+                pressed.set()
+        order.append("read")
+    trainer.result(PATIENCE)
+    assert order == ["read", "trainer"]
+
+
+def test_a_capture_is_not_broken_where_another_holds_on(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    plain, deferred = (lock.acquire_capture(thread=-1) for _ in range(2))
+    lock.defer_capture(deferred, 0.001)
+    trainer = threads.submit(noted, lock.mutating(), [], "")
+    until(lock, waiters=1)
+    with pytest.raises(StateLockTimeout), lock.mutating(timeout=0.05):
+        pass
+    with lock.reading(deferred):
+        pass
+    lock.release_capture(plain)
+    trainer.result(PATIENCE)
+    with pytest.raises(CaptureTooSlow), lock.reading(deferred):
+        pass
+
+
+class DeviceReads:
+    """The end of copies on a device that a test controls."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.held_back: list[str] = []
+
+    def passed(self) -> bool:
+        return self.over.is_set()
+
+    def hold_back(self) -> None:
+        self.held_back.append(threading.current_thread().name)
+
+    def wait(self) -> None:
+        assert self.over.wait(PATIENCE)
+
+
+def test_devices_of_trainers_wait_for_reads_that_are_not_over(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    reads = DeviceReads()
+    token = lock.acquire_capture(thread=-1)
+    lock.release_capture(token, fences=[reads])
+    lock.release_capture(token, fences=[reads])
+    for _ in range(2):
+        threads.submit(noted, lock.mutating(), [], "").result(PATIENCE)
+    with lock.capturing():
+        pass
+    assert reads.held_back == ["trainer_0", "trainer_1"]
+    reads.over.set()
+    with lock.mutating():
+        pass
+    assert len(reads.held_back) == 2
+
+
+# ---- copies from a device that is not there ----
+
+
+class SlowDevice:
+    """Takes every tensor for one of its own; copies happen when the test says so."""
+
+    def __init__(self) -> None:
+        self.queued: list[tuple[Callable[[], object], DeviceReads]] = []
+
+    def serves(self, device: str) -> bool:
+        return True
+
+    def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[DeviceReads]:
+        assert list(devices)
+        self.queued.append((copy, DeviceReads()))
+        return [self.queued[-1][1]]
+
+    def work(self) -> None:
+        for copy, reads in self.queued:
+            copy()
+            reads.over.set()
+
+
+def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[Piece], list[Piece], Arena]:
+    captured = capture(state)
+    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
+    arena = Arena(BLOCK)
+    soon, late = [], []
+    for each in plan_blocks(plan, captured.tensors, BLOCK):
+        filled = FilledBlock(each, arena.take())
+        at_once, rest = split_block(each, later)
+        soon.append(Piece(filled, at_once, last=False))
+        late.append(Piece(filled, rest))
+    return captured, soon, late, arena
+
+
+async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    captured, soon, late, _ = pieces_of({"w": torch.arange(60_000.0), "b": torch.ones(5)}, {0})
+    device = SlowDevice()
+    out: list[FilledBlock] = []
+    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    copiers = BlockCopiers(turn, captured.tensors, device, out.append, threads=4)
+    assert copiers.threads == 1
+    copiers.defer([captured.tensors[0]], 60)
+    copiers.add(late)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(copiers.finish)
+        step = threads.submit(noted, lock.mutating(), [], "")
+        await anyio.to_thread.run_sync(step.result, PATIENCE)
+        assert out == []
+        assert all(reads.held_back == ["trainer_0"] for _, reads in device.queued)
+        assert len(device.queued) == len(late)
+        device.work()
+    assert [filled.plan.offset for filled in out] == [piece.filled.plan.offset for piece in late]
+    found = torch.cat([piece.filled.block.tensor[: piece.work.nbytes] for piece in late])
+    header = len(found) - 60_000 * 4 - 5 * 4
+    assert torch.equal(found[header:][:240_000].view(torch.float32), torch.arange(60_000.0))
+    assert len(soon) == len(late)
+
+
+async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_again(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    captured, _, late, _ = pieces_of({"w": torch.arange(60_000.0)}, {0})
+    device = SlowDevice()
+    out: list[FilledBlock] = []
+    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    copiers = BlockCopiers(turn, captured.tensors, device, out.append, threads=1)
+    copiers.defer(captured.tensors, 60)
+    captured.tensors[0].tensor.add_(1)
+    copiers.add(late)
+    failed: list[BaseException] = []
+
+    async def copy() -> None:
+        try:
+            await copiers.copy()
+        except Exception as error:
+            failed.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(copy)
+        first = device.queued
+        with anyio.fail_after(PATIENCE):
+            while len(first) < len(late):
+                await anyio.lowlevel.checkpoint()
+        assert failed == []
+        device.work()
+    assert len(failed) == 1
+    assert out == []

@@ -1,0 +1,106 @@
+"""The staged tensors, lent while and after a save: what they are, and for how long they are that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+from torch import nn
+
+import ckpipe
+from ckpipe import errors
+
+BLOCK = 1 << 16
+UNRELATED = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+"""Guarded where a save is to have all its memory at once, as ``until="captured"`` does."""
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def test_staged_tensors_are_lent_with_their_structure(store: Stores) -> None:
+    base = torch.arange(24.0).view(4, 6)
+    state: dict[str, Any] = {
+        "weight": nn.Parameter(base),
+        "rows": base[1:3],
+        "turned": torch.randn(3, 5).t(),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "array": torch.arange(5).numpy(),
+        "nested": [1, (torch.empty(0), "text"), {1: torch.tensor(3)}],
+    }
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"warm": torch.zeros(3)}, step=0).wait()
+        handle = pipeline.save(state, step=1)
+        with handle.staged_state() as lent:
+            assert type(lent["weight"]) is nn.Parameter
+            assert lent["rows"].data_ptr() == lent["weight"].data_ptr() + 24
+            assert torch.equal(lent["rows"], base[1:3])
+            assert torch.equal(lent["turned"], state["turned"])
+            assert torch.equal(lent["conjugate"], state["conjugate"])
+            assert lent["array"].tolist() == [0, 1, 2, 3, 4]
+            assert lent["nested"][1][1] == "text"
+            assert lent["nested"][2][1].item() == 3
+            block = next(iter(handle._save._in_use))
+            begin = lent["turned"].data_ptr()
+            assert block.address <= begin < block.address + len(block.view)
+        handle.wait()
+
+
+def test_lent_memory_is_used_by_nobody_else_until_it_is_given_back(store: Stores) -> None:
+    tensor = torch.zeros(3 * BLOCK // 4)
+    staging = {"block_bytes": BLOCK, "bytes": 16 * BLOCK}
+    with ckpipe.SyncPipeline(store.url, guard=UNRELATED, staging=staging) as pipeline:
+        first = pipeline.save({"tensor": tensor}, step=1, until="captured")
+        first.wait_staged()
+        with first.staged_state() as lent, first.staged_state() as again:
+            for step in range(2, 8):
+                tensor.add_(1)
+                pipeline.save({"tensor": tensor}, step=step).wait()
+            assert lent["tensor"].eq(0).all()
+            assert again["tensor"].eq(0).all()
+            assert pipeline._core.engine.site.budget.used > 0
+        with pytest.raises(errors.UsageError, match="later save"):
+            first.staged_state().__enter__()
+        assert pipeline._core.engine.site.budget.used == 0
+        assert first.status == "committed"
+
+
+def test_lent_memory_outlives_a_save_that_fails(store: Stores) -> None:
+    tensor = torch.ones(BLOCK)
+    staging = {"block_bytes": BLOCK}
+    with ckpipe.SyncPipeline(store.url, guard=UNRELATED, staging=staging) as pipeline:
+        store.slow.hold("write")
+        handle = pipeline.save({"tensor": tensor}, step=1, until="captured")
+        handle.wait_staged()
+        with handle.staged_state() as lent:
+            handle.cancel()
+            assert lent["tensor"].eq(1).all()
+        store.slow.release()
+        assert pipeline._core.engine.site.budget.used == 0
+        pipeline.save({"tensor": tensor}, step=2).wait()
+
+
+def test_memory_that_a_save_streamed_through_is_not_lent(store: Stores) -> None:
+    staging = {"bytes": 2 * BLOCK, "block_bytes": BLOCK}
+    with ckpipe.SyncPipeline(store.url, staging=staging) as pipeline:
+        handle = pipeline.save({"tensor": torch.zeros(4 * BLOCK)}, step=0)
+        with pytest.raises(errors.UsageError, match="less memory"):
+            handle.staged_state().__enter__()
+
+
+def test_what_was_lent_stays_readable_when_the_pipeline_closes(store: Stores) -> None:
+    pipeline = ckpipe.SyncPipeline(store.url)
+    with pipeline:
+        handle = pipeline.save({"tensor": torch.ones(100)}, step=0)
+        lending = handle.staged_state()
+        lent = lending.__enter__()
+    assert lent["tensor"].eq(1).all()
+    lending.__exit__(None, None, None)
+    with pytest.raises(errors.PipelineClosed):
+        handle.staged_state().__enter__()
