@@ -1,4 +1,4 @@
-"""The staged tensors, lent while and after a save: what they are, and for how long they are that."""
+"""The staged tensors, lent while a save runs and after it: what they are, and for how long."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def test_lent_memory_is_used_by_nobody_else_until_it_is_given_back(store: Stores
             assert lent["tensor"].eq(0).all()
             assert again["tensor"].eq(0).all()
             assert pipeline._core.engine.site.budget.used > 0
+        pipeline.save({"tensor": tensor}, step=9).wait()
         with pytest.raises(errors.UsageError, match="later save"):
             first.staged_state().__enter__()
         assert pipeline._core.engine.site.budget.used == 0
