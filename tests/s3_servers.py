@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from aiobotocore.session import get_session
+
+from ckpipe import registry
+from ckpipe.errors import UsageError
+from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"
 START_SECONDS = 60
@@ -49,8 +56,27 @@ class S3Server:
             aws_secret_access_key=SECRET,
         )
 
+    def make_bucket(self, name: str) -> None:
+        """Makes a bucket; blocks."""
 
-def set_credentials() -> None:
+        async def make() -> None:
+            async with self.client() as client:
+                await client.create_bucket(Bucket=name)
+
+        asyncio.run(make())
+
+    def open_uploads(self, bucket: str) -> list[str]:
+        """The names of the objects that an upload is open for; blocks."""
+
+        async def listed() -> list[str]:
+            async with self.client() as client:
+                page = await client.list_multipart_uploads(Bucket=bucket)
+                return [entry["Key"] for entry in page.get("Uploads", ())]
+
+        return asyncio.run(listed())
+
+
+def set_up_process() -> None:
     """Gives this process and its children credentials, and hides those of the user."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
@@ -62,6 +88,10 @@ def set_credentials() -> None:
         AWS_SHARED_CREDENTIALS_FILE=os.devnull,
         AWS_EC2_METADATA_DISABLED="true",
     )
+    if not metadata.entry_points(group=registry.ENTRY_POINT_GROUP, name="s3"):
+        # The environment was made before the backend was there.
+        with contextlib.suppress(UsageError):
+            registry.register_backend("s3", S3Backend)
 
 
 @contextlib.contextmanager
@@ -157,3 +187,19 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, log: Pat
 def command_name(process: subprocess.Popen[bytes]) -> str:
     """The program that a process runs."""
     return str(process.args[0] if isinstance(process.args, list) else process.args)
+
+
+def main() -> None:
+    """Runs SeaweedFS with an empty bucket, until it is stopped with Ctrl-C."""
+    set_up_process()
+    with tempfile.TemporaryDirectory() as folder, seaweedfs(Path(folder)) as server:
+        server.make_bucket("demo")
+        print(f"export AWS_ACCESS_KEY_ID={KEY} AWS_SECRET_ACCESS_KEY={SECRET}")
+        print(f"python examples/s3_quickstart.py s3://demo/run-1 --endpoint-url {server.url}")
+        print("Ctrl-C stops the server and forgets its data.", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()

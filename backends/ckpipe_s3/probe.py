@@ -20,7 +20,8 @@ async def honours_create_only(requests: Requests, objects: Objects, endpoint: st
     """Whether creating an object fails where there is one; asked once per bucket and process.
 
     The object stays, since whoever may write may not be allowed to delete; a second probe needs
-    one request less for it. Credentials that may not write learn nothing, and cause no harm.
+    one request less for it. Credentials that may not write here learn nothing; what they wanted
+    to write is refused in its own name.
 
     Raises:
         StoreError: If the store failed, or does not list what it holds.

@@ -1,0 +1,415 @@
+"""What is S3's own: addresses, options, errors, and uploads that nobody ended."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import botocore.exceptions as client_errors
+import pytest
+from fault_proxy import Fault, FaultProxy, Request, fault_proxy
+from hypothesis import given
+from hypothesis import strategies as st
+from s3_servers import KEY, S3Server
+
+from ckpipe import errors
+from ckpipe.backend import PutMode, check_key
+from ckpipe.errors import CkpipeError, InvalidKey
+from ckpipe_s3 import S3Backend
+from ckpipe_s3.address import Address, parse_address
+from ckpipe_s3.body import PIECE_BYTES, MemoryBody
+from ckpipe_s3.failures import MAX_RETRY_AFTER_SECONDS, requesting, retry_after
+
+BUCKET = "backend"
+BLOCK = 5 << 20
+
+_numbers = itertools.count()
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "prefix"),
+    [
+        ("s3://bucket", "bucket", ""),
+        ("s3://bucket/", "bucket", ""),
+        ("S3://my.bucket-1/run 17", "my.bucket-1", "run 17/"),
+        ("s3://bucket/a/b%20c/", "bucket", "a/b%20c/"),
+    ],
+)
+def test_urls(url: str, bucket: str, prefix: str) -> None:
+    assert parse_address(url) == Address(bucket, prefix)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///a", "gs://bucket/a", "bucket/a", "s3://b/a//c", "s3://b/../c"]
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(errors.UsageError, match="s3://bucket/prefix"):
+        parse_address(url)
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    with pytest.raises(errors.UsageError) as caught:
+        parse_address("s3://AKIA:hunter2@bucket/run")
+    assert "hunter2" not in str(caught.value)
+
+
+@given(st.text(max_size=40), st.sampled_from(["", "run/", "a/b/"]))
+def test_names_lead_back_to_their_keys(key: str, prefix: str) -> None:
+    address = Address("bucket", prefix)
+    try:
+        name = address.name(key)
+    except InvalidKey:
+        return
+    assert name == prefix + check_key(key)
+    assert address.key(name) == key
+
+
+def test_objects_of_others_are_no_keys() -> None:
+    address = Address("bucket", "run/")
+    assert [address.key(name) for name in ("run/", "run/a/", "run/a//b", "run/.ckpipe-probe")] == [
+        None
+    ] * 4
+
+
+def test_names_longer_than_s3_takes() -> None:
+    assert len(Address("b", "p/").name("x" * 1022)) == 1024
+    with pytest.raises(InvalidKey, match="1024"):
+        Address("b", "p/").name("ü" * 512)
+
+
+# Bodies
+
+
+@given(st.integers(0, 3 * PIECE_BYTES), st.integers(0, 3 * PIECE_BYTES))
+def test_a_body_reads_as_its_memory(size: int, start: int) -> None:
+    data = bytes(size)
+    body = MemoryBody(memoryview(data))
+    assert len(body) == size
+    start = body.seek(min(start, size))
+    pieces = list(iter(lambda: body.read(1 << 16), b""))
+    assert sum(map(len, pieces)) == size - start
+    assert all(piece.obj is data for piece in pieces)
+    assert body.tell() == size
+
+
+def test_an_ended_body_never_touches_its_memory_again() -> None:
+    data = bytearray(10)
+    body = MemoryBody(memoryview(data))
+    body.end()
+    assert bytes(body.read()) == b""
+    data.clear()  # impossible while a view of it is held
+
+
+# Errors
+
+
+def answered(code: str, status: int, **headers: str) -> Exception:
+    """What the client raises for an answer."""
+    metadata = {"HTTPStatusCode": status, "RequestId": "REQ-1", "HTTPHeaders": headers}
+    made: Exception = client_errors.ClientError(
+        {"Error": {"Code": code, "Message": "secret"}, "ResponseMetadata": metadata}, "PutObject"
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (answered("NoSuchKey", 404), errors.ObjectNotFound),
+        (answered("404", 404), errors.ObjectNotFound),
+        (answered("NoSuchBucket", 404), errors.StoreError),
+        (answered("PreconditionFailed", 412), errors.ObjectExists),
+        (answered("ConditionalRequestConflict", 409), errors.StoreUnavailable),
+        (answered("AccessDenied", 403), errors.PermissionDenied),
+        (answered("SlowDown", 503), errors.Throttled),
+        (answered("", 429), errors.Throttled),
+        (answered("InternalError", 500), errors.StoreUnavailable),
+        (answered("BadDigest", 400), errors.StoreUnavailable),
+        (answered("EntityTooLarge", 400), errors.StoreError),
+        (answered("NotImplemented", 501), errors.StoreError),
+        (answered("KeyTooLongError", 400), errors.InvalidKey),
+        (answered("XMinioStorageFull", 507), errors.StoreFull),
+        (client_errors.NoCredentialsError(), errors.PermissionDenied),
+        (
+            client_errors.EndpointConnectionError(endpoint_url="http://me:secret@x"),
+            errors.StoreUnavailable,
+        ),
+        (
+            client_errors.ProxyConnectionError(proxy_url="http://me:secret@x", error=OSError()),
+            errors.StoreUnavailable,
+        ),
+        (client_errors.SSLError(endpoint_url="https://x", error=OSError()), errors.StoreError),
+        (client_errors.ParamValidationError(report="secret"), errors.StoreError),
+        (TimeoutError(), errors.StoreUnavailable),
+        (ConnectionResetError(), errors.StoreUnavailable),
+    ],
+    ids=lambda value: value.__class__.__name__ if isinstance(value, Exception) else value.__name__,
+)
+def test_errors_are_translated(error: Exception, kind: type[CkpipeError]) -> None:
+    with pytest.raises(CkpipeError) as caught, requesting("write", "s3://bucket/a", "a"):
+        raise error
+    assert type(caught.value) is kind
+    assert caught.value.key == "a"
+    assert "s3://bucket/a" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    if isinstance(error, client_errors.ClientError):
+        assert "REQ-1" in str(caught.value)
+
+
+def test_a_store_says_how_long_to_wait() -> None:
+    error = answered("ServiceUnavailable", 503, **{"retry-after": "7"})
+    with pytest.raises(errors.Throttled) as caught, requesting("write", "s3://bucket/a"):
+        raise error
+    assert caught.value.retry_after == 7.0
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("soon", None),
+        ("999999", MAX_RETRY_AFTER_SECONDS),
+        ("Mon, 01 Jan 2001 00:00:00 GMT", 0.0),
+        (format_datetime(datetime(2999, 1, 1, tzinfo=UTC)), MAX_RETRY_AFTER_SECONDS),
+    ],
+)
+def test_retry_after(header: str | None, seconds: float | None) -> None:
+    assert retry_after(header) == seconds
+
+
+# A server behind a proxy that sees every request
+
+
+class Seen:
+    """Requests as they passed."""
+
+    def __init__(self, server: S3Server, proxy: FaultProxy) -> None:
+        self.server, self.proxy = server, proxy
+        self.url = f"s3://{BUCKET}/root-{next(_numbers)}"
+        self.requests: list[Request] = []
+        self.fault: dict[str, Fault] = {}
+        proxy.rule = self._rule
+
+    def _rule(self, request: Request) -> Fault | None:
+        self.requests.append(request)
+        return self.fault.pop(request.operation, None)
+
+    def backend(self, **options: Any) -> S3Backend:
+        return S3Backend(self.url, endpoint_url=self.proxy.url, **options)
+
+    def headers(self, operation: str) -> list[dict[str, str]]:
+        """The headers of each request of an operation."""
+        return [each.headers for each in self.requests if each.operation == operation]
+
+
+@pytest.fixture(scope="module")
+def server(moto_server: S3Server) -> S3Server:
+    moto_server.make_bucket(BUCKET)
+    return moto_server
+
+
+@pytest.fixture
+def seen(server: S3Server) -> Iterator[Seen]:
+    with fault_proxy(server.port) as proxy:
+        yield Seen(server, proxy)
+
+
+@pytest.fixture
+async def backend(seen: Seen) -> AsyncIterator[S3Backend]:
+    async with seen.backend() as backend:
+        yield backend
+
+
+async def upload_two_blocks(backend: S3Backend, key: str = "data") -> bytes:
+    """Uploads an object of two parts."""
+    data = bytes(range(256)) * (BLOCK // 128)
+    upload = await backend.open_upload(key, size=len(data), block_bytes=BLOCK)
+    for offset in (0, BLOCK):
+        await upload.write(offset, memoryview(data)[offset : offset + BLOCK])
+    await upload.complete()
+    return data
+
+
+async def open_uploads(seen: Seen) -> list[str]:
+    found = await anyio.to_thread.run_sync(seen.server.open_uploads, BUCKET)
+    return [name for name in found if name.startswith(seen.url.removeprefix(f"s3://{BUCKET}/"))]
+
+
+async def test_options_reach_the_requests_that_they_are_for(seen: Seen) -> None:
+    options: dict[str, Any] = {
+        "sse": "aws:kms",
+        "sse_kms_key_id": "a-key",
+        "storage_class": "STANDARD_IA",
+        "request_payer": "requester",
+        "region": "eu-central-1",
+    }
+    async with seen.backend(**options) as backend:
+        await upload_two_blocks(backend)
+        await backend.put("small", b"x", PutMode.OVERWRITE)
+        await backend.delete(["small"])
+    [begun] = seen.headers("CreateUpload")
+    puts, parts = seen.headers("Put"), seen.headers("UploadPart")
+    assert begun["x-amz-storage-class"] == "STANDARD_IA"
+    for headers in (begun, *puts):
+        assert headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "a-key"
+    assert all("x-amz-storage-class" not in headers for headers in puts)
+    for headers in (*puts, *parts):
+        assert len(headers["x-amz-checksum-crc32c"]) == 8
+        assert headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    for request in seen.requests:
+        assert request.headers["x-amz-request-payer"] == "requester"
+        assert "/eu-central-1/s3/" in request.headers["authorization"]
+
+
+async def test_a_profile_gives_credentials(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    file.write_text("[other]\naws_access_key_id = OTHERKEY\naws_secret_access_key = hidden\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    async with seen.backend(profile="other") as backend:
+        await backend.put("a", b"x", PutMode.CREATE)
+    assert all("Credential=OTHERKEY/" in each.headers["authorization"] for each in seen.requests)
+    assert KEY not in str(seen.requests)
+
+
+async def test_no_credentials(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    async with seen.backend() as backend:
+        with pytest.raises(errors.PermissionDenied, match="credentials"):
+            await backend.get("a", max_bytes=1)
+    with pytest.raises(errors.StoreError, match="ProfileNotFound"):
+        async with seen.backend(profile="nobody"):
+            pass
+
+
+async def test_a_missing_bucket_is_told_by_the_first_write(seen: Seen) -> None:
+    async with S3Backend("s3://no-such-bucket/a", endpoint_url=seen.proxy.url) as backend:
+        with pytest.raises(errors.StoreError, match=r"NoSuchBucket.*Create the bucket"):
+            await backend.put("a", b"x", PutMode.CREATE)
+
+
+@pytest.mark.parametrize("options", [{"max_connections": 0}, {"request_timeout": -1.0}])
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError, match="more than 0"):
+        S3Backend("s3://bucket", **options)
+
+
+async def test_a_store_is_probed_once_and_only_by_who_writes(seen: Seen) -> None:
+    async with seen.backend() as backend:
+        assert [info async for info in backend.list()] == []
+    assert [each.operation for each in seen.requests] == ["List"]
+    for number in range(2):
+        async with seen.backend() as backend:
+            await backend.put(f"{number}", b"x", PutMode.CREATE)
+    assert [each.operation for each in seen.requests] == [
+        "List",
+        *["Put", "Put", "List"],
+        *["Put"] * 2,
+    ]
+
+
+async def test_a_large_upload_and_ranges(seen: Seen, backend: S3Backend) -> None:
+    data = await upload_two_blocks(backend)
+    assert len(seen.headers("UploadPart")) == 2
+    buffer = bytearray(BLOCK)
+    await backend.read_into("data", BLOCK - 7, memoryview(buffer))
+    assert buffer == data[BLOCK - 7 : 2 * BLOCK - 7]
+    assert await open_uploads(seen) == []
+
+
+async def test_a_large_upload_finds_its_key_taken(seen: Seen, backend: S3Backend) -> None:
+    await backend.put("data", b"first", PutMode.CREATE)
+    with pytest.raises(errors.ObjectExists):
+        await upload_two_blocks(backend)
+    assert await backend.get("data", max_bytes=5) == b"first"
+
+
+async def test_leaving_ends_what_nobody_ended(seen: Seen) -> None:
+    async with seen.backend() as backend:
+        upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+        await upload.write(0, memoryview(bytes(BLOCK)))
+        assert len(await open_uploads(seen)) == 1
+    assert await open_uploads(seen) == []
+
+
+async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
+    async with seen.backend() as backend:
+        seen.fault["CreateUpload"] = Fault.LOST
+        with pytest.raises(errors.StoreUnavailable):
+            await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+        assert len(await open_uploads(seen)) == 1
+        await upload_two_blocks(backend)
+        assert await open_uploads(seen) == []
+
+
+async def test_uploads_that_a_crash_left_are_removed(weed_server: S3Server) -> None:
+    # This server, since moto says of every upload that it was begun in 2010.
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    async with weed_server.client() as client:
+        await client.create_bucket(Bucket="crashed")
+        for key in ("root/here/data", "root/there/data", "other/data"):
+            await client.create_multipart_upload(Bucket="crashed", Key=key)
+    async with S3Backend("s3://crashed/root", endpoint_url=weed_server.url) as backend:
+        earlier = soon - timedelta(minutes=10)
+        assert await backend.remove_stale_uploads("here/", before=earlier) == 0
+        assert await backend.remove_stale_uploads("here/", before=soon) == 1
+        assert await backend.remove_stale_uploads("", before=soon) == 1
+    left = await anyio.to_thread.run_sync(weed_server.open_uploads, "crashed")
+    assert left == ["other/data"]
+
+
+async def test_an_upload_that_a_sweep_removed_says_so(seen: Seen, backend: S3Backend) -> None:
+    upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+    await backend.remove_stale_uploads("", before=datetime.now(UTC) + timedelta(minutes=5))
+    with pytest.raises(errors.StoreError):
+        await upload.write(0, memoryview(bytes(BLOCK)))
+    await upload.abort()
+
+
+async def test_blocks_that_s3_cannot_take(seen: Seen, backend: S3Backend) -> None:
+    with pytest.raises(errors.UsageError, match=r"staging.block_bytes to \"\d+ MiB\""):
+        await backend.open_upload("data", size=10_001 * BLOCK, block_bytes=BLOCK)
+    upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+    with pytest.raises(errors.UsageError):
+        await upload.write(1, memoryview(bytes(BLOCK)))
+    with pytest.raises(errors.UsageError, match="0 of its 2 parts"):
+        await upload.complete()
+
+
+async def test_many_objects_are_deleted_by_few_requests(seen: Seen, backend: S3Backend) -> None:
+    await backend.put("0001", b"x", PutMode.CREATE)
+    await backend.delete([f"{number:04}" for number in range(1001)])
+    assert len(seen.headers("Delete")) == 2
+    assert [info async for info in backend.list()] == []
+
+
+async def test_a_server_that_goes_silent_is_given_up(seen: Seen) -> None:
+    async with seen.backend(request_timeout=0.2) as backend:
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "Put": lambda: backend.put("a", b"x", PutMode.CREATE),
+            "Get": lambda: backend.get("a", max_bytes=1),
+            "List": lambda: backend.children(),
+            "Head": lambda: backend.stat("a"),
+        }
+        for operation, call in calls.items():
+            seen.fault[operation] = Fault.HANG
+            with anyio.fail_after(20), pytest.raises(errors.StoreUnavailable):
+                await call()
+
+
+def test_the_tests_hide_the_credentials_of_the_user(server: S3Server) -> None:
+    assert os.environ["AWS_ACCESS_KEY_ID"] == KEY
