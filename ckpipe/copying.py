@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ckpipe.arena import Block
-from ckpipe.boxes import flat_range_boxes
+from ckpipe.boxes import Box, box_shape, flat_range_boxes, flat_start
+from ckpipe.drafting import Source
 from ckpipe.dtypes import DTYPES
-from ckpipe.planning import RankPlan, Source
+from ckpipe.planning import RankPlan
 from ckpipe.raw_memory import copy_bytes
 from ckpipe.tensors import TensorLeaf
 
@@ -36,6 +37,7 @@ class Copy:
         hi: Behind the last element.
         at: Where they go in the block, in bytes.
         flat: Whether they lie in host memory just so, one behind the other.
+        part: The box of the tensor whose elements are counted; None for all of it.
     """
 
     tensor: int
@@ -43,6 +45,7 @@ class Copy:
     hi: int
     at: int
     flat: bool
+    part: Box | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +191,16 @@ class _Cutter:
         leaf = self._leaves[source.tensor]
         item = DTYPES[leaf.dtype].itemsize
         flat = leaf.device == "cpu" and not leaf.lazy and leaf.contiguous
+        part, first = source.part, 0
+        if part is not None and leaf.contiguous:
+            begin = flat_start(leaf.shape, part)
+            # Whole rows of a contiguous tensor lie one behind the other like the tensor itself.
+            part, first = (part, 0) if begin is None else (None, begin)
+        flat = flat and part is None
         for block, at, lo, hi in self._cut(start, source.nbytes):
             step: Step
             if source.skip is None:
-                step = Copy(source.tensor, lo // item, hi // item, at, flat)
+                step = Copy(source.tensor, first + lo // item, first + hi // item, at, flat, part)
             else:
                 step = CopyWindow(source.tensor, source.skip + lo, source.skip + hi, at)
             self.steps[block].append(step)
@@ -292,6 +301,8 @@ def _move(block: Block, at: int, source: int, nbytes: int) -> None:
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:
     end = step.at + (step.hi - step.lo) * tensor.itemsize
     target = block[step.at : end].view(tensor.dtype)
+    if step.part is not None:
+        tensor = _narrowed(tensor, step.part[0], box_shape(step.part))
     if step.hi - step.lo == tensor.numel():
         target.view(tensor.shape).copy_(tensor, non_blocking=True)
     elif tensor.is_contiguous():
@@ -299,11 +310,15 @@ def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:
     else:
         done = 0
         for starts, sizes in flat_range_boxes(tensor.shape, step.lo, step.hi):
-            part = tensor
-            for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                part = part.narrow(dim, start, size)
+            part = _narrowed(tensor, starts, sizes)
             target[done : done + part.numel()].view(part.shape).copy_(part, non_blocking=True)
             done += part.numel()
+
+
+def _narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ class Engine(Housekeeping):
             events=self._events,
             arena=Arena(block, Pinning(self._settings.staging.pinned)),
             budget=ByteBudget(initial_budget(self._settings, block)),
-            planner=LocalPlanner(),
+            planner=LocalPlanner(self._settings.plan.replicated),
             rank=self._topology.rank,
             world_size=self._topology.world_size,
             attempt=attempt,

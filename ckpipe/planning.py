@@ -7,36 +7,19 @@ number in the walk and holds none of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ckpipe import data_file
 from ckpipe.checksum import chunk_count
-from ckpipe.dtypes import DTYPES, stored_dtype
-from ckpipe.errors import UnsupportedState
+from ckpipe.division import units
+from ckpipe.drafting import Draft, Source, draft_entry, foreign_chunks
+from ckpipe.keys import LabelFilter
 from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Layout
 from ckpipe.object_names import data_file_name
 from ckpipe.structure import Captured
-from ckpipe.tensors import TensorLeaf, alias_groups
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Bytes of a tensor that fill a part of an entry.
-
-    Args:
-        tensor: The number of the tensor.
-        offset: Where they begin in the entry, in bytes.
-        skip: For a window, how many bytes of the tensor's window to leave out; None if the
-            tensor's elements are copied row by row, with its lazy bits resolved.
-        nbytes: How many bytes they are.
-    """
-
-    tensor: int
-    offset: int
-    skip: int | None
-    nbytes: int
+from ckpipe.tensors import alias_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +89,11 @@ class Planner(Protocol):
 
 
 def fingerprint(captured: Captured) -> Hashable:
-    """All of a structure that a plan depends on: layouts of tensors, and who shares which bytes."""
+    """All of a structure that a plan depends on.
+
+    That is: the layouts of tensors, with mesh and placements; who shares which bytes; and what is
+    said to be replicated.
+    """
     leaves = captured.tensors
     groups = []
     for group in alias_groups(leaves):
@@ -115,147 +102,84 @@ def fingerprint(captured: Captured) -> Hashable:
         groups.append(
             (low % _MAX_ITEM, tuple((number, leaves[number].address - low) for number in group))
         )
-    return (tuple(leaf.layout() for leaf in leaves), tuple(groups))
+    return (tuple(leaf.layout() for leaf in leaves), tuple(groups), captured.replicated)
 
 
 _MAX_ITEM = 16
 
 
 class LocalPlanner:
-    """Plans from what the rank knows by itself."""
+    """Plans from what the rank knows by itself: nobody is asked, and replicas are written once.
+
+    Each rank writes its shards of DTensors, and of what several ranks hold alike a part that all
+    of them derive by the same rule; see :mod:`ckpipe.division`. Plain tensors are the rank's own
+    unless they are replicated. The plan says of every shard who writes it, wherever that is. Its
+    cost grows with the tensors and the pieces they are cut into, not with the world.
+
+    Args:
+        replicated: Which plain tensors all ranks hold alike: ``"auto"`` those of which an object
+            in the state says so (see :mod:`ckpipe.replication`), ``"none"`` none, and globs on
+            labels those that match besides. It must be the same on all ranks.
+    """
+
+    def __init__(self, replicated: Replicated = "auto") -> None:
+        self._auto = replicated != "none"
+        self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
-        """See :class:`Planner`."""
-        drafts = _drafts(captured.tensors)
+        """See :class:`Planner`.
+
+        Raises:
+            UnsupportedState: If tensors overlap in a way that cannot be saved, or a DTensor's
+                local part does not fit its placements.
+            UnsupportedTopology: If a DTensor lies on ranks that are not of this world.
+        """
+        leaves = captured.tensors
+        drafts: list[Draft] = []
+        chunks: list[list[ChunkRow]] = [[] for _ in leaves]
+        everywhere = self._replicated(captured) if world_size > 1 else ()
+        for unit in units(leaves, everywhere, rank=rank, world_size=world_size):
+            for piece in unit.pieces:
+                if piece.owner == rank:
+                    drafts.append(draft_entry(leaves, unit, piece))
+                    continue
+                for row in foreign_chunks(leaves, unit, piece):
+                    chunks[row.tensor].append(row)
         drafts.sort(key=lambda draft: -draft.item)
         files, entries = _lay_out(drafts, rank)
-        chunks: dict[int, ChunkRow] = {}
-        for number, draft in enumerate(drafts):
-            for member in draft.members:
-                chunks[member.tensor] = member.at(number)
-        ordered = tuple(chunks[number] for number in range(len(captured.tensors)))
+        for number, each in enumerate(drafts):
+            for member in each.members:
+                chunks[member.tensor].append(member.at(number))
         return RankPlan(
             rank,
             world_size,
             fingerprint(captured),
-            Layout(tuple(entries), ordered),
+            Layout(tuple(entries), tuple(_in_order(chunks))),
             tuple(draft.sources for draft in drafts),
             tuple(files),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    tensor: int
-    offset: int = 0
-    stride: tuple[int, ...] | None = None
-    original_stride: tuple[int, ...] | None = None
-
-    def at(self, entry: int) -> ChunkRow:
-        return ChunkRow(self.tensor, entry, self.offset, self.stride, self.original_stride)
+    def _replicated(self, captured: Captured) -> frozenset[int]:
+        marked = captured.replicated if self._auto else frozenset()
+        if self._globs is None:
+            return marked
+        matches = self._globs
+        return marked.union(n for n, leaf in enumerate(captured.tensors) if matches(leaf.label))
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """An entry that has no place yet; ``item`` is the alignment that it needs, in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    item: int
-    members: tuple[_Member, ...]
-    sources: tuple[Source, ...]
+Replicated = Literal["auto", "none"] | Sequence[str]
+"""What to take for replicated: see :class:`LocalPlanner`."""
 
 
-def _drafts(leaves: list[TensorLeaf]) -> list[_Draft]:
-    groups = {group[0]: group for group in alias_groups(leaves)}
-    grouped = {number for group in groups.values() for number in group}
-    drafts = []
-    for number, leaf in enumerate(leaves):
-        if number in groups:
-            drafts.append(_shared(leaves, groups[number]))
-        elif number not in grouped:
-            drafts.append(_alone(leaf, number))
-    return drafts
+def _in_order(chunks: list[list[ChunkRow]]) -> Iterator[ChunkRow]:
+    """The chunks of all tensors in turn, those of one in the order of their boxes."""
+    for rows in chunks:
+        if len(rows) > 1:
+            rows.sort(key=lambda row: row.box or ())
+        yield from rows
 
 
-def _alone(leaf: TensorLeaf, number: int) -> _Draft:
-    stride = None if leaf.contiguous else leaf.stride
-    nbytes = leaf.nbytes
-    member = _Member(number, original_stride=stride)
-    return _logical(leaf, nbytes, (member,), (Source(number, 0, None, nbytes),))
-
-
-def _logical(
-    leaf: TensorLeaf, nbytes: int, members: tuple[_Member, ...], sources: tuple[Source, ...]
-) -> _Draft:
-    stored = stored_dtype(DTYPES[leaf.dtype])
-    shape = leaf.shape if stored else (nbytes,)
-    item = DTYPES[leaf.dtype].itemsize
-    return _Draft(leaf.label, stored or "U8", shape, nbytes, item, members, sources)
-
-
-def _shared(leaves: list[TensorLeaf], group: list[int]) -> _Draft:
-    low = min(leaves[number].address for number in group)
-    high = max(leaves[number].address + leaves[number].window for number in group)
-    cover = max(group, key=lambda number: (leaves[number].window, -number))
-    view = leaves[cover]
-    covered = (
-        (view.address, view.window) == (low, high - low)
-        and view.contiguous
-        and not view.lazy
-        and all(
-            (leaves[number].address - low) % leaves[number].tensor.itemsize == 0 for number in group
-        )
-    )
-    if covered:
-        source = Source(cover, 0, None, view.window)
-        return _logical(view, view.window, _members(leaves, group, low), (source,))
-    largest = max(leaves[number].tensor.itemsize for number in group)
-    start = low - low % largest
-    return _Draft(
-        f"{leaves[group[0]].label}~window",
-        "U8",
-        (high - start,),
-        high - start,
-        1,
-        _members(leaves, group, start),
-        _windows(leaves, group, start),
-    )
-
-
-def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[_Member, ...]:
-    members = []
-    for number in group:
-        leaf = leaves[number]
-        offset = leaf.address - start
-        if offset % leaf.tensor.itemsize:
-            raise UnsupportedState(
-                "This tensor shares bytes with others, at an offset unfit for its dtype",
-                key=leaf.label,
-                hint="Save a clone of it",
-            )
-        stride = None if leaf.contiguous else leaf.stride
-        members.append(_Member(number, offset, stride))
-    return tuple(members)
-
-
-def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Source, ...]:
-    """The fewest windows that together cover the group's bytes, each byte once."""
-    sources, end = [], start
-    for number in sorted(group, key=lambda each: (leaves[each].address, -leaves[each].window)):
-        leaf = leaves[number]
-        top = leaf.address + leaf.window
-        if top > end:
-            skip = max(0, end - leaf.address)
-            begin = leaf.address + skip
-            sources.append(Source(number, begin - start, skip, top - begin))
-            end = top
-    return tuple(sources)
-
-
-def _lay_out(drafts: list[_Draft], rank: int) -> tuple[list[FilePlan], list[EntryRow]]:
+def _lay_out(drafts: list[Draft], rank: int) -> tuple[list[FilePlan], list[EntryRow]]:
     files: list[FilePlan] = []
     entries: list[EntryRow] = []
     empty = data_file.header_size_bound(())

@@ -87,6 +87,16 @@ class Staging(_Group):
         return self
 
 
+class Plan(_Group):
+    """Who writes what."""
+
+    replicated: Literal["auto", "none"] | tuple[str, ...] = "auto"
+    """Which plain tensors all ranks hold alike, so that each byte is written by one rank only:
+    ``"auto"`` the parameters of ``DistributedDataParallel`` and what other objects in the state
+    say of themselves (:mod:`ckpipe.replication`), ``"none"`` none, and a list of globs on labels
+    those that match besides. DTensors need no mention."""
+
+
 class Upload(_Group):
     """How data reaches the store, and the one policy of trying again."""
 
@@ -220,6 +230,9 @@ class Settings(BaseSettings):
     staging: Staging = Staging()
     """Host memory for saves on their way."""
 
+    plan: Plan = Plan()
+    """What is replicated."""
+
     upload: Upload = Upload()
     """Lanes, retries and deadlines."""
 
@@ -295,4 +308,4 @@ class _Environment(PydanticBaseSettingsSource):
         return grouped(read_environment(os.environ))
 
 
-__all__ = ["Load", "Lock", "Retention", "Settings", "Staging", "Upload"]
+__all__ = ["Load", "Lock", "Plan", "Retention", "Settings", "Staging", "Upload"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ckpipe.errors import UnsupportedTopology
 from ckpipe.filling import Filling, contiguous_stride, with_lazy_bits
 from ckpipe.load_planning import entry_table
 from ckpipe.manifest import Bundle, Part, Structure, TensorRow
@@ -94,7 +95,7 @@ class _Lent(Filling):
 def _rows(captured: Captured) -> tuple[TensorRow, ...]:
     return tuple(
         TensorRow(
-            leaf.label, leaf.dtype, leaf.shape, "cpu", leaf.kind, leaf.detail,
+            leaf.label, leaf.dtype, leaf.full_shape, "cpu", leaf.kind, leaf.detail,
             leaf.requires_grad, leaf.lazy, leaf.attributes,
         )
         for leaf in captured.tensors
@@ -107,10 +108,20 @@ def lent_state(save: Save, held: Sequence[FilledBlock]) -> Any:
     Args:
         save: A save that is staged.
         held: All of its blocks; the state may be used for as long as they are held.
+
+    Raises:
+        UnsupportedTopology: If this rank stages a part of the state only.
     """
     captured, program = save.captured, save.program
     assert captured is not None
     assert program is not None
+    for chunk in program.plan.layout.chunks:
+        if chunk.owner is not None or chunk.box is not None:
+            raise UnsupportedTopology(
+                "This rank stages only a part of the tensor",
+                key=captured.tensors[chunk.tensor].label,
+                hint="Leave what several ranks hold out of the save, or load the checkpoint",
+            )
     rows = _rows(captured)
     headers = [0] * len(program.plan.files)
     part = Part(

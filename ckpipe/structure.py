@@ -29,10 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpipe.dtensors import Shardings, is_dtensor_type
 from ckpipe.errors import UnsupportedState
 from ckpipe.keys import Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.registered_types import registered_for
-from ckpipe.tensors import TensorLeaf, numpy_leaf, tensor_leaf
+from ckpipe.replication import ReplicatedTest, replicated_test
+from ckpipe.tensors import WRAPPER_MARKS, TensorLeaf, numpy_leaf, tensor_leaf
 from ckpipe.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
 Node = list[Any]
@@ -47,11 +49,14 @@ class Captured:
         tree: The root node.
         tensors: The leaves that hold bytes, in the order of the walk; labels are unique.
         values: The inline values, encoded.
+        replicated: The numbers of the plain tensors of which an object in the state says that
+            all ranks hold them alike; see :mod:`ckpipe.replication`.
     """
 
     tree: Node
     tensors: list[TensorLeaf]
     values: list[Json]
+    replicated: frozenset[int] = frozenset()
 
 
 def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
@@ -73,7 +78,7 @@ def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = F
             "The state is nested too deeply", hint="Flatten it, or raise sys.setrecursionlimit"
         ) from None
     walk.mark_shared()
-    return Captured(tree or ["absent"], walk.tensors, walk.values)
+    return Captured(tree or ["absent"], walk.tensors, walk.values, frozenset(walk.replicated))
 
 
 def is_stateful(obj: Any) -> bool:
@@ -89,6 +94,9 @@ class _Walk:
     pickling: bool
     tensors: list[TensorLeaf] = field(default_factory=list)
     values: list[Json] = field(default_factory=list)
+    replicated: set[int] = field(default_factory=set)
+    _claims: list[tuple[str, ReplicatedTest]] = field(default_factory=list)
+    _shardings: Shardings = field(default_factory=Shardings)
     _labels: set[str] = field(default_factory=set)
     _nodes: dict[int, Node] = field(default_factory=dict)
     _tensor_numbers: dict[int, int] = field(default_factory=dict)
@@ -103,6 +111,8 @@ class _Walk:
             return self.tensor(obj, label)
         if kind in PLAIN_VALUES:
             return self.value(obj, label)
+        if is_dtensor_type(kind):
+            return self.tensor(obj, label)
         handler = _CONTAINERS.get(kind) or _handler_for(obj)
         if handler is not None:
             return self.container(obj, label, handler)
@@ -112,19 +122,40 @@ class _Walk:
 
     def tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> Node | None:
         number = self._tensor_numbers.get(id(obj))
-        if number is not None:
-            return ["tensor", number]
-        if not self.select(label):
-            return None
+        if number is None:
+            if not self.select(label):
+                return None
+            number = self._new_tensor(obj, label)
+        if self._claims and any(is_so(_below(label, top)) for top, is_so in self._claims):
+            self.replicated.add(number)
+        return ["tensor", number]
+
+    def _new_tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> int:
         name = unique_label(label, self._labels)
-        leaf = numpy_leaf(obj, name) if isinstance(obj, np.ndarray) else tensor_leaf(obj, name)
+        if isinstance(obj, np.ndarray):
+            leaf = numpy_leaf(obj, name)
+        else:
+            leaf = tensor_leaf(obj, name, self._shardings)
         number = self._tensor_numbers[id(obj)] = len(self.tensors)
         self._alive.append(obj)
         self.tensors.append(leaf)
         attributes = getattr(obj, "__dict__", None)
+        if attributes and leaf.sharding is not None:
+            attributes = {k: v for k, v in attributes.items() if k not in WRAPPER_MARKS}
         if attributes:
             leaf.attributes = self.node(dict(attributes), join(label, "__dict__"))
-        return ["tensor", number]
+        return number
+
+    def claimed(self, obj: Any, label: str) -> Node | None:
+        """The node of what an object's ``state_dict`` returns, with what it says of replicas."""
+        is_replicated = replicated_test(obj)
+        if is_replicated is None:
+            return self.node(obj.state_dict(), label)
+        self._claims.append((label, is_replicated))
+        try:
+            return self.node(obj.state_dict(), label)
+        finally:
+            self._claims.pop()
 
     def value(self, value: Any, label: str) -> Node | None:
         if not self.select(label):
@@ -196,6 +227,10 @@ class _Walk:
         for key, number in self._referenced.items():
             node = self._nodes[key]
             node[:] = ["shared", number, list(node)]
+
+
+def _below(label: str, top: str) -> str:
+    return label[len(top) + 1 :] if top else label
 
 
 _Handler = Callable[[_Walk, Any, str], Node | None]
@@ -289,7 +324,7 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _stateful(walk: _Walk, obj: Any, label: str) -> Node | None:
-    node = walk.node(obj.state_dict(), label)
+    node = walk.claimed(obj, label)
     return None if node is None else ["stateful", node]
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpipe.dtensors import Shardings, is_dtensor_type, local_part
 from ckpipe.dtypes import NAMES
 from ckpipe.errors import UnsupportedState
+from ckpipe.placements import Sharding
 from ckpipe.values import class_path
 
 PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "subclass", "numpy"
@@ -23,7 +25,7 @@ PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "su
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """One tensor of a captured state.
+    """One tensor of a captured state; of a DTensor, its local part on this rank.
 
     Args:
         label: Its unique label.
@@ -41,6 +43,7 @@ class TensorLeaf:
         nbytes: Bytes of its elements, each counted.
         contiguous: Whether they lie one behind the other, row by row.
         attributes: The node of the attributes set on it.
+        sharding: How the whole of a DTensor lies on its mesh; None for any other tensor.
     """
 
     label: str
@@ -58,21 +61,35 @@ class TensorLeaf:
     nbytes: int
     contiguous: bool
     attributes: list[Any] | None = None
+    sharding: Sharding | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole, which for a DTensor is more than this rank's part."""
+        return self.shape if self.sharding is None else self.sharding.shape
 
     def layout(self) -> tuple[Any, ...]:
         """All that a plan depends on, except what it shares bytes with."""
         return (
             self.label, self.dtype, self.shape, self.stride, self.device,
-            self.kind, self.detail, self.requires_grad, self.lazy,
+            self.kind, self.detail, self.requires_grad, self.lazy, self.sharding,
         )  # fmt: skip
 
 
-def tensor_leaf(tensor: torch.Tensor, label: str) -> TensorLeaf:
+def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = None) -> TensorLeaf:
     """Takes note of a tensor.
 
+    Args:
+        tensor: The tensor; of a DTensor, the local part is taken, without a collective.
+        label: Its label.
+        shardings: What reads the shardings of DTensors, one for each walk.
+
     Raises:
-        UnsupportedState: If it is sparse, nested, quantized, on the meta device or a wrapper.
+        UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
+            than DTensor, or a DTensor with a placement such as ``Partial``.
     """
+    if is_dtensor_type(type(tensor)):
+        return _dtensor_leaf(tensor, label, shardings or Shardings())
     dtype, device = NAMES.get(tensor.dtype), tensor.device
     refused = _why_refused(tensor, dtype)
     if refused or dtype is None:
@@ -92,6 +109,22 @@ def tensor_leaf(tensor: torch.Tensor, label: str) -> TensorLeaf:
         label, plain, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
         requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
+
+
+def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> TensorLeaf:
+    sharding = shardings.of(tensor, label)
+    leaf = tensor_leaf(local_part(tensor), label)
+    leaf.sharding, leaf.requires_grad = sharding, tensor.requires_grad
+    # Of a class that is no plain tensor, parameters and buffers are told by these marks alone.
+    if getattr(tensor, "_is_param", False):
+        leaf.kind = PARAMETER
+    elif getattr(tensor, "_is_buffer", False):
+        leaf.kind, leaf.detail = BUFFER, _persistence(tensor)
+    return leaf
+
+
+WRAPPER_MARKS = frozenset(("_is_param", "_is_buffer", "persistent"))
+"""Attributes by which torch marks a DTensor as a parameter or buffer."""
 
 
 def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:
@@ -119,8 +152,12 @@ def _kind(tensor: torch.Tensor) -> tuple[str, str | None]:
     if cls is torch.nn.Parameter:
         return PARAMETER, None
     if isinstance(tensor, torch.nn.Buffer):
-        return BUFFER, "persistent" if getattr(tensor, "persistent", True) else "transient"
+        return BUFFER, _persistence(tensor)
     return SUBCLASS, class_path(cls)
+
+
+def _persistence(tensor: torch.Tensor) -> str:
+    return "persistent" if getattr(tensor, "persistent", True) else "transient"
 
 
 def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> TensorLeaf:

@@ -9,8 +9,9 @@ import torch
 
 from ckpipe.checksum import CHUNK_BYTES, crc32c
 from ckpipe.data_file import encode_header
+from ckpipe.drafting import Source
 from ckpipe.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
-from ckpipe.planning import LocalPlanner, RankPlan, Source, file_rows
+from ckpipe.planning import LocalPlanner, RankPlan, file_rows
 from ckpipe.sealed_json import seal, unseal
 from ckpipe.structure import Captured, capture
 from ckpipe.tensors import TensorLeaf
@@ -39,7 +40,7 @@ def structure_of(state: Any) -> tuple[Structure, Captured]:
     captured = capture(state)
     rows = tuple(
         TensorRow(
-            leaf.label, leaf.dtype, leaf.shape, leaf.device, leaf.kind, leaf.detail,
+            leaf.label, leaf.dtype, leaf.full_shape, leaf.device, leaf.kind, leaf.detail,
             leaf.requires_grad, leaf.lazy, leaf.attributes,
         )
         for leaf in captured.tensors
@@ -144,7 +145,10 @@ def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
 
 def _source_bytes(leaf: TensorLeaf, source: Source) -> bytes:
     if source.skip is None:
-        tensor = leaf.tensor.resolve_conj().resolve_neg().contiguous()
+        tensor = leaf.tensor.resolve_conj().resolve_neg()
+        if source.part is not None:
+            tensor = tensor[tuple(map(slice, *source.part))]
+        tensor = tensor.contiguous()
         return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     storage = leaf.tensor.untyped_storage()
     begin = leaf.address - storage.data_ptr() + source.skip

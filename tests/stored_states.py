@@ -59,7 +59,7 @@ def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearr
 def _bundle(captured: Captured, plan: RankPlan, sums: ChunkSums) -> Bundle:
     rows = tuple(
         TensorRow(
-            leaf.label, leaf.dtype, leaf.shape, torch.device(leaf.device).type, leaf.kind,
+            leaf.label, leaf.dtype, leaf.full_shape, torch.device(leaf.device).type, leaf.kind,
             leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
         )
         for leaf in captured.tensors

@@ -124,7 +124,7 @@ def _encode(save: Save, site: Site, stored: StoredFiles, checksums: list[int], t
     assert program is not None
     rows = tuple(
         TensorRow(
-            leaf.label, leaf.dtype, leaf.shape, leaf.device.partition(":")[0], leaf.kind,
+            leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
             leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
         )
         for leaf in captured.tensors

@@ -1,0 +1,228 @@
+"""Who writes what: every byte that several ranks hold is written by exactly one of them.
+
+Nobody is asked. Ranks that hold the same shard know from mesh and placements who else does, and
+each comes to the same answer by the same rule:
+
+* What is saved together is a *unit*: a tensor with all names that it has, or tensors that overlap.
+* A unit of at least ``MIN_PIECE_BYTES`` for each of its R replicas is cut into R blocks of rows,
+  one for each replica. A smaller one is cut into as many as have that size, for as many replicas
+  in a row, and one that is smaller still goes whole to one replica. The smaller the pieces that
+  fall to ranks by chance, the more evenly they fall.
+* A unit whose tensors overlap in part goes whole to one replica.
+* Who is first is drawn by a hash of the unit's name and shard, and of nothing else: ranks that also
+  hold what others have never heard of, as in pipeline and expert parallelism, still agree. The
+  draw is the hash modulo the number of replicas, which costs the same for any number of them; a
+  rendezvous hash would only help if the group could change under a shard, and it cannot.
+
+The rule asks for one thing: ranks that hold the same shard hold it under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+from ckpipe.boxes import box_shape
+from ckpipe.errors import UnsupportedState, UnsupportedTopology
+from ckpipe.placements import HeldBox, Sharding
+from ckpipe.tensors import TensorLeaf, alias_groups, overlaps_itself
+
+MIN_PIECE_BYTES = 128 << 10
+"""How large the pieces of a unit are at least on average, in bytes."""
+
+_UNEVEN = 1.05
+"""How much larger than the mean the largest piece of a unit may be, if a dimension allows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a unit that one rank writes.
+
+    Args:
+        owner: The rank.
+        held: The box that it is; None for all of a tensor.
+    """
+
+    owner: int
+    held: HeldBox | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are saved together.
+
+    Args:
+        members: Their numbers, in the order of the walk.
+        pieces: The parts that it is written in, which together are what the rank holds of it.
+        overlapping: Whether its tensors overlap in other ways than by being the same.
+    """
+
+    members: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    overlapping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What a rank holds of a tensor: boxes, or None for all of it, and who else holds the same."""
+
+    replicas: tuple[int, ...]
+    boxes: tuple[HeldBox, ...] | None = None
+
+
+def units(
+    leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
+) -> Iterator[Unit]:
+    """The units of a rank's state and who writes which part of them.
+
+    Args:
+        leaves: The tensors.
+        replicated: The numbers of the plain tensors that all ranks hold alike.
+        rank: The rank.
+        world_size: How many ranks there are.
+
+    Raises:
+        UnsupportedState: If a DTensor's local part has another shape than its placements say.
+        UnsupportedTopology: If a mesh has ranks that are not of this world.
+    """
+    holdings = _Holdings(rank, world_size)
+    held = [holdings.of(leaf, number in replicated) for number, leaf in enumerate(leaves)]
+    groups = {group[0]: group for group in alias_groups(leaves)}
+    grouped = {number for group in groups.values() for number in group}
+    for number, leaf in enumerate(leaves):
+        if number in groups:
+            yield from _of_group(leaves, held, groups[number])
+        elif number not in grouped:
+            yield Unit((number,), _pieces(leaf.label, leaf, held[number]))
+
+
+class _Holdings:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._private = _Holding((rank,))
+        self._everywhere = _Holding(tuple(range(world_size)))
+        self._known: dict[int, tuple[tuple[int, ...] | None, _Holding]] = {}
+
+    def of(self, leaf: TensorLeaf, replicated: bool) -> _Holding:
+        if leaf.sharding is None:
+            return self._everywhere if replicated else self._private
+        # Leaves keep their shardings alive, so that ids name them here.
+        known = self._known.get(id(leaf.sharding))
+        if known is None:
+            known = self._known[id(leaf.sharding)] = self._look_up(leaf.sharding)
+        local_shape, holding = known
+        if local_shape is not None and local_shape != leaf.shape:
+            raise UnsupportedState(
+                f"The local part of this DTensor has the shape {list(leaf.shape)}, and its "
+                f"placements give this rank {list(local_shape)}",
+                key=leaf.label,
+                rank=self._rank,
+                hint="Lay it out with distribute_tensor, or give from_local the true global shape",
+            )
+        return holding
+
+    def _look_up(self, sharding: Sharding) -> tuple[tuple[int, ...] | None, _Holding]:
+        top = max(sharding.mesh.ranks, default=0)
+        if top >= self._world_size:
+            raise UnsupportedTopology(
+                f"A DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
+                rank=self._rank,
+                hint="Let all ranks of the mesh save",
+            )
+        boxes = sharding.held(self._rank)
+        whole = (tuple(0 for _ in sharding.shape), sharding.shape)
+        replicas = tuple(sorted(sharding.replicas(self._rank)))
+        local_shape = sharding.local_shape(self._rank)
+        if [held.box for held in boxes] == [whole]:
+            return local_shape, _Holding(replicas)
+        return local_shape, _Holding(replicas, boxes)
+
+
+def _of_group(
+    leaves: list[TensorLeaf], held: Sequence[_Holding], group: list[int]
+) -> Iterator[Unit]:
+    """The units of tensors that overlap: one if they can stay together, else one for each.
+
+    Tensors stay together if they are the same by several names, or if the same ranks hold all of
+    each. What overlaps otherwise, such as a replicated tensor and a private view of it, has to be
+    written more than once, by different ranks.
+    """
+    holding = held[group[0]]
+    classes = _same(leaves, held, group)
+    first = leaves[group[0]]
+    same = len(classes) == 1 and not overlaps_itself(first.shape, first.stride)
+    together = all(held[number] == holding for number in group) and holding.boxes is None
+    if together and not (same and len(holding.replicas) > 1):
+        name = min(leaves[number].label for number in group)
+        owner = holding.replicas[_draw(name, None) % len(holding.replicas)]
+        yield Unit(tuple(group), (Piece(owner),), overlapping=True)
+        return
+    for members in classes:
+        name = min(leaves[number].label for number in members)
+        yield Unit(tuple(members), _pieces(name, leaves[members[0]], held[members[0]]))
+
+
+def _same(leaves: list[TensorLeaf], held: Sequence[_Holding], group: list[int]) -> list[list[int]]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for number in group:
+        leaf = leaves[number]
+        place = (leaf.address, leaf.shape, leaf.stride, leaf.dtype, leaf.lazy)
+        found.setdefault((place, leaf.full_shape, held[number]), []).append(number)
+    return list(found.values())
+
+
+def _pieces(name: str, leaf: TensorLeaf, holding: _Holding) -> tuple[Piece, ...]:
+    replicas, boxes = holding.replicas, holding.boxes
+    if len(replicas) < 2:
+        return _whole(replicas[0], boxes) if replicas else ()
+    first = _draw(name, boxes)
+    count = min(len(replicas), leaf.nbytes // MIN_PIECE_BYTES)
+    if count < 2 or not leaf.shape:
+        return _whole(replicas[first % len(replicas)], boxes)
+    zeros = tuple(0 for _ in leaf.shape)
+    return tuple(
+        Piece(replicas[(first + turn) % len(replicas)], piece)
+        for held in boxes or (HeldBox((zeros, leaf.shape), zeros),)
+        for turn, piece in _row_blocks(held, count)
+    )
+
+
+def _whole(owner: int, boxes: tuple[HeldBox, ...] | None) -> tuple[Piece, ...]:
+    return (Piece(owner),) if boxes is None else tuple(Piece(owner, held) for held in boxes)
+
+
+def _draw(name: str, boxes: tuple[HeldBox, ...] | None) -> int:
+    shard = "" if boxes is None else repr([held.box for held in boxes])
+    digest = blake2b(f"{name}\0{shard}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+@lru_cache(maxsize=4096)
+def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
+    """Cuts a box into blocks as even as they can be, and numbers them; empty ones are left out."""
+    lower, upper = held.box
+    dim = _cut_dimension(box_shape(held.box), count)
+    rows = upper[dim] - lower[dim]
+    found = []
+    for turn in range(count):
+        start, stop = rows * turn // count, rows * (turn + 1) // count
+        if start < stop:
+            box = (
+                (*lower[:dim], lower[dim] + start, *lower[dim + 1 :]),
+                (*upper[:dim], lower[dim] + stop, *upper[dim + 1 :]),
+            )
+            at = (*held.at[:dim], held.at[dim] + start, *held.at[dim + 1 :])
+            found.append((turn, HeldBox(box, at)))
+    return tuple(found)
+
+
+def _cut_dimension(shape: tuple[int, ...], count: int) -> int:
+    """The first dimension that can be cut evenly enough, or the one that can most evenly."""
+    uneven = [-(-n // count) * count / n for n in shape]
+    return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), _least(uneven))
+
+
+def _least(values: list[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)

@@ -1,0 +1,305 @@
+"""Local plans of many ranks, each made by itself: together they write every element once."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from fabricated import Tensor, gpt2, held_by, llama70b, mesh, on, planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpipe import division
+from ckpipe.boxes import Box, box_shape
+from ckpipe.errors import UnsupportedState, UnsupportedTopology
+from ckpipe.manifest import ChunkRow
+from ckpipe.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.structure import Captured, capture
+
+WORLD = 12
+
+
+@st.composite
+def spread_tensors(draw: st.DrawFn) -> list[Tensor]:
+    """Tensors of up to three dimensions on meshes of some of the ranks, some of them tied."""
+    found: list[Tensor] = []
+    for number in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        mesh_shape = draw(st.sampled_from([(1,), (4,), (12,), (3, 4), (2, 3), (2, 2, 3)]))
+        ranks = draw(st.permutations(range(WORLD)))[: math.prod(mesh_shape)]
+        dims = st.none() | st.integers(0, len(shape) - 1) if shape else st.none()
+        placements = tuple(Placement(draw(dims), draw(st.integers(1, 3))) for _ in mesh_shape)
+        spread = sharding(Mesh(mesh_shape, tuple(ranks)), placements, shape)
+        found.append(Tensor(f"t{number}", spread))
+        if draw(st.booleans()):
+            found.append(Tensor(f"t{number}-again", spread, tied=f"t{number}"))
+    found += [Tensor("own", (3, 2)), Tensor("alike", (5, 3)), Tensor("scalar", ())]
+    return found
+
+
+def elements(shape: Sequence[int], box: Box | None) -> list[int]:
+    """The places of a box's elements in the row-major order of a shape."""
+    places = torch.arange(math.prod(shape)).view(tuple(shape))
+    if box is not None:
+        places = places[tuple(map(slice, *box))]
+    found: list[int] = places.flatten().tolist()
+    return found
+
+
+def plans_of(tensors: list[Tensor], world_size: int) -> list[RankPlan]:
+    alike = ("alike", "scalar")
+    return [planned(rank, world_size, tensors, alike) for rank in range(world_size)]
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.layout.shape if isinstance(tensor.layout, Sharding) else tensor.layout
+
+
+@pytest.fixture(params=[1, 24, 1 << 20])
+def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "MIN_PIECE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("piece_bytes")
+class TestEveryWorld:
+    """Whatever the pieces' size."""
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.data())
+    def test_every_element_is_written_once_and_every_rank_lists_what_it_holds(
+        self, data: st.DataObject
+    ) -> None:
+        tensors = data.draw(spread_tensors())
+        plans = plans_of(tensors, WORLD)
+        for number, tensor in enumerate(tensors):
+            shape = _shape(tensor)
+            written: Counter[int] = Counter()
+            for rank, plan in enumerate(plans):
+                rows = [row for row in plan.layout.chunks if row.tensor == number]
+                listed = [place for row in rows for place in elements(shape, row.box)]
+                assert sorted(listed) == _held(tensor, rank, shape)
+                for row in rows:
+                    if row.owner is None:
+                        assert row.entry is not None
+                        written.update(elements(shape, row.box))
+            copies = WORLD if tensor.label == "own" else 1
+            assert written == dict.fromkeys(range(math.prod(shape)), copies)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.data())
+    def test_what_a_rank_leaves_to_another_is_what_that_one_wrote(
+        self, data: st.DataObject
+    ) -> None:
+        tensors = data.draw(spread_tensors())
+        plans = plans_of(tensors, WORLD)
+        own = [{(r.tensor, r.box) for r in p.layout.chunks if r.owner is None} for p in plans]
+        for rank, plan in enumerate(plans):
+            for row in plan.layout.chunks:
+                if row.owner is not None:
+                    assert row.owner != rank
+                    assert (row.entry, row.offset, row.stride) == (None, 0, None)
+                    assert (row.tensor, row.box) in own[row.owner]
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.data())
+    def test_names_of_one_tensor_stay_together(self, data: st.DataObject) -> None:
+        tensors = data.draw(spread_tensors())
+        numbers = {tensor.label: number for number, tensor in enumerate(tensors)}
+        for plan in plans_of(tensors, WORLD):
+            rows: dict[int, list[tuple[object, ...]]] = defaultdict(list)
+            for row in plan.layout.chunks:
+                rows[row.tensor].append((row.entry, row.box, row.owner))
+            for tensor in tensors:
+                # Tensors without bytes share none.
+                if tensor.tied is not None and 0 not in _shape(tensor):
+                    assert rows[numbers[tensor.label]] == rows[numbers[tensor.tied]]
+
+
+def _held(tensor: Tensor, rank: int, shape: tuple[int, ...]) -> list[int]:
+    if not isinstance(tensor.layout, Sharding):
+        return elements(shape, None)
+    boxes = tensor.layout.held(rank)
+    return sorted(place for held in boxes for place in elements(shape, held.box))
+
+
+def test_sources_are_the_boxes_of_the_local_tensor() -> None:
+    spread = sharding(mesh(2), (Placement(0, split_factor=2),), (8, 3))
+    (entry_one, entry_two), (one, two) = _entries(planned(1, 2, [Tensor("w", spread)]))
+    assert (entry_one, entry_two) == ("w@2,0:4,3", "w@6,0:8,3")
+    assert one == ((0, 0), (2, 3))
+    assert two == ((2, 0), (4, 3))
+
+
+def _entries(plan: RankPlan) -> tuple[list[str], list[Box | None]]:
+    parts = [source.part for (source,) in plan.sources]
+    return [entry.name for entry in plan.layout.entries], parts
+
+
+def test_rows_that_do_not_suffice_are_cut_along_another_dimension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(division, "MIN_PIECE_BYTES", 8)
+    sizes = [
+        sum(entry.nbytes for entry in planned(rank, 4, [flat]).layout.entries)
+        for flat in [Tensor("w", on(mesh(4), (3, 100), None))]
+        for rank in range(4)
+    ]
+    assert sizes == [3 * 25 * 4] * 4
+
+
+def test_tensor_that_is_spread_over_one_rank_keeps_its_name() -> None:
+    plan = planned(0, 1, [Tensor("w", on(mesh(1), (4, 3), 0))])
+    assert [entry.name for entry in plan.layout.entries] == ["w"]
+    assert plan.layout.chunks == (ChunkRow(0, 0),)
+
+
+def test_globs_name_what_is_replicated_besides() -> None:
+    tensors = [Tensor("model.w", (4,)), Tensor("ema.w", (4,)), Tensor("own", (4,))]
+
+    def written(planner: LocalPlanner) -> Counter[str]:
+        names: Counter[str] = Counter()
+        for rank in range(5):
+            captured = Captured(["absent"], held_by(rank, tensors), [], frozenset({0}))
+            plan = planner.plan(captured, rank=rank, world_size=5)
+            names.update(entry.name for entry in plan.layout.entries)
+        return names
+
+    assert written(LocalPlanner()) == {"model.w": 1, "ema.w": 5, "own": 5}
+    assert written(LocalPlanner(["ema.*"])) == {"model.w": 1, "ema.w": 1, "own": 5}
+    assert written(LocalPlanner(["ema"])) == {"model.w": 1, "ema.w": 1, "own": 5}
+    assert written(LocalPlanner("none")) == {"model.w": 5, "ema.w": 5, "own": 5}
+
+
+def test_private_and_replicated_tensor_over_the_same_bytes_are_written_apart() -> None:
+    tensors = [Tensor("own", (4,)), Tensor("alike", (4,), tied="own")]
+    chunks = [planned(rank, 3, tensors, ["alike"]).layout.chunks for rank in range(3)]
+    assert [own.owner for own, _ in chunks] == [None] * 3
+    assert sorted(alike.entry is None for _, alike in chunks) == [False, True, True]
+
+
+def test_replicated_views_of_one_memory_are_one_window_of_one_rank() -> None:
+    memory = torch.arange(24.0)
+    state = {"low": memory[:16], "high": memory[8:]}
+    plans = [LocalPlanner(["*"]).plan(capture(state), rank=n, world_size=3) for n in range(3)]
+    (winner,) = [plan for plan in plans if plan.layout.entries]
+    assert [entry.name for entry in winner.layout.entries] == ["low~window"]
+    assert [(row.entry, row.offset) for row in winner.layout.chunks] == [(0, 0), (0, 32)]
+    others = [plan.layout.chunks for plan in plans if plan is not winner]
+    assert others == [tuple(ChunkRow(n, None, owner=winner.rank) for n in range(2))] * 2
+
+
+def test_mesh_with_ranks_that_do_not_save_is_refused() -> None:
+    with pytest.raises(UnsupportedTopology, match="rank 3, and 2 ranks save"):
+        planned(0, 2, [Tensor("w", on(mesh(4), (8,), 0))])
+
+
+def test_local_part_that_does_not_fit_its_placements_is_refused() -> None:
+    leaves = held_by(0, [Tensor("w", on(mesh(2), (8,), 0))])
+    leaves[0].sharding = on(mesh(2), (10,), 0)
+    with pytest.raises(UnsupportedState, match=r"\[4\].*\[5\]") as caught:
+        LocalPlanner().plan(Captured([], leaves, []), rank=0, world_size=2)
+    assert (caught.value.key, caught.value.rank) == ("w", 0)
+
+
+def test_mesh_placements_and_marks_are_in_the_fingerprint() -> None:
+    def of(layout: Sharding, marked: frozenset[int] = frozenset()) -> object:
+        leaves = held_by(0, [Tensor("w", layout), Tensor("plain", (2,))])
+        return fingerprint(Captured([], leaves, [], marked))
+
+    shape = (4, 4)
+    first = of(on(mesh(2, 2), shape, 0, None))
+    assert first == of(on(mesh(2, 2), shape, 0, None))
+    others = [
+        of(on(mesh(2, 2), shape, None, 0)),
+        of(on(Mesh((2, 2), (0, 2, 1, 3)), shape, 0, None)),
+        of(on(mesh(2), shape, 0)),
+        of(sharding(mesh(2, 2), (Placement(0, 2), Placement()), shape)),
+        of(on(mesh(2, 2), shape, 0, None), frozenset({1})),
+    ]
+    assert first not in others
+    assert len(set(others)) == len(others)
+
+
+MODELS = {
+    "gpt2, 8 replicas": (8, gpt2(mesh(8), None)),
+    "gpt2 in bfloat16, 8 replicas": (8, gpt2(mesh(8), None, dtype="bfloat16")),
+    "gpt2, 8 shards": (8, gpt2(mesh(8), 0)),
+    "gpt2, 4 replicas of 2 shards": (8, gpt2(mesh(4, 2), None, 0)),
+    "70b, 64 replicas": (64, llama70b(mesh(64), None)),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_are_balanced_within_five_percent(model: str) -> None:
+    world_size, tensors = MODELS[model]
+    # Some ranks of the large world, since each looks at 36,000 pieces.
+    ranks = range(0, world_size, max(1, world_size // 8))
+    sizes = [_written(planned(rank, world_size, tensors)) for rank in ranks]
+    _check_balance(sizes, sum(_nbytes(each) for each in tensors if not each.tied) / world_size)
+
+
+def test_bytes_of_replicated_shards_are_balanced() -> None:
+    tensors = llama70b(mesh(64, 8), None, 0)
+    sizes = [_written(planned(rank, 512, tensors)) for rank in range(0, 512, 61)]
+    _check_balance(sizes, sum(map(_nbytes, tensors)) / 512)
+
+
+def _check_balance(sizes: list[int], mean: float) -> None:
+    assert max(sizes) <= 1.05 * mean
+    assert min(sizes) >= 0.95 * mean
+
+
+def _written(plan: RankPlan) -> int:
+    return sum(entry.nbytes for entry in plan.layout.entries)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return math.prod(_shape(tensor)) * dtype.itemsize
+
+
+SHOW = """
+from fabricated import Tensor, mesh, on, planned
+tensors = [Tensor(f"t{n}", on(mesh(4, 2), (64 << n, 8), None, 0)) for n in range(9)]
+print([planned(rank, 8, tensors).layout for rank in range(8)])
+"""
+
+
+def test_plans_are_the_same_in_every_process() -> None:
+    found = set()
+    for seed in ("0", "1"):
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+        command = [sys.executable, "-c", SHOW]
+        tests = Path(__file__).parent
+        made = subprocess.run(command, env=environment, cwd=tests, capture_output=True, check=True)
+        found.add(made.stdout)
+    (text,) = found
+    assert text.count(b"ChunkRow") > 8 * 9
+
+
+def test_cost_of_a_plan_does_not_grow_with_the_world() -> None:
+    def rows(world_size: int) -> int:
+        where = mesh(world_size // 8, 8)
+        tensors = [Tensor(f"t{n}", on(where, (64, 8), None, 0)) for n in range(50)]
+        return len(planned(3, world_size, tensors).layout.chunks)
+
+    assert rows(8) == rows(64) == rows(16_384) == 50
+
+
+def test_pieces_have_the_shape_of_their_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "MIN_PIECE_BYTES", 16)
+    tensors = [Tensor("w", on(mesh(3), (10, 4), None))]
+    for rank in range(3):
+        plan = planned(rank, 3, tensors)
+        (entry,), (own,) = plan.layout.entries, [r for r in plan.layout.chunks if r.owner is None]
+        assert own.box is not None
+        assert entry.shape == box_shape(own.box)
+        low, high = (",".join(map(str, corner)) for corner in own.box)
+        assert entry.name == f"w@{low}:{high}"
