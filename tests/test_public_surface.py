@@ -117,7 +117,7 @@ SETTINGS = """
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds
     load.lanes lock.timeout_seconds lock.max_step_wait_seconds
-    retention.keep_last retention.rules retention.sweep_after_seconds
+    plan.replicated retention.keep_last retention.rules retention.sweep_after_seconds
     backends
 """
 _SPECIAL = ("__init__", "__aenter__", "__enter__", "__await__")
