@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import anyio
-
 from ckpipe.backend import Backend
 from ckpipe.discovery import read_index
-from ckpipe.errors import CorruptCheckpoint, StoreError, UnsupportedVersion
+from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.inspection import data_bytes
 from ckpipe.keys import decode_float
+from ckpipe.lanes import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 _AT_ONCE = 16
@@ -52,22 +51,13 @@ async def summarise(backend: Backend, infos: Sequence[CheckpointInfo]) -> list[S
         StoreError: If the store failed.
     """
     found: dict[str, Summary] = {}
-    failures: list[StoreError] = []
     pending = iter(infos)
 
-    async def read() -> None:
+    async def lane() -> None:
         for info in pending:
-            try:
-                found[info.id] = await summary(backend, info)
-            except StoreError as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
+            found[info.id] = await summary(backend, info)
 
-    async with anyio.create_task_group() as group:
-        for _ in range(min(_AT_ONCE, len(infos))):
-            group.start_soon(read)
-    if failures:
-        raise failures[0]
+    await run_lanes(min(_AT_ONCE, len(infos)), lane)
     return [found[info.id] for info in infos]
 
 

@@ -1,0 +1,96 @@
+"""The command ``cp``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ckpipe.backend import Backend
+from ckpipe.cli.progress import Meter
+from ckpipe.cli.running import OK, Command, MaybeStep, chosen, parsed, serve
+from ckpipe.cli.screen import Screen, size
+from ckpipe.copying_checkpoints import CopySettings, copy_checkpoint
+from ckpipe.discovery import discover, read_index
+from ckpipe.errors import UsageError
+from ckpipe.inspection import data_bytes
+from ckpipe.opening import Access, open_store
+from ckpipe.retrying import logging_policy
+from ckpipe.settings import Settings
+from ckpipe.types import CheckpointInfo
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Where the checkpoint lies.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="Where it goes; made if missing.")]
+
+
+def cp(
+    ctx: typer.Context,
+    source: Source,
+    target: Target,
+    step: MaybeStep = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Copy all complete checkpoints, the oldest first.")
+    ] = False,
+) -> None:
+    """Copies a checkpoint to another store, verified; what is there and whole is not copied again.
+
+    It is complete on the target or absent, wherever copying breaks off.
+    """
+
+    async def work(screen: Screen) -> int:
+        if every and step is not None:
+            raise UsageError("--all copies every checkpoint", hint="Leave the step out")
+        settings = screen.settings
+        with screen.meter("copying") as meter:
+            async with open_store(source, settings, Access.READ) as origin:
+                infos = await _wanted(origin, step, every=every)
+                async with open_store(target, settings, Access.CREATE) as place:
+                    done = [await _copied(origin, place, each, settings, meter) for each in infos]
+        screen.result(
+            {"source": source, "target": target, "copied": done},
+            *(Text(_sentence(each)) for each in done),
+        )
+        return OK
+
+    serve(ctx, work)
+
+
+async def _wanted(origin: Backend, step: str | None, *, every: bool) -> list[CheckpointInfo]:
+    if every:
+        return [each for each in reversed(await discover(origin)) if each.complete]
+    return [await chosen(origin, step)]
+
+
+async def _copied(
+    origin: Backend, place: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
+) -> dict[str, Any]:
+    began = time.perf_counter()
+    meter.expect(data_bytes(await read_index(origin, parsed(info))))
+    report = await copy_checkpoint(
+        origin,
+        place,
+        parsed(info),
+        CopySettings(
+            logging_policy(settings.upload),
+            settings.upload.lanes,
+            settings.staging.block_bytes,
+            meter.advance,
+        ),
+    )
+    seconds = round(time.perf_counter() - began, 3)
+    return {**asdict(report), "step": info.step, "seconds": seconds}
+
+
+def _sentence(done: dict[str, Any]) -> str:
+    kept = done["files"] - done["copied_files"]
+    there = f", {kept} of {done['files']} files were there" if kept else ""
+    return (
+        f"copied step {done['step']}: {size(done['copied_bytes'])} in {done['seconds']:.1f} s"
+        f"{there} ({done['id']})"
+    )
+
+
+COMMANDS = (Command("cp", cp),)

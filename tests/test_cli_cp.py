@@ -1,0 +1,175 @@
+"""Copying checkpoints between stores: verified, taken up again, complete or absent."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Commands, program, save_steps
+from pipelines import Stores, same, saved_bytes, stores
+
+import ckpipe
+from ckpipe.errors import StoreUnavailable
+from ckpipe.testing import Landing
+
+STUCK = """
+import anyio
+from ckpipe.registry import register_backend
+from ckpipe.testing.wrapping import WrappedBackend
+from ckpipe_local import LocalBackend
+
+class Stuck(WrappedBackend):
+    async def around(self, operation, call):
+        if operation.verb == "write" and "step-000000000002" in operation.key:
+            print("stuck", flush=True)
+            await anyio.sleep_forever()
+        return await call()
+
+register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
+from ckpipe.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
+
+
+@pytest.fixture
+def memory() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every file of the checkpoints below a root, by name."""
+    paths = (path for path in root.rglob("*") if path.is_file())
+    named = {str(path.relative_to(root)): path.read_bytes() for path in paths}
+    return {name: data for name, data in named.items() if not name.startswith(".ckpipe/")}
+
+
+def test_a_copy_is_the_same_to_the_byte(call: Commands, tmp_path: Path) -> None:
+    one, two = save_steps(tmp_path / "a", 1, 2)
+    done = call("cp", tmp_path / "a", tmp_path / "b", 1, "--json")
+    assert done.code == 0
+    (copied,) = done.data["copied"]
+    assert (copied["id"], copied["files"], copied["copied_files"]) == (one, 1, 1)
+    assert not any(name.startswith(two) for name in files(tmp_path / "b"))
+    again = call("cp", tmp_path / "a", tmp_path / "b", "--all", "--json").data["copied"]
+    assert [(each["id"], each["copied_files"]) for each in again] == [(one, 0), (two, 1)]
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+def test_copies_go_to_another_kind_of_store_and_back(
+    call: Commands, tmp_path: Path, memory: Stores
+) -> None:
+    save_steps(tmp_path / "a", 1)
+    assert call("cp", tmp_path / "a", memory.url).code == 0
+    assert call("verify", memory.url).code == 0
+    assert call("cp", memory.url, tmp_path / "b").code == 0
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    with ckpipe.SyncPipeline(tmp_path / "a") as a, ckpipe.SyncPipeline(memory.url) as b:
+        assert same(saved_bytes(a, 1), saved_bytes(b, 1))
+
+
+def test_a_large_file_goes_in_many_blocks(call: Commands, tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path / "a") as pipeline:
+        large = torch.randn(1_000_003, generator=torch.Generator().manual_seed(5))
+        pipeline.save({"large": large, "b": torch.zeros(300_000)}, step=1)
+    settings = tmp_path / "small.toml"
+    settings.write_text("[staging]\nblock_bytes = 69632\n")
+    assert call("--settings", settings, "cp", tmp_path / "a", tmp_path / "b").code == 0
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+def test_a_damaged_source_is_not_copied(call: Commands, tmp_path: Path) -> None:
+    (id,) = save_steps(tmp_path / "a", 1)
+    path = tmp_path / "a" / id / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = call("cp", tmp_path / "a", tmp_path / "b")
+    assert (done.code, done.out) == (1, "")
+    assert "The source is damaged" in done.err
+    assert files(tmp_path / "b") == {}
+    path.unlink()
+    assert call("cp", tmp_path / "a", tmp_path / "b").code == 1
+
+
+def test_a_damaged_file_of_the_target_is_replaced(call: Commands, tmp_path: Path) -> None:
+    (id,) = save_steps(tmp_path / "a", 1)
+    call("cp", tmp_path / "a", tmp_path / "b")
+    path = tmp_path / "b" / id / "rank-00000.safetensors"
+    for spoilt in (path.read_bytes()[:-1], path.read_bytes()[:-1] + b"x", None):
+        path.unlink() if spoilt is None else path.write_bytes(spoilt)
+        (copied,) = call("cp", tmp_path / "a", tmp_path / "b", "--json").data["copied"]
+        assert copied["copied_files"] == 1
+        assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+def test_other_metadata_under_the_name_is_a_conflict(call: Commands, tmp_path: Path) -> None:
+    (id,) = save_steps(tmp_path / "a", 1)
+    call("cp", tmp_path / "a", tmp_path / "b")
+    index = tmp_path / "b" / f"{id}.json"
+    index.write_bytes(index.read_bytes() + b" ")
+    before = files(tmp_path / "b")
+    assert call("cp", tmp_path / "a", tmp_path / "b").code == 3
+    assert files(tmp_path / "b") == before
+
+
+def test_what_was_deleted_on_the_target_is_not_revived(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path / "a", 1)
+    call("cp", tmp_path / "a", tmp_path / "b")
+    assert call("rm", tmp_path / "b", 1, "--force").code == 0
+    done = call("cp", tmp_path / "a", tmp_path / "b")
+    assert done.code == 2
+    assert "deleted on the target" in done.err
+    assert files(tmp_path / "b") == {}
+
+
+@pytest.mark.parametrize("landing", list(Landing))
+def test_a_store_that_fails_once_at_any_request_is_copied_to(
+    call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, landing: Landing
+) -> None:
+    monkeypatch.setenv("CKPIPE_UPLOAD__BACKOFF_SECONDS", "0")
+    save_steps(tmp_path / "a", 1)
+    for number in itertools.count(1):
+        with stores() as made:
+            made.faulty.fail(StoreUnavailable("It broke"), number, landing)
+            code = call("cp", tmp_path / "a", made.url).code
+            operations = made.faulty.operations
+            if number > len(operations):
+                break
+            # Opening and closing a store are not tried again.
+            expected = 3 if operations[number - 1].verb in ("enter", "exit") else 0
+            assert code == expected, operations[number - 1]
+            assert call("cp", tmp_path / "a", made.url).code == 0
+            assert call("verify", made.url).code == 0
+    assert number > 8
+
+
+def test_an_interrupted_copy_leaves_nothing_half_done_and_goes_on(tmp_path: Path) -> None:
+    one, two, three = save_steps(tmp_path / "a", 1, 2, 3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, "cp", "--all", tmp_path / "a", f"stuck://{tmp_path / 'b'}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    process.stdout.close()
+    assert {name.partition("/")[0] for name in files(tmp_path / "b")} == {one, f"{one}.json"}
+    done = program("cp", "--all", tmp_path / "a", tmp_path / "b", "--json")
+    assert done.code == 0
+    copied = [(each["id"], each["copied_files"]) for each in done.data["copied"]]
+    assert copied == [(one, 0), (two, 1), (three, 1)]
+    assert files(tmp_path / "b") == files(tmp_path / "a")
