@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import Literal
 
 from ckpipe import pruning
 from ckpipe.discovery import discover, read_index
@@ -12,6 +13,7 @@ from ckpipe.healing import find_healed, healed, newest_healed
 from ckpipe.restore import verify
 from ckpipe.retention import Decision
 from ckpipe.site import Site
+from ckpipe.sweeping import SweepReport, sweep
 from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
 
 
@@ -80,3 +82,13 @@ class Housekeeping(abc.ABC):
         if not dry_run:
             return await site.prune()
         return await pruning.decide_on(site.patient, site.rule, site.protected(), site.facts)
+
+    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
+        """The complete checkpoint with the best value of a metric."""
+        return await pruning.best(self.site.patient, metric, mode, self.site.facts)
+
+    async def sweep(self, *, dry_run: bool) -> SweepReport:
+        """Removes what crashed runs left, or says what it would remove."""
+        site = self.site
+        after = site.settings.retention.sweep_after
+        return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)

@@ -19,6 +19,7 @@ from ckpipe.per_rank import PerRankPolicy
 from ckpipe.pipeline_core import Guarded, PipelineCore, Which, raise_or_warn, which
 from ckpipe.retention import Decision
 from ckpipe.settings import Settings
+from ckpipe.sweeping import SweepReport
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -209,6 +210,23 @@ class Pipeline:
         """The newest complete checkpoint; None if there is none."""
         return await self._run(self._core.engine.latest)
 
+    async def best(
+        self, metric: str, *, mode: Literal["min", "max"] = "min"
+    ) -> CheckpointInfo | None:
+        """The complete checkpoint with the best value of a metric; None if none has it.
+
+        Reads each index once. NaN never wins, and of equals the newest does.
+
+        Args:
+            metric: A name that ``save`` was given in ``metrics``.
+            mode: Whether the least or the greatest value is the best.
+
+        Raises:
+            SettingsError: If there is no such mode.
+            StoreError: If the store failed.
+        """
+        return await self._run(self._core.engine.best, metric, mode)
+
     async def verify(self, step: Which) -> VerifyResult:
         """Reads a checkpoint whole and checks every byte of it.
 
@@ -244,6 +262,20 @@ class Pipeline:
             dry_run: Whether to say only what would be done, and why.
         """
         return await self._run(self._core.engine.prune, dry_run=dry_run)
+
+    async def sweep(self, *, dry_run: bool = False) -> SweepReport:
+        """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
+
+        Only what is older than ``retention.sweep_after_seconds`` by the store's own clock and
+        belongs to no launch that seems to be running; never names that ckpipe did not write.
+
+        Args:
+            dry_run: Whether to say only what would be done, and why.
+
+        Raises:
+            StoreError: If the store failed; sweeping again goes on where it stopped.
+        """
+        return await self._run(self._core.engine.sweep, dry_run=dry_run)
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every ``step()`` of these optimizers wait for copies under way, until closing."""

@@ -14,15 +14,16 @@ that prune at the same time create one tombstone and delete what others may have
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.discovery import discover, read_index
 from ckpipe.errors import CorruptCheckpoint, ObjectExists
 from ckpipe.keys import decode_float
 from ckpipe.object_names import DELETED, index_key, pin_key, prefix, tombstone_id, tombstone_key
-from ckpipe.retention import Candidate, Decision, Rule, decide
+from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 Facts = dict[str, tuple[Mapping[str, float], bool]]
@@ -89,17 +90,49 @@ async def decide_on(
     """
     complete = [each for each in await discover(backend) if each.complete]
     keep = dict(protected) | {each.id: "it is pinned" for each in complete if each.pinned}
+    candidates = await _candidates(backend, complete, facts)
+    for info in complete:
+        if info.id not in facts:
+            keep.setdefault(info.id, "its index cannot be read, so nothing is known of it")
+    return decide(candidates, rule, now=datetime.now(UTC), protected=keep)
+
+
+async def best(
+    backend: Backend, metric: str, mode: Literal["min", "max"], facts: Facts
+) -> CheckpointInfo | None:
+    """The complete checkpoint with the best value of a metric.
+
+    Reads each index that is not known yet, once. NaN never wins, and of equals the newest does.
+
+    Args:
+        backend: The store.
+        metric: The name of the metric.
+        mode: Whether the least or the greatest value is the best.
+        facts: What is known of checkpoints already; added to.
+
+    Returns:
+        The checkpoint; None if none has the metric.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    complete = [each for each in await discover(backend) if each.complete]
+    candidates = await _candidates(backend, complete, facts)
+    verdicts = KeepBest(metric, mode, 1).judge(candidates, datetime.now(UTC))
+    return next((each for each in complete if verdicts[each.id].keep), None)
+
+
+async def _candidates(
+    backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts
+) -> list[Candidate]:
     candidates = []
     for info in complete:
-        known = await _facts(backend, info, facts)
-        if known is None:
-            keep.setdefault(info.id, "its index cannot be read, so nothing is known of it")
-        metrics, final = known or ({}, False)
+        metrics, final = await _facts(backend, info, facts) or ({}, False)
         created = info.saved_at or datetime.now(UTC)
         candidates.append(
             Candidate(info.id, info.step, info.attempt, info.count, created, metrics, final)
         )
-    return decide(candidates, rule, now=datetime.now(UTC), protected=keep)
+    return candidates
 
 
 async def _facts(

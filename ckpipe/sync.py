@@ -17,6 +17,7 @@ from ckpipe.per_rank import PerRankPolicy
 from ckpipe.pipeline_core import Guarded, PipelineCore, Which, raise_or_warn, which
 from ckpipe.retention import Decision
 from ckpipe.settings import Settings
+from ckpipe.sweeping import SweepReport
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 
@@ -127,6 +128,10 @@ class SyncPipeline:
         """The newest complete checkpoint; None if there is none."""
         return self._core.submit(self._core.engine.latest).result()
 
+    def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
+        """The checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
+        return self._core.submit(self._core.engine.best, metric, mode).result()
+
     def verify(self, step: Which) -> VerifyResult:
         """Reads a checkpoint whole and checks every byte of it."""
         return self._core.submit(self._core.engine.verify, which(step)).result()
@@ -146,6 +151,10 @@ class SyncPipeline:
     def prune(self, *, dry_run: bool = False) -> Decision:
         """Applies the retention rules now, or says only what they would do, and why."""
         return self._core.submit(self._core.engine.prune, dry_run=dry_run).result()
+
+    def sweep(self, *, dry_run: bool = False) -> SweepReport:
+        """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
+        return self._core.submit(self._core.engine.sweep, dry_run=dry_run).result()
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every ``step()`` of these optimizers wait for copies under way, until closing."""

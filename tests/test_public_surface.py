@@ -43,11 +43,15 @@ _PIPELINE = {
         per_rank: PerRankPolicy = 'raise',
         pickle: Literal['refuse', 'allow'] = 'refuse'
     ) -> LoadResult | None""",
+    "best": """(
+        self, metric: str, *, mode: Literal['min', 'max'] = 'min'
+    ) -> CheckpointInfo | None""",
     "delete": "(self, step: Which) -> None",
     "guard": "(self, *optimizers: Optimizer) -> None",
     "latest": "(self) -> CheckpointInfo | None",
     "pin": "(self, step: Which) -> None",
     "prune": "(self, *, dry_run: bool = False) -> Decision",
+    "sweep": "(self, *, dry_run: bool = False) -> SweepReport",
     "steps": "(self) -> list[CheckpointInfo]",
     "unpin": "(self, step: Which) -> None",
     "verify": "(self, step: Which) -> VerifyResult",

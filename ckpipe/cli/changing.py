@@ -1,8 +1,11 @@
-"""Commands that keep house: ``rm``, ``pin``, ``unpin`` and ``prune``."""
+"""Commands that keep house: ``rm``, ``pin``, ``unpin``, ``prune`` and ``sweep``."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +22,7 @@ from ckpipe.protection import protected_by_others, remove
 from ckpipe.pruning import Facts, decide_on, pin, prune, unpin
 from ckpipe.retention import Decision, Rule, from_data
 from ckpipe.settings import Settings
+from ckpipe.sweeping import SweepReport, sweep
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be done, and why; change nothing.")
@@ -146,6 +150,63 @@ def _shown(decision: Decision) -> list[RenderableType]:
     return [table(("", "id", "why"), rows)]
 
 
+def sweep_(
+    ctx: typer.Context,
+    url: Url,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, help="Hours; by default retention.sweep_after_seconds.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
+
+    A launch that wrote anything lately, or that somebody holds a lease on, is left alone, and so
+    is every name that ckpipe did not write.
+    """
+
+    async def work(screen: Screen) -> int:
+        after = screen.settings.retention.sweep_after
+        if older_than is not None:
+            after = timedelta(hours=older_than)
+        access = Access.READ if dry_run else Access.CHANGE
+        async with open_store(url, screen.settings, access) as backend:
+            report = await sweep(backend, after, dry_run=dry_run)
+        screen.result(_sweep_data(url, report, dry_run), *_swept(report))
+        return OK
+
+    serve(ctx, work)
+
+
+def _sweep_data(url: str, report: SweepReport, dry_run: bool) -> dict[str, Any]:
+    def listed(reasons: Mapping[str, str]) -> list[dict[str, str]]:
+        return [{"id": name, "reason": reason} for name, reason in reasons.items()]
+
+    return {
+        **asdict(report),
+        "url": url,
+        "dry_run": dry_run,
+        "remove": listed(report.remove),
+        "keep": listed(report.keep),
+    }
+
+
+def _swept(report: SweepReport) -> Iterator[RenderableType]:
+    rows = [("stays", name, reason) for name, reason in report.keep.items()]
+    rows += [("goes", name, reason) for name, reason in report.remove.items()]
+    rows += [("goes", name, "its deletion was cut short") for name in report.unfinished]
+    if rows:
+        yield table(("", "id", "why"), rows)
+    counts = [("old marks of deletions", report.tombstones), ("old leases", report.leases)]
+    for what, keys in counts:
+        if keys:
+            yield Text(f"{len(keys)} {what} go")
+    if report.uploads:
+        yield Text(f"{report.uploads} stale uploads were removed")
+    if not (rows or report.tombstones or report.leases or report.uploads):
+        yield Text("nothing to sweep")
+
+
 COMMANDS = (
     Command("rm", rm), Command("pin", pin_), Command("unpin", unpin_), Command("prune", prune_),
+    Command("sweep", sweep_),
 )  # fmt: skip

@@ -1,0 +1,199 @@
+"""Removing what crashed runs left: pieces of checkpoints, uploads, old marks and leases.
+
+Theory. Nobody can see from outside whether a run that has written half a checkpoint is dead or
+slow. So a launch counts as running while anybody holds a live lease on it or on the checkpoint,
+and while anything that it wrote is younger than a threshold, by the store's own clock. What is
+left of a launch that counts as dead is deleted like any checkpoint, with a tombstone first: if it
+was merely slow, it finds the tombstone and does not complete what is half gone.
+
+Only names that ckpipe writes are looked at. Complete checkpoints are the business of retention.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from ckpipe.backend import Backend, ObjectInfo
+from ckpipe.discovery import NO_INDEX, discover
+from ckpipe.leases import live_subjects, read_leases, store_time
+from ckpipe.object_names import ATTEMPTS, DELETED, LEASES, prefix, tombstone_id
+from ckpipe.pruning import delete, finish_deletions
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+_LEASE = re.compile(re.escape(LEASES) + r"[^/]+/[0-9A-Za-z_-]+\.[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What lies on a root besides complete checkpoints.
+
+    Args:
+        incomplete: Checkpoints without an index or a tombstone.
+        active: When each launch last wrote something that is still there, by its id.
+        leases: All leases.
+        tombstones: The marks of deleted checkpoints.
+        unfinished: Deleted checkpoints of which something is left.
+    """
+
+    incomplete: tuple[CheckpointInfo, ...]
+    active: Mapping[str, datetime]
+    leases: tuple[ObjectInfo, ...]
+    tombstones: tuple[ObjectInfo, ...]
+    unfinished: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What a sweep removes and leaves.
+
+    Args:
+        remove: Incomplete checkpoints that go, each with the reason.
+        keep: Incomplete checkpoints that stay, each with the reason.
+        unfinished: Deleted checkpoints whose deletion was cut short, and is finished.
+        tombstones: Keys of old marks of deletions that go.
+        leases: Keys of old leases that go.
+        uploads: How many stale uploads were removed; None in a dry run, which cannot count them.
+    """
+
+    remove: Mapping[str, str]
+    keep: Mapping[str, str]
+    unfinished: tuple[str, ...]
+    tombstones: tuple[str, ...]
+    leases: tuple[str, ...]
+    uploads: int | None = None
+
+
+def plan_sweep(
+    found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
+) -> SweepReport:
+    """Decides what a sweep removes: pure.
+
+    Args:
+        found: What lies on the root.
+        now: The time by the store's own clock.
+        sweep_after: How old leftovers are that may go.
+        running: Names of attempts that are known to be running.
+    """
+    live = live_subjects(found.leases, now)
+    remove, keep = {}, {}
+    for info in found.incomplete:
+        launch = launch_of(info.attempt)
+        last = found.active.get(launch)
+        if info.attempt in running:
+            keep[info.id] = "its launch is running"
+        elif not live.isdisjoint((info.id, info.attempt, launch)):
+            keep[info.id] = "somebody holds a lease on it or its launch"
+        elif last is None or now - last < sweep_after:
+            keep[info.id] = f"its launch may be running: it wrote something {_ago(last, now)}"
+        else:
+            remove[info.id] = f"its launch last wrote something {_ago(last, now)}"
+    return SweepReport(
+        remove,
+        keep,
+        found.unfinished,
+        tuple(each.key for each in found.tombstones if now - each.modified > sweep_after),
+        tuple(
+            each.key
+            for each in found.leases
+            if now - each.modified > sweep_after and _LEASE.fullmatch(each.key)
+        ),
+    )
+
+
+def launch_of(attempt: str) -> str:
+    """The id of a launch, which the name of its attempt ends with."""
+    return attempt.partition("Z-")[2]
+
+
+def _ago(last: datetime | None, now: datetime) -> str:
+    if last is None:
+        return "at a time that nothing tells"
+    seconds = max(0, int((now - last).total_seconds()))
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} seconds ago"
+
+
+async def look_around(backend: Backend) -> Leftovers:
+    """What lies on a root besides complete checkpoints; changes nothing.
+
+    Costs a list of the root, one for each incomplete checkpoint and a few of what is internal.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    infos = await discover(backend)
+    tombstones = [
+        each for each in (await backend.children(DELETED)).objects if tombstone_id(each.key)
+    ]
+    incomplete = tuple(each for each in infos if each.reason == NO_INDEX)
+    active: dict[str, datetime] = {}
+    for info in infos:
+        if info.saved_at is not None:
+            _note(active, launch_of(info.attempt), [info.saved_at])
+        elif info.reason == NO_INDEX:
+            _note(active, launch_of(info.attempt), await _times(backend, f"{info.id}/"))
+    async for each in backend.list(ATTEMPTS):
+        _note(active, each.key.removeprefix(ATTEMPTS).partition("/")[0], [each.modified])
+    deleting = [each for each in map(tombstone_id, (one.key for one in tombstones)) if each]
+    return Leftovers(
+        incomplete,
+        active,
+        tuple(await read_leases(backend)),
+        tuple(tombstones),
+        tuple([str(id) for id in deleting if await _times(backend, prefix(id))]),
+    )
+
+
+def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -> None:
+    known = [active[launch]] if launch in active else []
+    latest = max([*known, *times], default=None)
+    if latest is not None:
+        active[launch] = latest
+
+
+async def _times(backend: Backend, below: str) -> list[datetime]:
+    return [each.modified async for each in backend.list(below)]
+
+
+async def sweep(
+    backend: Backend,
+    sweep_after: timedelta,
+    *,
+    running: Collection[str] = (),
+    dry_run: bool = False,
+) -> SweepReport:
+    """Removes what crashed runs left; running it twice is as good as once.
+
+    Args:
+        backend: The store.
+        sweep_after: How old leftovers are that may go, by the store's own clock.
+        running: Names of attempts that are known to be running.
+        dry_run: Whether to say only what would be done. Nothing is written then, so that the
+            clock is this machine's.
+
+    Raises:
+        StoreError: If the store failed; sweeping again goes on where it stopped.
+    """
+    if dry_run:
+        return plan_sweep(await look_around(backend), datetime.now(UTC), sweep_after, running)
+    now = await store_time(backend)
+    found = await look_around(backend)
+    report = plan_sweep(found, now, sweep_after, running)
+    for name in report.remove:
+        id = CheckpointId.parse(name)
+        assert id is not None
+        await delete(backend, id)
+    await finish_deletions(backend, set(), forget_before=now - sweep_after)
+    await backend.delete(report.leases)
+    uploads = await backend.remove_stale_uploads("", before=now - sweep_after)
+    return SweepReport(
+        report.remove, report.keep, report.unfinished, report.tombstones, report.leases, uploads
+    )
+
+
+__all__ = ["Leftovers", "SweepReport", "launch_of", "look_around", "plan_sweep", "sweep"]

@@ -1,0 +1,180 @@
+"""What crashed runs left is removed, and nothing that anybody may still need."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Commands, save_steps
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpipe
+from ckpipe.backend import ObjectInfo
+from ckpipe.discovery import NO_INDEX
+from ckpipe.errors import SettingsError
+from ckpipe.object_names import LEASES
+from ckpipe.sweeping import Leftovers, launch_of, plan_sweep
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+DAY = timedelta(days=1)
+ATTEMPTS = [f"2026112{n}T000000000Z-{name}" for n, name in enumerate("ab")]
+
+
+def incomplete(attempt: str, step: int) -> CheckpointInfo:
+    id = CheckpointId(attempt, step, 0)
+    return CheckpointInfo(str(id), step, attempt, 0, complete=False, reason=NO_INDEX)
+
+
+times = st.integers(0, 72).map(lambda hours: NOW - timedelta(hours=hours))
+
+
+@st.composite
+def leftovers(draw: st.DrawFn) -> Leftovers:
+    found = draw(
+        st.lists(
+            st.builds(incomplete, st.sampled_from(ATTEMPTS), st.integers(1, 4)),
+            unique_by=lambda each: each.id,
+        )
+    )
+    subjects = [*ATTEMPTS, *map(launch_of, ATTEMPTS), *(each.id for each in found), "x"]
+    leases = draw(st.lists(st.tuples(st.sampled_from(subjects), times), max_size=3))
+    return Leftovers(
+        tuple(found),
+        draw(st.dictionaries(st.sampled_from(["a", "b"]), times)),
+        tuple(ObjectInfo(f"{LEASES}{name}/holder.{n}", 2, t) for n, (name, t) in enumerate(leases)),
+        tuple(ObjectInfo(f".ckpipe/deleted/{each.id}", 2, draw(times)) for each in found[:1]),
+        (),
+    )
+
+
+@given(leftovers(), st.sets(st.sampled_from(ATTEMPTS)))
+def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str]) -> None:
+    report = plan_sweep(found, NOW, DAY, running)
+    assert {*report.remove} | {*report.keep} == {each.id for each in found.incomplete}
+    assert not {*report.remove} & {*report.keep}
+    leased = {each.key.split("/")[2] for each in found.leases if NOW - each.modified <= DAY / 96}
+    for info in found.incomplete:
+        launch = launch_of(info.attempt)
+        young = launch not in found.active or NOW - found.active[launch] < DAY
+        in_use = leased & {info.id, info.attempt, launch} or info.attempt in running
+        assert (info.id in report.keep) == bool(young or in_use)
+    for objects, gone in ((found.tombstones, report.tombstones), (found.leases, report.leases)):
+        assert set(gone) == {each.key for each in objects if NOW - each.modified > DAY}
+
+
+def age(root: Path, days: float, *names: str) -> None:
+    """Makes files below a root look as if they were that old."""
+    then = time.time() - days * 86_400
+    for path in root.rglob("*"):
+        if path.is_file() and (not names or any(name in str(path) for name in names)):
+            os.utime(path, (then, then))
+
+
+def crash(root: Path, step: int, days: float) -> str:
+    """Leaves what a run leaves that was killed before its commit, so many days ago."""
+    (id,) = save_steps(root, step)
+    (root / f"{id}.json").unlink()
+    age(root, days, id.rpartition("-")[2].partition(".")[0])
+    return id
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
+
+
+def test_sweep_removes_leftovers_of_dead_runs(call: Commands, tmp_path: Path) -> None:
+    (whole,) = save_steps(tmp_path, 1)
+    age(tmp_path, 9)
+    dead, slow = crash(tmp_path, 2, days=2), crash(tmp_path, 3, days=0.5)
+    foreign = [tmp_path / "step-5", tmp_path / "notes" / "a.json", tmp_path / "step-1.x.0.json"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    stale = tmp_path / slow / ".ckpipe-tmp-0123456789abcdef"
+    stale.write_text("half")
+    age(tmp_path, 2, "notes", "step-5", "step-1.x", stale.name)
+    dry = call("sweep", tmp_path, "--dry-run", "--json").data
+    assert [each["id"] for each in dry["remove"]] == [dead]
+    assert [each["id"] for each in dry["keep"]] == [slow]
+    assert (tmp_path / dead).exists()
+    done = call("sweep", tmp_path, "--json").data
+    assert [each["id"] for each in done["remove"]] == [dead]
+    assert done["uploads"] == 1
+    assert not (tmp_path / dead).exists()
+    assert not stale.exists()
+    assert (tmp_path / slow).exists()
+    assert all(path.read_text() == "mine" for path in foreign)
+    assert call("verify", tmp_path, whole).code == 0
+    again = call("sweep", tmp_path, "--json").data
+    assert (again["remove"], again["uploads"]) == ([], 0)
+
+
+def test_a_lease_keeps_and_old_marks_go(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    dead = crash(tmp_path, 3, days=3)
+    launch = launch_of(dead.partition(".")[2].rpartition(".")[0])
+    lease = tmp_path / ".ckpipe" / "leases" / launch / "holder.4"
+    lease.parent.mkdir(parents=True)
+    lease.write_text("{}")
+    report = call("sweep", tmp_path, "--json").data
+    assert report["remove"] == []
+    assert "lease" in report["keep"][0]["reason"]
+    call("rm", tmp_path, 1)
+    (mark,) = (tmp_path / ".ckpipe" / "deleted").iterdir()
+    age(tmp_path, 3, "leases", "deleted")
+    report = call("sweep", tmp_path, "--json").data
+    assert [each["id"] for each in report["remove"]] == [dead]
+    assert (report["leases"], report["tombstones"]) == (
+        [f".ckpipe/leases/{launch}/holder.4"],
+        [f".ckpipe/deleted/{mark.name}"],
+    )
+    assert not mark.exists()
+    assert not lease.exists()
+    assert list((tmp_path / ".ckpipe" / "deleted").iterdir()) == [mark.parent / dead]
+
+
+def test_a_deletion_that_was_cut_short_is_finished(call: Commands, tmp_path: Path) -> None:
+    one, _ = save_steps(tmp_path, 1, 2)
+    mark = tmp_path / ".ckpipe" / "deleted" / one
+    mark.parent.mkdir()
+    mark.write_text("{}")
+    assert call("sweep", tmp_path, "--dry-run", "--json").data["unfinished"] == [one]
+    assert f"goes  {one}" in call("sweep", tmp_path).out
+    assert not (tmp_path / one).exists()
+    assert not (tmp_path / f"{one}.json").exists()
+    assert call("sweep", tmp_path, "--older-than", 0.5).out == "nothing to sweep\n"
+
+
+def test_a_run_sweeps_others_and_not_itself(tmp_path: Path) -> None:
+    dead = crash(tmp_path, 1, days=2)
+    with ckpipe.SyncPipeline(tmp_path, retention={"sweep_after_seconds": 0}) as pipeline:
+        handle = pipeline.save({"a": torch.zeros(2)}, step=2)
+        own = handle.wait().id
+        (tmp_path / f"{own}.json").unlink()
+        assert list(pipeline.sweep(dry_run=True).remove) == [dead]
+        assert list(pipeline.sweep().keep.values()) == ["its launch is running"]
+        assert {each.id for each in pipeline.steps()} == {own}
+
+
+def test_best_is_by_metric(tmp_path: Path) -> None:
+    nan = float("nan")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert pipeline.best("loss") is None
+        for step, loss in enumerate([3.0, 1.0, nan, 1.0, 2.0]):
+            pipeline.save({}, step=step, metrics={"loss": loss}, until="committed")
+        pipeline.save({}, step=9, until="committed")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        least, greatest = pipeline.best("loss"), pipeline.best("loss", mode="max")
+        assert least is not None
+        assert greatest is not None
+        assert (least.step, greatest.step) == (3, 0)
+        assert pipeline.best("accuracy") is None
+        with pytest.raises(SettingsError, match="mode"):
+            pipeline.best("loss", mode="least")  # type: ignore[arg-type]
