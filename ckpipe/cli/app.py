@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckpipe.cli import changing, looking, transferring
+from ckpipe.cli import changing, comparing, looking, transferring
 from ckpipe.cli.screen import Screen
 from ckpipe.version import __version__
 
@@ -58,7 +58,12 @@ def _begin(
     ctx.obj = Screen(json, settings)
 
 
-for _command in (*looking.COMMANDS, *transferring.COMMANDS, *changing.COMMANDS):
+for _command in (
+    *looking.COMMANDS,
+    *comparing.COMMANDS,
+    *transferring.COMMANDS,
+    *changing.COMMANDS,
+):
     app.command(_command.name)(_command.function)
 
 

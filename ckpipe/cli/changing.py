@@ -206,7 +206,7 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
         yield Text("nothing to sweep")
 
 
-COMMANDS = (
+COMMANDS: tuple[Command, ...] = (
     Command("rm", rm), Command("pin", pin_), Command("unpin", unpin_), Command("prune", prune_),
     Command("sweep", sweep_),
 )  # fmt: skip

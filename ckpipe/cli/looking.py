@@ -159,4 +159,8 @@ def _sentence(result: dict[str, Any]) -> str:
     return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
 
 
-COMMANDS = (Command("ls", list_), Command("info", info), Command("verify", verify_))
+COMMANDS: tuple[Command, ...] = (
+    Command("ls", list_),
+    Command("info", info),
+    Command("verify", verify_),
+)

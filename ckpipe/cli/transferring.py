@@ -93,4 +93,4 @@ def _sentence(done: dict[str, Any]) -> str:
     )
 
 
-COMMANDS = (Command("cp", cp),)
+COMMANDS: tuple[Command, ...] = (Command("cp", cp),)

@@ -1,0 +1,153 @@
+"""The command ``diff``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated
+
+import anyio.to_thread
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from ckpipe.arena import Arena
+from ckpipe.backend import Backend
+from ckpipe.cli.running import FOUND, OK, Command, Step, Url, chosen, parsed, serve
+from ckpipe.cli.screen import Screen, table, visible
+from ckpipe.comparing import (
+    StructureDifference,
+    TensorDifference,
+    batches,
+    compare_structures,
+    compare_tensors,
+)
+from ckpipe.discovery import read_index
+from ckpipe.inspection import data_bytes
+from ckpipe.keys import LabelFilter, label_filter
+from ckpipe.manifest import Bundle
+from ckpipe.opening import Access, open_store
+from ckpipe.settings import Settings
+from ckpipe.tensor_reading import read_tensors
+
+BATCH_BYTES = 128 << 20
+"""How many bytes of each checkpoint are held in memory, unless a single tensor is larger."""
+
+Side = tuple[Backend, Bundle]
+
+
+def diff(
+    ctx: typer.Context,
+    url: Url,
+    first: Step,
+    second: Step,
+    other: Annotated[
+        str | None, typer.Option("--in", metavar="URL", help="Where B lies, if elsewhere.")
+    ] = None,
+    match: Annotated[
+        list[str] | None, typer.Option(help="Only names that this glob matches; repeatable.")
+    ] = None,
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Compare no values of tensors, so read no data.")
+    ] = False,
+) -> None:
+    """Compares two checkpoints: structure, inline values, and norms of differences of tensors.
+
+    Exits with 1 if they differ.
+    """
+
+    async def work(screen: Screen) -> int:
+        settings = screen.settings
+        select = label_filter(match)
+        with screen.meter("comparing") as meter:
+            async with (
+                open_store(url, settings, Access.READ, meter.advance) as one,
+                open_store(other or url, settings, Access.READ, meter.advance) as two,
+            ):
+                infos = [await chosen(one, first), await chosen(two, second)]
+                bundles = [
+                    await read_index(one, parsed(infos[0])),
+                    await read_index(two, parsed(infos[1])),
+                ]
+                found = _selected(compare_structures(*bundles), select)
+                differing: list[TensorDifference] = []
+                if not structure:
+                    meter.expect(sum(map(data_bytes, bundles)))
+                    sides = list(zip((one, two), bundles, strict=True))
+                    differing = await _compare(sides[0], sides[1], found.common, settings)
+        alike = not (found.only_first or found.only_second or found.changed or differing)
+        screen.result(
+            {
+                "first": infos[0].id,
+                "second": infos[1].id,
+                "same": alike,
+                "compared": 0 if structure else len(found.common),
+                "only_first": found.only_first,
+                "only_second": found.only_second,
+                "changed": [
+                    {"label": label, "first": a, "second": b}
+                    for label, (a, b) in found.changed.items()
+                ],
+                "tensors": [asdict(each) for each in differing],
+            },
+            *_shown(found, differing, 0 if structure else len(found.common)),
+        )
+        return OK if alike else FOUND
+
+    serve(ctx, work)
+
+
+def _selected(found: StructureDifference, select: LabelFilter) -> StructureDifference:
+    return StructureDifference(
+        tuple(filter(select, found.only_first)),
+        tuple(filter(select, found.only_second)),
+        {label: texts for label, texts in found.changed.items() if select(label)},
+        tuple(filter(select, found.common)),
+    )
+
+
+async def _compare(
+    one: Side, two: Side, labels: tuple[str, ...], settings: Settings
+) -> list[TensorDifference]:
+    differing: list[TensorDifference] = []
+    arena = Arena(settings.staging.block_bytes)
+    try:
+        for batch in batches(one[1], labels, BATCH_BYTES):
+            left, right = [
+                await read_tensors(*side, batch, arena, lanes=settings.load.lanes)
+                for side in (one, two)
+            ]
+            for label in batch:
+                tensors = left.pop(label), right.pop(label)
+                found = await anyio.to_thread.run_sync(compare_tensors, label, *tensors)
+                differing += [] if found is None else [found]
+    finally:
+        arena.close()
+    return differing
+
+
+def _shown(
+    found: StructureDifference, differing: list[TensorDifference], compared: int
+) -> Iterator[RenderableType]:
+    for sign, labels in (("-", found.only_first), ("+", found.only_second)):
+        for label in labels:
+            yield Text(visible(f"{sign} {label}"))
+    for label, (a, b) in found.changed.items():
+        yield Text(visible(f"~ {label}: {a} → {b}"))
+    if differing:
+        rows = [
+            (
+                each.label,
+                f"{each.different}/{each.elements}",
+                f"{each.norm:.6g}",
+                f"{each.relative:.3g}",
+                f"{each.largest:.6g}",
+            )
+            for each in differing
+        ]
+        headings = ("tensor", "elements", "|b-a|", "|b-a|/|a|", "largest")
+        yield table(headings, rows, *headings[1:])
+    yield Text(f"{len(differing)} of {compared} tensors compared differ")
+
+
+COMMANDS: tuple[Command, ...] = (Command("diff", diff),)

@@ -1,0 +1,164 @@
+"""Differences between checkpoints, as functions and as the command ``diff``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bundles import manifest_of
+from commands import Commands, save_steps
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpipe
+from ckpipe.comparing import batches, compare_structures, compare_tensors
+from ckpipe.inspection import tensor_bytes
+
+NAN = math.nan
+ODD_DTYPES = [
+    torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.int64, torch.float16,
+    torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
+
+
+def save(root: Path, *states: dict[str, Any]) -> None:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        for step, state in enumerate(states):
+            pipeline.save(state, step=step, until="committed")
+
+
+floats = st.lists(st.sampled_from([0.0, -0.0, 1.5, -3.0, NAN, math.inf]), min_size=1, max_size=9)
+
+
+@given(floats, floats)
+def test_differences_are_those_of_plain_arithmetic(a: list[float], b: list[float]) -> None:
+    size = min(len(a), len(b))
+    first, second = torch.tensor(a[:size]), torch.tensor(b[:size])
+    found = compare_tensors("x", first, second)
+    pairs = list(zip(a[:size], b[:size], strict=True))
+    gaps = [0.0 if x == y or (x != x and y != y) else abs(y - x) for x, y in pairs]
+    if found is None:
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+        return
+    assert found.different == sum(not (x == y or (x != x and y != y)) for x, y in pairs)
+    expected = math.sqrt(sum(gap * gap for gap in gaps))
+    assert found.norm == pytest.approx(expected, nan_ok=True)
+    largest = NAN if any(gap != gap for gap in gaps) else max(gaps)
+    assert found.largest == pytest.approx(largest, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
+    first = torch.tensor([0, 1, 0, 1]).to(dtype)
+    second = torch.tensor([0, 1, 1, 1]).to(dtype)
+    assert compare_tensors("x", first, first.clone()) is None
+    found = compare_tensors("x", first, second)
+    assert found is not None
+    assert (found.elements, found.different, found.norm, found.largest) == (4, 1, 1.0, 1.0)
+    assert found.relative == pytest.approx(1 / math.sqrt(2))
+
+
+def test_large_whole_numbers_are_told_apart() -> None:
+    first = torch.tensor([2**60, 2**60])
+    found = compare_tensors("x", first, first + torch.tensor([0, 1]))
+    assert found is not None
+    assert found.different == 1
+
+
+def test_negative_zero_is_a_difference_of_bits_only() -> None:
+    found = compare_tensors("x", torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert found is not None
+    assert (found.different, found.norm, found.relative) == (0, 0.0, 0.0)
+
+
+def test_structures() -> None:
+    one = {"a": torch.zeros(2), "b": torch.zeros(3), "lr": 0.1, "gone": 1, "set": {1}}
+    two = {"a": torch.ones(2), "b": torch.zeros(4), "lr": 0.2, "new": torch.zeros(1), "set": {2}}
+    found = compare_structures(manifest_of(one)[0], manifest_of(two)[0])
+    assert found.common == ("a",)
+    assert found.only_first == ("gone",)
+    assert found.only_second == ("new",)
+    assert found.changed["b"] == ("float32[3]", "float32[4]")
+    assert found.changed["lr"] == ("0.1", "0.2")
+    assert set(found.changed) == {"b", "lr", "set"}
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(1, 200))
+def test_batches_are_bounded(sizes: list[int], nbytes: int) -> None:
+    bundle, _ = manifest_of(
+        {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
+    )
+    rows = {row.label: row for row in bundle.structures[0].tensors}
+    found = list(batches(bundle, rows, nbytes))
+    assert [label for batch in found for label in batch] == list(rows)
+    for batch in found:
+        assert len(batch) == 1 or sum(tensor_bytes(rows[label]) for label in batch) <= nbytes
+
+
+def test_diff_of_states_with_everything(call: Commands, tmp_path: Path) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    done = call("diff", tmp_path, 1, two, "--json")
+    assert done.code == 1
+    data = done.data
+    assert (data["first"], data["second"], data["same"]) == (one, two, False)
+    assert data["compared"] == 8
+    found = {each["label"]: each for each in data["tensors"]}
+    assert set(found) >= {"weight", "rows", "turned", "half", "scalar", "model.weight"}
+    assert found["scalar"]["norm"] == 1.0
+    assert [each["label"] for each in data["changed"]] == ["inline.6.0"]
+    same = call("diff", tmp_path, 1, 1)
+    assert (same.code, same.out) == (0, "0 of 8 tensors compared differ\n")
+    chosen = call("diff", tmp_path, 1, 2, "--match", "model", "--json").data
+    assert {each["label"] for each in chosen["tensors"]} == {"model.weight", "model.bias"}
+    assert chosen["changed"] == []
+    structure = call("diff", tmp_path, 1, 2, "--structure", "--json").data
+    assert (structure["compared"], structure["tensors"]) == (0, [])
+
+
+def test_diff_of_arrays_views_and_lazy_bits(call: Commands, tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        base = torch.full((4, 4), value, dtype=torch.complex64)
+        return {
+            "array": np.full(3, value),
+            "words": np.array(["a", str(value)]),
+            "conj": base.conj(),
+            "turned": base.t()[1:, ::2],
+            "a.b": torch.tensor([value]),
+            "a": {"b": torch.tensor([0.0])},
+        }
+
+    save(tmp_path, state(1), state(1), state(2))
+    assert call("diff", tmp_path, 0, 1).code == 0
+    found = call("diff", tmp_path, 0, 2, "--json").data
+    assert {each["label"] for each in found["tensors"]} == {
+        "array", "words", "conj", "turned", "a.b",
+    }  # fmt: skip
+
+
+def test_diff_over_two_roots_and_of_what_is_missing(call: Commands, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"x": torch.zeros(2), "old": torch.zeros(1)})
+    save(tmp_path / "b", {"x": torch.zeros(2), "new": 1})
+    done = call("diff", tmp_path / "a", 0, 0, "--in", tmp_path / "b")
+    assert done.code == 1
+    assert done.out.splitlines() == ["- old", "+ new", "0 of 1 tensors compared differ"]
+    assert call("diff", tmp_path / "a", 0, 5).code == 2
+
+
+def test_diff_of_a_damaged_checkpoint_says_so(call: Commands, tmp_path: Path) -> None:
+    one, _ = save_steps(tmp_path, 1, 2)
+    path = tmp_path / one / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = call("diff", tmp_path, 1, 2)
+    assert (done.code, done.out) == (1, "")
+    assert "is not what was saved" in done.err
