@@ -20,7 +20,13 @@ from ckpipe.structure import Node
 
 
 async def read_tensors(
-    backend: Backend, bundle: Bundle, labels: Collection[str], arena: Arena, *, lanes: int
+    backend: Backend,
+    bundle: Bundle,
+    labels: Collection[str],
+    arena: Arena,
+    *,
+    lanes: int,
+    rank: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Reads tensors whole, every byte verified.
 
@@ -30,18 +36,25 @@ async def read_tensors(
         labels: Labels of tensors; those that the checkpoint has not are left out.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         lanes: How many reads run at once.
+        rank: Whose tensors to read, where ranks hold them whole and not alike; None assembles
+            tensors of all ranks, and takes what each has for itself from the lowest.
 
     Returns:
         The tensors by label. Tensors that shared memory when they were saved do so again.
 
     Raises:
-        UnsupportedTopology: If this version cannot load the checkpoint.
+        UnsupportedTopology: If ranks saved states of different structure.
         CorruptCheckpoint: If the checkpoint is not what was saved.
         StoreError: If the store failed.
     """
     flat = replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
-    request = LoadRequest(None, LabelFilter(), strict=True, cast=False, pickling=False)
-    result = await restore(backend, flat, request, arena, lanes=lanes)
+    request = LoadRequest(
+        None, LabelFilter(), strict=True, cast=False, pickling=False, per_rank="rank0"
+    )
+    place = (0, 1) if rank is None else (rank, bundle.world_size)
+    result = await restore(
+        backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
+    )
     return {name: value for name, value in result.state.items() if isinstance(value, torch.Tensor)}
 
 
