@@ -3,8 +3,9 @@
 Theory. Nobody can see from outside whether a run that has written half a checkpoint is dead or
 slow. So a launch counts as running while anybody holds a live lease on it or on the checkpoint,
 and while anything that it wrote is younger than a threshold, by the store's own clock. What is
-left of a launch that counts as dead is deleted like any checkpoint, with a tombstone first: if it
-was merely slow, it finds the tombstone and does not complete what is half gone.
+left of a launch that counts as dead is completed if nothing but its index lacks, and else deleted
+like any checkpoint, with a tombstone first: if it was merely slow, it finds the tombstone and does
+not complete what is half gone.
 
 Only names that ckpipe writes are looked at. Complete checkpoints are the business of retention.
 """
@@ -18,10 +19,11 @@ from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.discovery import NO_INDEX, discover
+from ckpipe.healing import heal
 from ckpipe.leases import live_subjects, read_leases, store_time
 from ckpipe.object_names import ATTEMPTS, DELETED, LEASES, prefix, tombstone_id
 from ckpipe.pruning import delete, finish_deletions
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointInfo
 
 _LEASE = re.compile(re.escape(LEASES) + r"[^/]+/[0-9A-Za-z_-]+\.[0-9]+")
 
@@ -169,12 +171,14 @@ async def sweep(
 ) -> SweepReport:
     """Removes what crashed runs left; running it twice is as good as once.
 
+    A checkpoint that lacks nothing but its index is completed instead.
+
     Args:
         backend: The store.
         sweep_after: How old leftovers are that may go, by the store's own clock.
         running: Names of attempts that are known to be running.
         dry_run: Whether to say only what would be done. Nothing is written then, so that the
-            clock is this machine's.
+            clock is this machine's, and nothing is completed.
 
     Raises:
         StoreError: If the store failed; sweeping again goes on where it stopped.
@@ -184,16 +188,19 @@ async def sweep(
     now = await store_time(backend)
     found = await look_around(backend)
     report = plan_sweep(found, now, sweep_after, running)
-    for name in report.remove:
-        id = CheckpointId.parse(name)
-        assert id is not None
-        await delete(backend, id)
+    remove, keep = dict(report.remove), dict(report.keep)
+    for info in found.incomplete:
+        if info.id not in remove:
+            continue
+        if (await heal(backend, info)).complete:
+            del remove[info.id]
+            keep[info.id] = "it lacked nothing but its index, which was written"
+        else:
+            await delete(backend, info.key)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
     await backend.delete(report.leases)
     uploads = await backend.remove_stale_uploads("", before=now - sweep_after)
-    return SweepReport(
-        report.remove, report.keep, report.unfinished, report.tombstones, report.leases, uploads
-    )
+    return SweepReport(remove, keep, report.unfinished, report.tombstones, report.leases, uploads)
 
 
 __all__ = ["Leftovers", "SweepReport", "launch_of", "look_around", "plan_sweep", "sweep"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from bundles import ID, manifest_of
 from commands import Commands, save_steps
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ import ckpipe
 from ckpipe.backend import ObjectInfo
 from ckpipe.discovery import NO_INDEX
 from ckpipe.errors import SettingsError
-from ckpipe.object_names import LEASES
+from ckpipe.manifest_codec import encode_bundle
+from ckpipe.object_names import LEASES, data_file_key, manifest_key
 from ckpipe.sweeping import Leftovers, launch_of, plan_sweep
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -178,3 +181,24 @@ def test_best_is_by_metric(tmp_path: Path) -> None:
         assert pipeline.best("accuracy") is None
         with pytest.raises(SettingsError, match="mode"):
             pipeline.best("loss", mode="least")  # type: ignore[arg-type]
+
+
+def test_what_lacks_nothing_but_its_index_is_completed(call: Commands, tmp_path: Path) -> None:
+    for rank in range(2):
+        bundle, images = manifest_of({"a": torch.full((3,), rank)}, rank, 2)
+        files = {data_file_key(ID, name): image for name, image in images.items()}
+        for key, data in {**files, manifest_key(ID, rank): encode_bundle(bundle)}.items():
+            (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / key).write_bytes(data)
+    age(tmp_path, 2)
+    report = call("sweep", tmp_path, "--json").data
+    assert report["remove"] == []
+    assert "index" in report["keep"][0]["reason"]
+    assert call("verify", tmp_path, ID).code == 0
+    data = call("info", tmp_path, "--json").data
+    assert (data["world_size"], data["files"]) == (2, 2)
+    assert data["tensors"][0]["ranks"] == [0, 1]
+    assert data["tensors"][0]["differs"] is True
+    assert call("cp", tmp_path, tmp_path / "copy").code == 0
+    shutil.rmtree(tmp_path / str(ID))
+    assert call("verify", tmp_path / "copy", ID).code == 0

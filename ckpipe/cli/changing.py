@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.cli.running import OK, Command, Step, Url, parsed, serve, which
+from ckpipe.cli.running import OK, Command, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.discovery import discover, find
 from ckpipe.errors import SettingsError
@@ -54,7 +54,7 @@ def pin_(ctx: typer.Context, url: Url, step: Step) -> None:
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
             info = await find(backend, which(step))
-            await pin(backend, parsed(info))
+            await pin(backend, info.key)
         screen.result({"url": url, "pinned": info.id}, Text(f"pinned {info.id}"))
         return OK
 
@@ -67,7 +67,7 @@ def unpin_(ctx: typer.Context, url: Url, step: Step) -> None:
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
             info = await find(backend, which(step))
-            await unpin(backend, parsed(info))
+            await unpin(backend, info.key)
         screen.result({"url": url, "unpinned": info.id}, Text(f"unpinned {info.id}"))
         return OK
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.cli.running import FOUND, OK, Command, Step, Url, chosen, parsed, serve
+from ckpipe.cli.running import FOUND, OK, Command, Step, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.comparing import (
     StructureDifference,
@@ -66,8 +66,8 @@ def diff(
             ):
                 infos = [await chosen(one, first), await chosen(two, second)]
                 bundles = [
-                    await read_index(one, parsed(infos[0])),
-                    await read_index(two, parsed(infos[1])),
+                    await read_index(one, infos[0].key),
+                    await read_index(two, infos[1].key),
                 ]
                 found = _selected(compare_structures(*bundles), select)
                 differing: list[TensorDifference] = []

@@ -20,7 +20,6 @@ from ckpipe.cli.running import (
     MaybeStep,
     Url,
     chosen,
-    parsed,
     serve,
 )
 from ckpipe.cli.screen import Screen, size, table, visible
@@ -92,7 +91,7 @@ def info(
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
             found = await chosen(backend, step)
-            bundle = await read_index(backend, parsed(found))
+            bundle = await read_index(backend, found.key)
         about = describe(bundle, label_filter(match))
         data = {**asdict(about), "pinned": found.pinned, "saved_at": found.saved_at}
         screen.result(data, *shown_tree(about, found, depth))
@@ -138,7 +137,7 @@ async def _verified(
     began = time.perf_counter()
     data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
     try:
-        bundle = await read_index(backend, parsed(info))
+        bundle = await read_index(backend, info.key)
         meter.expect(data_bytes(bundle))
         done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
         data |= {"files": done.files, "bytes": done.bytes}

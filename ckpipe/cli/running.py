@@ -18,7 +18,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointInfo
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
@@ -81,8 +81,3 @@ async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
     if not complete:
         raise CheckpointNotFound("There is no complete checkpoint here")
     return complete[0]
-
-
-def parsed(info: CheckpointInfo) -> CheckpointId:
-    """The id of a checkpoint as data."""
-    return CheckpointId(info.attempt, info.step, info.count)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckpipe.backend import Backend
 from ckpipe.cli.progress import Meter
-from ckpipe.cli.running import OK, Command, MaybeStep, chosen, parsed, serve
+from ckpipe.cli.running import OK, Command, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Screen, size
 from ckpipe.copying_checkpoints import CopySettings, copy_checkpoint
 from ckpipe.discovery import discover, read_index
@@ -68,11 +68,11 @@ async def _copied(
     origin: Backend, place: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
 ) -> dict[str, Any]:
     began = time.perf_counter()
-    meter.expect(data_bytes(await read_index(origin, parsed(info))))
+    meter.expect(data_bytes(await read_index(origin, info.key)))
     report = await copy_checkpoint(
         origin,
         place,
-        parsed(info),
+        info.key,
         CopySettings(
             logging_policy(settings.upload),
             settings.upload.lanes,
