@@ -119,7 +119,7 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     for axis in range(len(boxes[0][0])):
         groups = _shadows(boxes, axis)
         if len(groups) > 1:
-            return all(disjoint(group) for group in groups)
+            return all(disjoint(group) for group in groups if len(group) > 1)
     return not _any_overlap(list(boxes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from operator import lt, sub
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Lower and upper bounds, one of each for every dimension."""
@@ -54,31 +55,24 @@ def _in_row(
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of a box."""
-    return tuple(high - low for low, high in zip(*box, strict=True))
+    return tuple(map(sub, box[1], box[0]))
 
 
 def box_volume(box: Box) -> int:
     """How many elements a box has."""
-    return math.prod(box_shape(box))
+    return math.prod(map(sub, box[1], box[0]))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
     """What two boxes have in common; None if that is nothing."""
     lower = tuple(map(max, a[0], b[0]))
     upper = tuple(map(min, a[1], b[1]))
-    for low, high in zip(lower, upper, strict=True):
-        if low >= high:
-            return None
-    return lower, upper
+    return (lower, upper) if all(map(lt, lower, upper)) else None
 
 
 def moved(box: Box, origin: Sequence[int]) -> Box:
     """A box as it is seen from another origin."""
-    lower, upper = box
-    return (
-        tuple([low - at for low, at in zip(lower, origin, strict=True)]),
-        tuple([high - at for high, at in zip(upper, origin, strict=True)]),
-    )
+    return tuple(map(sub, box[0], origin)), tuple(map(sub, box[1], origin))
 
 
 def whole(shape: Sequence[int]) -> Box:

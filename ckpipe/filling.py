@@ -14,7 +14,7 @@ piece that is a run of its entry and of the target is still one copy of bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -158,16 +158,20 @@ class Filling:
         return tensor
 
     def live(
-        self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor
+        self,
+        stored: StoredTensor,
+        pieces: tuple[Piece, ...],
+        regions: tuple[Region, ...] | None,
+        target: torch.Tensor,
     ) -> None:
         """Fills a tensor that exists, with a conversion if its dtype is another.
 
         Args:
             stored: The stored tensor.
+            pieces: What the target is put together from.
             regions: Which parts of it the target holds; None if it holds the whole.
             target: A plain tensor, detached.
         """
-        pieces = self._stored.pieces(stored, regions)
         for piece in pieces:
             if piece.shared and _is_image(piece, stored):
                 return self.copy_later(stored, regions, target)
@@ -194,7 +198,7 @@ class Filling:
         for target, value in copies:
             write(target, value)
 
-    def _add(self, stored: StoredTensor, pieces: tuple[Piece, ...], target: torch.Tensor) -> None:
+    def _add(self, stored: StoredTensor, pieces: Sequence[Piece], target: torch.Tensor) -> None:
         """Has a tensor filled with pieces, none of which is an image."""
         base = target.data_ptr() if takes_bytes(target, stored.dtype) else None
         self._alive.append(target)
@@ -202,7 +206,9 @@ class Filling:
             if piece.start == piece.stop:
                 continue
             destination: Destination | None = None
-            if base is not None:
+            if base is not None and piece.target is None and piece.inside is None:
+                destination = RawBytes(piece.start, piece.stop, base)
+            elif base is not None:
                 destination = _moved_bytes(piece, target, base)
             if destination is None:
                 destination = _copied(piece, stored.dtype, target)
@@ -231,12 +237,14 @@ class Filling:
         self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:
         tensor = _allocate(stored, shape)
-        images = [piece for piece in pieces if piece.shared and _is_image(piece, stored)]
-        if images:
-            pieces = tuple([each for each in pieces if each not in images])
-        self._add(stored, pieces, tensor)
-        for piece in images:
-            self._finishers.append(partial(_from_image, tensor, self._window(stored, piece), piece))
+        plain = []
+        for piece in pieces:
+            if piece.shared and _is_image(piece, stored):
+                image = self._window(stored, piece)
+                self._finishers.append(partial(_from_image, tensor, image, piece))
+            else:
+                plain.append(piece)
+        self._add(stored, plain, tensor)
         if not stored.row.lazy:
             return tensor
         if "c" in stored.row.lazy:
@@ -351,8 +359,6 @@ def _from_image(target: torch.Tensor, image: torch.Tensor, piece: Piece) -> None
 def _moved_bytes(piece: Piece, target: torch.Tensor, base: int) -> RawBytes | None:
     """A plain copy of bytes for a piece, if it is a run of its chunk and of the target."""
     start, stop = piece.start, piece.stop
-    if piece.inside is None and piece.target is None:
-        return RawBytes(start, stop, base)
     item = target.itemsize
     if piece.inside is not None:
         first = flat_start(piece.shape, piece.inside)

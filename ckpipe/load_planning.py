@@ -166,7 +166,7 @@ class JoinedData(EntryTable):
         self.checksums: list[int] = []
         self.first_sums: list[int] = []
         self._numbers: dict[tuple[int, int], int] = {}
-        self._file_numbers: dict[tuple[int, int], int] = {}
+        self._parts: dict[int, _JoinedPart] = {}
         self._sums: dict[int, list[int]] = {}
 
     def number(self, part: int, entry: int) -> int:
@@ -174,34 +174,38 @@ class JoinedData(EntryTable):
         found = self._numbers.get((part, entry))
         if found is None:
             found = self._numbers[part, entry] = len(self.entries)
-            self._add(part, entry)
+            self._add(self._parts.get(part) or self._join(part), entry)
         return found
 
-    def _add(self, part: int, entry: int) -> None:
-        saved = self._bundle.parts[part]
-        row = self._bundle.layouts[saved.layout].entries[entry]
-        sums = self._first_sums(saved.layout)
-        self.entries.append(row)
-        self.entry_files.append(self._file(part, row.file))
-        self.begins.append(saved.files[row.file].header_bytes + row.offset)
-        self.first_sums.append(len(self.checksums))
-        self.checksums += saved.checksums[sums[entry] : sums[entry + 1]]
-
-    def _file(self, part: int, file: int) -> int:
-        number = self._file_numbers.get((part, file))
+    def _add(self, joined: _JoinedPart, entry: int) -> None:
+        part, entries, sums, numbers = joined
+        row = entries[entry]
+        number = numbers.get(row.file)
         if number is None:
-            saved = self._bundle.parts[part]
-            number = self._file_numbers[part, file] = len(self.files)
-            self.files.append(saved.files[file])
-            self.ranks.append(saved.rank)
-        return number
+            number = numbers[row.file] = len(self.files)
+            self.files.append(part.files[row.file])
+            self.ranks.append(part.rank)
+        self.entries.append(row)
+        self.entry_files.append(number)
+        self.begins.append(self.files[number].header_bytes + row.offset)
+        self.first_sums.append(len(self.checksums))
+        self.checksums += part.checksums[sums[entry] : sums[entry + 1]]
 
-    def _first_sums(self, layout: int) -> list[int]:
-        found = self._sums.get(layout)
-        if found is None:
-            counts = (chunk_count(row.nbytes) for row in self._bundle.layouts[layout].entries)
-            found = self._sums[layout] = list(accumulate(counts, initial=0))
-        return found
+    def _join(self, number: int) -> _JoinedPart:
+        part = self._bundle.parts[number]
+        entries = self._bundle.layouts[part.layout].entries
+        if part.layout not in self._sums:
+            counts = [chunk_count(row.nbytes) for row in entries]
+            self._sums[part.layout] = list(accumulate(counts, initial=0))
+        joined = self._parts[number] = _JoinedPart(part, entries, self._sums[part.layout], {})
+        return joined
+
+
+class _JoinedPart(NamedTuple):
+    part: Part
+    entries: tuple[EntryRow, ...]
+    first_sums: list[int]
+    files: dict[int, int]
 
 
 def entry_table(bundle: Bundle) -> EntryTable:

@@ -13,10 +13,12 @@ from ckpipe.stored_tensors import Region
 
 Interval = tuple[int, int]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def is_placed(obj: Any) -> bool:
     """Whether a tensor is a DTensor: a local tensor with a mesh and placements."""
-    return hasattr(obj, "device_mesh") and hasattr(obj, "placements")
+    return type(obj) not in _PLAIN and hasattr(obj, "device_mesh") and hasattr(obj, "placements")
 
 
 def local_tensor(obj: Any) -> torch.Tensor:

@@ -44,7 +44,8 @@ class Sources:
             part: The number of the part.
             tensor: The number of the tensor in its structure.
         """
-        rows = self.held(part).by_tensor.get(tensor, ())
+        held = self._by_part.get(part) or self.held(part)
+        rows = held.by_tensor.get(tensor, ())
         if len(rows) == 1 and rows[0].owner is None:
             return [(part, rows[0])]
         found: list[Candidate] = []
@@ -61,14 +62,6 @@ class Sources:
         if self._everything is None:
             self._everything = self._gathered()
         return self._everything.get(_key(row), [])
-
-    def shared(self, part: int, entry: int) -> bool:
-        """Whether an entry is memory that several tensors of its rank shared."""
-        return entry in self.held(part).shared
-
-    def entry_count(self, part: int) -> int:
-        """How many entries a part has."""
-        return self.held(part).entry_count
 
     def held(self, part: int) -> Held:
         """The chunks of a part, by tensor."""

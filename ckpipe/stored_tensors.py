@@ -148,14 +148,18 @@ class StoredTensors:
         if dtype is None:
             raise InvalidManifest(f"This dtype is unknown: {row.dtype!r:.100}", key=row.label)
         near = self._sources.named_by(part, inner)
-        stride = None
-        if len(near) == 1 and near[0][1].box is None:
-            stride = near[0][1].original_stride
+        if len(near) != 1 or near[0][1].box is not None:
+            return StoredTensor(number, row, dtype, None, near)
+        # The common case, for which a load does no more than it must.
+        ((owner, chunk),) = near
+        stride = chunk.original_stride
         if stride is not None and (
             len(stride) != len(row.shape) or overlaps_itself(row.shape, stride)
         ):
             raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=row.label)
-        return StoredTensor(number, row, dtype, stride, near)
+        stored = StoredTensor(number, row, dtype, stride, near)
+        stored.whole = (self._piece(stored, owner, chunk, row.shape, None, None),)
+        return stored
 
     def pieces(
         self, stored: StoredTensor, regions: tuple[Region, ...] | None = None
@@ -172,7 +176,7 @@ class StoredTensors:
         """
         if regions is None:
             if stored.whole is None:
-                stored.whole = self._find_whole(stored)
+                stored.whole = self._find(stored, (_all_of(stored.shape),))
             return stored.whole
         known = stored.parts = stored.parts or {}
         if regions not in known:
@@ -187,12 +191,6 @@ class StoredTensors:
         """Whether all of a tensor is a view of memory that several tensors shared."""
         pieces = self.pieces(stored)
         return len(pieces) == 1 and pieces[0].shared and pieces[0].target is None
-
-    def _find_whole(self, stored: StoredTensor) -> tuple[Piece, ...]:
-        near = stored.near
-        if len(near) == 1 and near[0][1].box is None:
-            return (self._piece(stored, *near[0], stored.shape, None, None),)
-        return self._find(stored, (_all_of(stored.shape),))
 
     def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[Piece, ...]:
         near = stored.near
@@ -214,7 +212,8 @@ class StoredTensors:
     ) -> tuple[list[tuple[Candidate, Box, Box]], list[Box]]:
         """Chunks with the part of each that is wanted, and where it goes; and what is missing."""
         dims = len(stored.shape)
-        boxes = [chunk_box(chunk, stored.shape) for _, chunk in candidates]
+        everything = whole(stored.shape)
+        boxes = [chunk.box or everything for _, chunk in candidates]
         if any(len(lower) != dims or len(upper) != dims for lower, upper in boxes):
             raise InvalidExtent("A box of it has a wrong number of dimensions", key=stored.label)
         index = BoxIndex(boxes)
@@ -224,19 +223,22 @@ class StoredTensors:
             parts, holes = index.cover(region.box)
             missing += holes
             shift = [low - at for low, at in zip(region.box[0], region.at, strict=True)]
-            for number, part in parts:
-                found.append((candidates[number], part, moved(part, shift)))
+            if any(shift):
+                found += [(candidates[n], part, moved(part, shift)) for n, part in parts]
+            else:
+                found += [(candidates[n], part, part) for n, part in parts]
         return found, missing
 
     def _part(self, stored: StoredTensor, candidate: Candidate, part: Box, target: Box) -> Piece:
         """A piece that is a part of a chunk, by its bounds in the global and in the own tensor."""
         number, chunk = candidate
-        box = chunk_box(chunk, stored.shape)
-        inside = None if part == box else moved(part, box[0])
-        everywhere = inside is None and target == whole(stored.shape)
-        return self._piece(
-            stored, number, chunk, box_shape(box), inside, None if everywhere else target
-        )
+        box = chunk_box(chunk, stored.row.shape)
+        shape, inside = box_shape(box), None
+        if part != box:
+            inside = moved(part, box[0])
+        elif target == whole(stored.row.shape):
+            return self._piece(stored, number, chunk, shape, None, None)
+        return self._piece(stored, number, chunk, shape, inside, target)
 
     def _piece(
         self,
@@ -248,16 +250,17 @@ class StoredTensors:
         target: Box | None,
     ) -> Piece:
         number, start, stride = chunk.entry, chunk.offset, chunk.stride
-        if stride is None:
-            stop = start + math.prod(shape) * stored.dtype.itemsize
-        else:
-            stop = start + _reach(shape, stride, stored) * stored.dtype.itemsize
-        if number is None or not 0 <= number < self._sources.entry_count(part):
-            raise InvalidExtent(f"Its entry {number} does not exist", key=stored.label)
+        reach = math.prod(shape) if stride is None else _reach(shape, stride, stored)
+        stop = start + reach * stored.dtype.itemsize
+        held = self._sources.held(part)
+        if number is None or not 0 <= number < held.entry_count:
+            raise InvalidExtent(f"Its entry {number} does not exist", key=stored.row.label)
         entry = self.data.number(part, number)
         if start < 0 or stop > self.data.entries[entry].nbytes:
-            raise InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.label)
-        shared = stride is not None or self._sources.shared(part, number)
+            raise InvalidExtent(
+                f"Bytes {start} to {stop} are not in its entry", key=stored.row.label
+            )
+        shared = stride is not None or number in held.shared
         return Piece(entry, start, stop, stride, shape, inside, target, shared)
 
 

@@ -58,7 +58,7 @@ class Targets:
             if self._first and self._first.intersection(c.entry for c in live.pieces):
                 self.filling.copy_later(live.stored, live.regions, live.tensor)
             else:
-                self.filling.live(live.stored, live.regions, live.tensor)
+                self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
 
     def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
