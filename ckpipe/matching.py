@@ -116,7 +116,10 @@ class Matching:
         return partial(_with_attributes, target, attributes)
 
     def match_value(self, target: Any, node: Node, label: str) -> Make:
-        if _is_container(target) or isinstance(target, torch.Tensor | np.ndarray):
+        combined = node[1] in self._rebuild.per_rank.values
+        if not combined and (
+            _is_container(target) or isinstance(target, torch.Tensor | np.ndarray)
+        ):
             raise _wrong_kind("a plain value", target, label)
         return self._rebuild.plan(node, label)
 

@@ -114,3 +114,24 @@ def _differing_tensors(
             if here != there or first.checksums[mine] != part.checksums[theirs]:
                 differing.add(tensor)
     return tuple(sorted(differing))
+
+
+def differ_privately(bundle: Bundle, holders: Sequence[tuple[int, int]]) -> bool:
+    """Whether parts hold a tensor of one label each for itself, and not alike.
+
+    Args:
+        bundle: An index.
+        holders: Parts, of structures of their own, with the number of the tensor in each.
+    """
+    if len(holders) < 2:
+        return False
+    found: list[tuple[Any, ...]] = []
+    shapes = set()
+    for number, tensor in holders:
+        part = bundle.parts[number]
+        row = bundle.structures[part.structure].tensors[tensor]
+        shapes.add((row.shape, row.dtype))
+        place = _private(bundle.layouts[part.layout]).get(tensor)
+        if place is not None:
+            found.append((place[0], part.checksums[place[1]]))
+    return len(shapes) > 1 or (len(found) == len(holders) and len(set(found)) > 1)

@@ -127,7 +127,7 @@ class Rebuild:
         copies = self.per_rank.values.get(number)
         if copies is None:
             return self._decoded(self._values[number], label)
-        if self._combine is None:
+        if self._combine is None or not copies:
             raise self.per_rank.refused(label)
         return self._combine(label, [self._decoded(each, label) for each in copies])
 
@@ -189,7 +189,7 @@ class Rebuild:
             raise self.per_rank.refused(label)
         row = stored[number].row
         copies = [
-            tensor_object(row, self._targets.filling.fresh(stored.of_part(part, inner, row)))
+            tensor_object(row, self._targets.filling.fresh(stored.of_part(part, inner)))
             for part, inner in self.per_rank.tensors[number]
         ]
         view = writable_view(live) if isinstance(live, torch.Tensor | np.ndarray) else None

@@ -26,7 +26,7 @@ from ckpipe.matching import Matching
 from ckpipe.per_rank import PerRankPolicy
 from ckpipe.reading import Reader, ReadTally, lane_buffers
 from ckpipe.rebuild import Make, Rebuild
-from ckpipe.saved_state import labels_of, state_for, without
+from ckpipe.saved_state import fitted, labels_of, state_for, without
 from ckpipe.selecting import pruned
 from ckpipe.sources import Sources
 from ckpipe.stored_tensors import StoredTensors
@@ -136,7 +136,9 @@ def _match(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> 
 
 
 def _match_all(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> _Matched:
-    saved = state_for(bundle, rank, world_size, request.per_rank)
+    fresh = request.into is None
+    saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
+    saved = saved if fresh else fitted(saved, request.into)
     data = entry_table(bundle)
     stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), data)
     targets = Targets(stored, cast=request.cast)

@@ -7,15 +7,19 @@ from the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ckpipe.errors import UnsupportedTopology
 from ckpipe.keys import Json, LabelFilter
 from ckpipe.manifest import Bundle, TensorRow
+from ckpipe.merged_trees import Member, MergedTree, Origin, paths
+from ckpipe.merging import differ_privately
 from ckpipe.per_rank import PerRankItems, PerRankPolicy
-from ckpipe.structure import Node
-from ckpipe.trees import children_of
+from ckpipe.stateful_objects import live_state
+from ckpipe.structure import Node, is_stateful
+from ckpipe.trees import MAPPINGS, children_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class SavedState:
         homes: For each tensor, a part that lists it, and its number there.
         values: Its inline values, encoded.
         per_rank: What of it belongs to a rank.
+        common: The labels that all ranks had, if not all had the same ones.
     """
 
     tree: Node
@@ -35,6 +40,7 @@ class SavedState:
     homes: Sequence[tuple[int, int]]
     values: Sequence[Json]
     per_rank: PerRankItems
+    common: frozenset[str] | None = None
 
 
 def state_of_part(bundle: Bundle, number: int) -> SavedState:
@@ -45,7 +51,9 @@ def state_of_part(bundle: Bundle, number: int) -> SavedState:
     return SavedState(structure.tree, structure.tensors, homes, part.values, PerRankItems())
 
 
-def state_for(bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy) -> SavedState:
+def state_for(
+    bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy, *, fresh: bool = True
+) -> SavedState:
     """The state that a rank of a world loads.
 
     Args:
@@ -53,29 +61,107 @@ def state_for(bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy)
         rank: The rank that loads.
         world_size: How many ranks load.
         policy: What becomes of values that belong to one rank each.
-
-    Raises:
-        UnsupportedTopology: If ranks saved different structures, and as many do not load.
+        fresh: Whether there is no target, which could have names that other ranks had.
     """
-    if world_size == bundle.world_size:
-        return state_of_part(bundle, rank)
-    if len(bundle.structures) > 1:
-        raise UnsupportedTopology(
-            f"The {bundle.world_size} ranks of the checkpoint saved states of different "
-            f"structure, which {world_size} cannot load yet",
-            step=bundle.id.step,
-            hint="Load it with as many ranks as saved it",
-        )
-    first = state_of_part(bundle, 0)
-    if policy == "rank0" or not bundle.per_rank:
-        return first
+    same = world_size == bundle.world_size
+    base = rank if same else 0
+    if len(bundle.structures) > 1 and not (same and fresh):
+        return _merged_state(bundle, base, None if same else policy)
+    saved = state_of_part(bundle, base)
+    if same or policy == "rank0" or not bundle.per_rank:
+        return saved
     differing, parts = bundle.per_rank[0], bundle.parts
     items = PerRankItems(
         policy if callable(policy) else None,
         {number: [(part, number) for part in range(len(parts))] for number in differing.tensors},
         {number: [part.values[number] for part in parts] for number in differing.values},
     )
-    return SavedState(first.tree, first.rows, first.homes, first.values, items)
+    return replace(saved, per_rank=items)
+
+
+def _merged_state(bundle: Bundle, base: int, policy: PerRankPolicy | None) -> SavedState:
+    """The state of ranks of different structures.
+
+    Args:
+        bundle: The checkpoint's index.
+        base: The part that goes before the others.
+        policy: What becomes of values that belong to one rank each; None if they are the base's.
+    """
+    members = {bundle.parts[base].structure: base}
+    for number, part in enumerate(bundle.parts):
+        members.setdefault(part.structure, number)
+    first_wins = policy is None or policy == "rank0"
+    merged = MergedTree(
+        [
+            Member(part, bundle.structures[structure], bundle.parts[part].values)
+            for structure, part in members.items()
+        ],
+        first_wins=first_wins,
+    )
+    items = PerRankItems()
+    if not first_wins:
+        combine = policy if callable(policy) else None
+        items = PerRankItems(combine, *_differing(bundle, merged))
+    homes = [origins[0] for origins in merged.tensor_origins]
+    common = frozenset.intersection(*[frozenset(paths(each.tree)) for each in bundle.structures])
+    return SavedState(merged.tree, merged.rows, homes, merged.values, items, common)
+
+
+def _differing(
+    bundle: Bundle, merged: MergedTree
+) -> tuple[dict[int, list[Origin]], dict[int, list[Json]]]:
+    """The tensors and values of a merged tree that belong to one rank each, with all of them."""
+    ranks = defaultdict(list)
+    for number, part in enumerate(bundle.parts):
+        ranks[part.structure].append(number)
+
+    def everywhere(origins: list[Origin]) -> list[Origin]:
+        found = [(p, n) for part, n in origins for p in ranks[bundle.parts[part].structure]]
+        return sorted(found)
+
+    tensors = {
+        number: everywhere(origins)
+        for number, origins in enumerate(merged.tensor_origins)
+        if any(n in bundle.per_rank[bundle.parts[p].structure].tensors for p, n in origins)
+        or differ_privately(bundle, origins)
+    }
+    values = {
+        number: [bundle.parts[p].values[n] for p, n in everywhere(origins)]
+        for number, origins in enumerate(merged.value_origins)
+        if number in merged.conflicts
+        or any(n in bundle.per_rank[bundle.parts[p].structure].values for p, n in origins)
+    }
+    return tensors, values
+
+
+def fitted(saved: SavedState, target: Any) -> SavedState:
+    """A state without the names that only some ranks had and the target has not.
+
+    Other ranks have them; what all ranks had is kept, and is unexpected if the target lacks it.
+    """
+    if saved.common is None:
+        return saved
+    return replace(saved, tree=_fitted(saved.tree, target, "", saved.common))
+
+
+def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node:
+    tag = node[0]
+    if tag in ("shared", "stateful"):
+        return [*node[:-1], _fitted(node[-1], target, label, common)]
+    if is_stateful(target) and not isinstance(target, type):
+        target = live_state(target)
+    if tag in MAPPINGS and isinstance(target, Mapping):
+        kept = [
+            (stored, _fitted(child, target[key], where, common) if key in target else child)
+            for stored, (key, child, where) in zip(node[1], children_of(node, label), strict=True)
+            if key in target or where in common
+        ]
+        return [tag, [key for key, _ in kept], [child for _, child in kept], *node[3:]]
+    if tag in ("list", "tuple") and isinstance(target, list | tuple):
+        pairs = zip(children_of(node, label), target, strict=False)
+        fits = [_fitted(child, live, where, common) for (_, child, where), live in pairs]
+        return [tag, [*fits, *node[1][len(fits) :]], *node[2:]]
+    return node
 
 
 def labels_of(saved: SavedState) -> frozenset[str]:
@@ -107,4 +193,12 @@ class _Without(LabelFilter):
         self.selects_all = False
 
     def __call__(self, label: str) -> bool:
-        return label not in self._labels and self._select(label)
+        return not self._left_out(label) and self._select(label)
+
+    def _left_out(self, label: str) -> bool:
+        end = len(label)
+        while end > 0:
+            if label[:end] in self._labels:
+                return True
+            end = label.rfind(".", 0, end)
+        return False

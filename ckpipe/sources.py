@@ -53,8 +53,7 @@ class Sources:
             if chunk.owner is None:
                 found.append((part, chunk))
             else:
-                row = self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
-                found += self._written(chunk.owner, chunk, row)
+                found += self._written(chunk.owner, chunk, self.row(part, tensor))
         return found
 
     def everywhere(self, row: TensorRow) -> list[Candidate]:
@@ -72,6 +71,10 @@ class Sources:
                 self._held[layout] = Held(self._bundle.layouts[layout])
             found = self._by_part[part] = self._held[layout]
         return found
+
+    def row(self, part: int, tensor: int) -> TensorRow:
+        """What a part's structure says of a tensor."""
+        return self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
 
     def number_in(self, part: int, row: TensorRow) -> int | None:
         """The number that a part has for the tensor of a label, shape and dtype, if it has it."""

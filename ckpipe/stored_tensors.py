@@ -132,13 +132,13 @@ class StoredTensors:
             known = self._known[number] = self._look_up(number, *self._homes[number])
         return known
 
-    def of_part(self, part: int, number: int, row: TensorRow) -> StoredTensor:
+    def of_part(self, part: int, number: int) -> StoredTensor:
         """The tensor as one part has it, under its number there.
 
         Raises:
             As subscription does.
         """
-        return self._look_up(number, part, number, row)
+        return self._look_up(number, part, number, self._sources.row(part, number))
 
     def _look_up(
         self, number: int, part: int, inner: int, row: TensorRow | None = None

@@ -1,0 +1,173 @@
+"""Loading what ranks saved that hold different names, as those of a pipeline or of experts do."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_states import load_as, store_ranks
+from stored_states import request
+from torch import nn
+
+from ckpipe.errors import PerRankValue, StructureMismatch
+from ckpipe.manifest import Bundle, Structure
+from ckpipe.merged_trees import Member, MergedTree, paths
+from ckpipe.structure import capture
+from ckpipe.testing import MemoryBackend
+
+
+def layer(n: int) -> torch.Tensor:
+    return torch.full((2, 3), float(n))
+
+
+def stage(*layers: int, **more: Any) -> dict[str, Any]:
+    """What a rank has that holds some of the layers."""
+    return {
+        "model": OrderedDict((f"layer{n}", {"w": layer(n)}) for n in layers),
+        "norm": torch.ones(2),
+        "lr": 0.5,
+        **more,
+    }
+
+
+def blank(*layers: int, **more: Any) -> dict[str, Any]:
+    state = stage(*layers, **more)
+    for each in state["model"].values():
+        each["w"].zero_()
+    return {**state, "norm": torch.zeros(2), "lr": 0.0}
+
+
+async def stored(*states: Any) -> tuple[MemoryBackend, Bundle]:
+    backend = MemoryBackend()
+    return backend, await store_ranks(backend, states)
+
+
+async def test_one_process_gets_the_names_of_all_ranks() -> None:
+    backend, bundle = await stored(stage(0, 1), stage(2), stage(3, 4))
+    assert len(bundle.structures) == 3
+    state = (await load_as(backend, bundle, 0, 1, request())).state
+    assert repr(state) == repr(stage(0, 1, 2, 3, 4))
+    target = blank(4, 3, 2, 1, 0)
+    await load_as(backend, bundle, 0, 1, request(target))
+    assert repr(target) == repr(stage(4, 3, 2, 1, 0))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_stages_may_be_cut_anew_in_any_number(world_size: int) -> None:
+    backend, bundle = await stored(stage(0, 1), stage(2), stage(3, 4))
+    for rank, layers in enumerate([(0,), (1, 2, 3), (4, 0)]):
+        if rank < world_size:
+            target = blank(*layers)
+            result = await load_as(backend, bundle, rank, world_size, request(target))
+            assert repr(target) == repr(stage(*layers))
+            assert (result.missing, result.unexpected) == ((), ())
+
+
+async def test_with_as_many_ranks_a_fresh_state_is_the_ranks_own() -> None:
+    backend, bundle = await stored(stage(0, seed=1), stage(2, seed=2))
+    for rank, own in enumerate([stage(0, seed=1), stage(2, seed=2)]):
+        assert repr((await load_as(backend, bundle, rank, 2, request())).state) == repr(own)
+        target = blank(2 - 2 * rank, seed=0)
+        await load_as(backend, bundle, rank, 2, request(target))
+        assert repr(target) == repr(stage(2 - 2 * rank, seed=rank + 1))
+
+
+async def test_what_no_rank_had_is_missing_and_what_all_had_is_unexpected() -> None:
+    backend, bundle = await stored(stage(0), stage(1))
+    with pytest.raises(StructureMismatch, match=r"missing.*layer7"):
+        await load_as(backend, bundle, 0, 3, request(blank(0, 7)))
+    without_norm = {key: item for key, item in blank(1).items() if key != "norm"}
+    with pytest.raises(StructureMismatch, match=r"unexpected.*norm"):
+        await load_as(backend, bundle, 0, 3, request(without_norm))
+
+
+async def test_modules_of_other_stages_find_their_parameters() -> None:
+    whole = [nn.Linear(3, 3) for _ in range(4)]
+    first = nn.ModuleDict({"a": whole[0], "b": whole[1]})
+    second = nn.ModuleDict({"c": whole[2], "d": whole[3]})
+    backend, bundle = await stored({"model": first}, {"model": second})
+    for rank, world_size, names in ((0, 1, "abcd"), (1, 2, "bc"), (2, 4, "c")):
+        module = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+        await load_as(backend, bundle, rank, world_size, request({"model": module}))
+        for name in names:
+            expected = whole["abcd".index(name)]
+            assert torch.equal(module[name].weight, expected.weight)
+
+
+async def test_values_that_differ_between_structures_belong_to_a_rank() -> None:
+    backend, bundle = await stored(
+        stage(0, seed=1, noise=torch.zeros(2), log=[1]),
+        stage(1, seed=2, noise=torch.ones(3), log=[1, 2]),
+    )
+    for key in ("seed", "noise", "log"):
+        target = {key: stage(0, seed=0, noise=torch.zeros(2), log=[0])[key]}
+        with pytest.raises(PerRankValue) as caught:
+            await load_as(backend, bundle, 0, 1, request(target, strict=False))
+        assert caught.value.key == key
+    target = blank(1, seed=9, noise=torch.ones(2), log=[9])
+    await load_as(backend, bundle, 0, 1, request(target, per_rank="drop"))
+    assert repr(target) == repr(stage(1, seed=9, noise=torch.ones(2), log=[9]))
+    await load_as(backend, bundle, 0, 1, request(target, per_rank="rank0"))
+    assert repr(target) == repr(stage(1, seed=1, noise=torch.zeros(2), log=[1]))
+
+    def longest(label: str, values: Any) -> Any:
+        assert len(values) == 2
+        return max(values, key=lambda each: each.numel()) if label == "noise" else max(values)
+
+    target = {"seed": 0, "noise": torch.zeros(3)}
+    await load_as(backend, bundle, 0, 1, request(target, per_rank=longest, strict=False))
+    assert repr(target) == repr({"seed": 2, "noise": torch.ones(3)})
+
+
+# Trees
+
+
+keys = st.sampled_from(["a", "b", "c", 1, "1"])
+trees = st.recursive(
+    st.integers(0, 2) | st.builds(lambda: None),
+    lambda inner: st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def member(part: int, state: Any) -> Member:
+    captured = capture(state)
+    return Member(part, Structure(captured.tree, (), len(captured.values)), captured.values)
+
+
+@given(st.dictionaries(keys, trees, max_size=4))
+def test_a_tree_merged_with_itself_is_itself(state: dict[Any, Any]) -> None:
+    merged = MergedTree([member(0, state), member(1, state)], first_wins=False)
+    assert merged.tree == member(0, state).structure.tree
+    assert merged.values == list(member(0, state).values)
+    assert not merged.conflicts
+
+
+@given(st.dictionaries(keys, trees, max_size=4), st.dictionaries(keys, trees, max_size=4))
+def test_a_merged_tree_has_the_keys_of_both(one: dict[Any, Any], other: dict[Any, Any]) -> None:
+    members = [member(0, one), member(1, other)]
+    merged = MergedTree(members, first_wins=True)
+    assert set(paths(members[0].structure.tree)) <= set(paths(merged.tree))
+    assert not merged.conflicts
+    disjoint = {("x", key): item for key, item in other.items()}
+    both = MergedTree([member(0, one), member(1, disjoint)], first_wins=False)
+    expected = member(0, {**one, **disjoint})
+    assert both.tree == expected.structure.tree
+    assert both.values == list(expected.values)
+
+
+def test_containers_in_several_places_stay_one() -> None:
+    def state(name: str) -> dict[str, Any]:
+        inner = {name: 1}
+        return {"x": inner, "y": inner, name: [inner]}
+
+    merged = MergedTree([member(0, state("a")), member(1, state("b"))], first_wins=False)
+    tree = merged.tree
+    assert tree[1] == ["x", "y", "a", "b"]
+    (tag, number, inner), *others = tree[2]
+    assert (tag, inner[1]) == ("shared", ["a", "b"])
+    assert others == [["ref", number], ["list", [["ref", number]]], ["list", [["ref", number]]]]
