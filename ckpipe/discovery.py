@@ -116,6 +116,24 @@ async def newest(backend: Backend) -> CheckpointInfo | None:
     return next((each for each in await discover(backend) if each.complete), None)
 
 
+async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:
+    """Makes sure that nobody has begun to delete a checkpoint; for who holds a lease on it.
+
+    Raises:
+        CheckpointIncomplete: If it has a tombstone.
+        StoreError: If the store failed.
+    """
+    try:
+        await backend.stat(tombstone_key(id))
+    except ObjectNotFound:
+        return
+    raise CheckpointIncomplete(
+        f"The checkpoint {id} was deleted just now",
+        step=id.step,
+        hint="Name another step, or none to load the newest complete one",
+    )
+
+
 async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
     """Reads and validates the index of a checkpoint.
 

@@ -14,9 +14,11 @@ from ckpipe.arena import Arena
 from ckpipe.attempts import open_attempt
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget
+from ckpipe.cadence import Cadence
 from ckpipe.choosing import choices
 from ckpipe.discovery import read_index
 from ckpipe.errors import (
+    CheckpointIncomplete,
     CkpipeError,
     CorruptCheckpoint,
     DrainTimeout,
@@ -25,10 +27,12 @@ from ckpipe.errors import (
     StoreError,
     UsageError,
 )
-from ckpipe.events import EventBus, SaveFailed, SaveStarted
+from ckpipe.events import CheckpointDamaged, EventBus, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.following import Follower
+from ckpipe.hooks import Hooks
 from ckpipe.housekeeping import Housekeeping
+from ckpipe.leases import Lease
 from ckpipe.lock import StateLock
 from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
@@ -55,10 +59,16 @@ class Engine(Housekeeping):
         lock: The state lock.
         events: Where events go.
         topology: Which rank this is, and how many save together.
+        hooks: Who is called on events.
     """
 
     def __init__(
-        self, settings: Settings, lock: StateLock, events: EventBus, topology: Topology
+        self,
+        settings: Settings,
+        lock: StateLock,
+        events: EventBus,
+        topology: Topology,
+        hooks: Hooks,
     ) -> None:
         self._settings, self._lock, self._events = settings, lock, events
         self._topology = topology
@@ -70,6 +80,8 @@ class Engine(Housekeeping):
         self._background: list[Exception] = []
         self._saved_final = False
         self._warming = anyio.Lock()
+        self.cadence = Cadence(settings.save_every_steps, settings.save_every_seconds)
+        self.hooks = hooks
 
     @property
     def site(self) -> Site:
@@ -88,13 +100,19 @@ class Engine(Housekeeping):
             )
             self._site = self._make_site(backend, patient, attempt)
             self._follower = Follower(self._site)
+            lease = Lease(patient, attempt.partition("Z-")[2])
             try:
                 async with anyio.create_task_group() as self._tasks:
+                    # Its first object comes with the first renewal: the claim is as new as that.
+                    self._tasks.start_soon(lease.keep, name="lease of the attempt")
+                    await self._tasks.start(self.hooks.serve, self._background.append)
                     task_status.started()
                     await self._stop.wait()
                     self._tasks.cancel_scope.cancel()
             finally:
                 self._site.arena.close()
+                with anyio.CancelScope(shield=True):
+                    await lease.release()
 
     def _create_backend(self) -> Backend:
         url = self._settings.url
@@ -124,6 +142,7 @@ class Engine(Housekeeping):
         """Accepts a save and starts it."""
         step = self._next_step if step is None else step
         self._next_step = step + 1
+        self.cadence.begin_at(step)
         id = CheckpointId(self.site.attempt, step, self._counts[step])
         self._counts[step] += 1
         save = Save(id, self.site.rank, request)
@@ -264,6 +283,10 @@ class Engine(Housekeeping):
                 await ended.wait()
         for save in list(self._active):
             await self._give_up(save, limit)
+        with anyio.move_on_after(limit):
+            await self.hooks.drained()
+        if late := self.hooks.describe_running():
+            logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
 
     async def _give_up(self, save: Save, limit: float) -> None:
         if not save.committed.done():
@@ -305,23 +328,33 @@ class Engine(Housekeeping):
         for info in await choices(self.site, which, call, fallback=fallback):
             try:
                 return await self._load(info, request)
+            except CheckpointIncomplete:
+                if which is not None or self.site.world_size > 1:
+                    raise
+                # It was the newest, and was deleted between the list and the lease.
+                return await self.load(None, request, fallback=fallback)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not fallback:
                     raise
                 tried.append(error)
-                logger.error("Falling back from the damaged checkpoint %s: %s", info.id, error)
-                warnings.warn(f"{info.id} is damaged: {error}", RuntimeWarning, stacklevel=2)
+                self._tell_damaged(info, error)
         if tried:
+            tried[0].add_note(f"None of the {len(tried)} checkpoints that could serve is whole")
             raise tried[0]
         return None
 
+    def _tell_damaged(self, info: CheckpointInfo, error: CorruptCheckpoint) -> None:
+        told = f"{type(error).__name__}: {error}"
+        self._events.emit(CheckpointDamaged(info.id, info.step, self.site.rank, told))
+        warnings.warn(f"{info.id} is damaged: {told}", RuntimeWarning, stacklevel=2)
+
     async def _load(self, info: CheckpointInfo, request: LoadRequest) -> LoadResult:
         site = self.site
-        site.loading[info.id] += 1
-        try:
+
+        async def work() -> LoadResult:
             bundle = await read_index(site.patient, info.key)
-            result = await restore(
+            return await restore(
                 site.patient,
                 bundle,
                 request,
@@ -330,10 +363,11 @@ class Engine(Housekeeping):
                 rank=site.rank,
                 world_size=site.world_size,
             )
-        finally:
-            site.loading[info.id] -= 1
+
+        result = await site.reading(info.key, work)
         site.resumed_from = info.id
         self._next_step = info.step + 1
+        self.cadence.begin_at(info.step)
         return result
 
     def is_writing(self, id: CheckpointId) -> bool:

@@ -134,6 +134,17 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointDamaged(Event):
+    """A load found a checkpoint damaged, and goes on to an older one if there is one.
+
+    Args:
+        error: What is damaged, and how.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pruned(Event):
     """Retention removed a checkpoint.
 
@@ -171,6 +182,7 @@ class EventBus:
 
 _LEVELS: dict[type[Event], int] = {
     SaveFailed: logging.ERROR,
+    CheckpointDamaged: logging.ERROR,
     SaveSkipped: logging.WARNING,
     Retrying: logging.WARNING,
     IncompleteCheckpoint: logging.WARNING,

@@ -46,27 +46,28 @@ class Housekeeping(abc.ABC):
         """Reads and checks every byte of a checkpoint."""
         site = self.site
         info = await find_healed(site.patient, which)
-        site.loading[info.id] += 1
-        try:
+
+        async def work() -> VerifyResult:
             bundle = await read_index(site.patient, info.key)
             lanes = site.settings.load.lanes
             return await verify(site.patient, bundle, site.arena, lanes=lanes)
+
+        try:
+            return await site.reading(info.key, work)
         except CorruptCheckpoint as error:
             raise error.located(step=info.step) from error.__cause__
-        finally:
-            site.loading[info.id] -= 1
 
     async def delete(self, which: int | str) -> None:
         """Deletes a checkpoint, also an incomplete one if its exact id is given."""
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
             id = (await find_healed(self.site.patient, which)).key
-        protected = self.site.protected().get(str(id))
+        protected = (await self.site.protected_by_all()).get(str(id))
         if protected or self.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: {protected or 'it is being written'}", step=id.step
             )
-        await pruning.delete(self.site.patient, id)
+        await pruning.retire(self.site.patient, id)
 
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""
@@ -78,10 +79,7 @@ class Housekeeping(abc.ABC):
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""
-        site = self.site
-        if not dry_run:
-            return await site.prune()
-        return await pruning.decide_on(site.patient, site.rule, site.protected(), site.facts)
+        return await (self.site.decide() if dry_run else self.site.prune())
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """The complete checkpoint with the best value of a metric."""

@@ -3,19 +3,35 @@
 A lease is a small object below ``.ckpipe/leases/<subject>/`` that its holder renews by creating
 further ones. It is live while the newest of them is young, by the store's own clock, so that a
 crash ends it without anybody's help.
+
+**Why nothing is deleted under a reader.** A reader creates its lease and then looks for a
+tombstone; who deletes creates the tombstone and then looks for leases. Lists are consistent, so at
+least one of the two sees the other: the reader takes another checkpoint, or the data stays until
+the lease has ended.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime, timedelta
+from typing import TypeVar
+
+import anyio
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.errors import StoreError
 from ckpipe.object_names import LEASES, lease_key
+
+logger = logging.getLogger("ckpipe")
+T = TypeVar("T")
 
 LEASE_LIFE = timedelta(minutes=15)
 """How old the newest object of a live lease is at most."""
+
+RENEW_EVERY = LEASE_LIFE / 5
+"""How long a holder waits before it renews its lease: several renewals may fail in a row."""
 
 
 def live_subjects(
@@ -59,4 +75,117 @@ async def store_time(backend: Backend) -> datetime:
         await backend.delete([key])
 
 
-__all__ = ["LEASE_LIFE", "live_subjects", "read_leases", "store_time"]
+async def leased(backend: Backend) -> set[str]:
+    """The checkpoints and launches under a live lease, by the store's own clock.
+
+    Costs one list, and three requests more if there are leases at all.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    leases = await read_leases(backend)
+    return live_subjects(leases, await store_time(backend)) if leases else set()
+
+
+async def is_leased(backend: Backend, subject: str) -> bool:
+    """Whether one checkpoint or launch is under a live lease, by the store's own clock.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    leases = [each async for each in backend.list(f"{LEASES}{subject}/")]
+    return bool(leases) and bool(live_subjects(leases, await store_time(backend)))
+
+
+class Lease:
+    """One holder's lease, which is there from :meth:`renew` to :meth:`release`.
+
+    Neither raises if the store fails: reading goes before being protected while reading.
+
+    Args:
+        backend: The store.
+        subject: The checkpoint that is being read, or the id of the attempt that is running.
+    """
+
+    def __init__(self, backend: Backend, subject: str) -> None:
+        self._backend, self._subject = backend, subject
+        self._holder, self._renewals = secrets.token_hex(8), 0
+        self._written: list[str] = []
+
+    async def renew(self) -> None:
+        """Takes the lease, or takes it again for another :data:`LEASE_LIFE`."""
+        key = lease_key(self._subject, self._holder, self._renewals)
+        self._renewals += 1
+        # Noted first, since an answer that is lost leaves the object behind.
+        older, self._written = self._written, [*self._written, key]
+        try:
+            await self._backend.put(key, b"{}", PutMode.CREATE)
+            await self._backend.delete(older)
+        except StoreError as error:
+            logger.warning("A lease on %s could not be renewed: %s", self._subject, error)
+            return
+        self._written = [key]
+
+    async def keep(self, every: timedelta = RENEW_EVERY) -> None:
+        """Renews the lease now and then until it is cancelled."""
+        while True:
+            await anyio.sleep(every.total_seconds())
+            await self.renew()
+
+    async def release(self) -> None:
+        """Ends the lease; without it the lease ends by its age."""
+        if not self._written:
+            return
+        try:
+            await self._backend.delete(self._written)
+        except StoreError as error:
+            logger.warning("The lease on %s could not be released: %s", self._subject, error)
+
+
+async def under_lease(
+    backend: Backend,
+    subject: str,
+    work: Callable[[], Awaitable[T]],
+    *,
+    every: timedelta = RENEW_EVERY,
+) -> T:
+    """Does something while nobody may delete what it is about.
+
+    Args:
+        backend: The store.
+        subject: The checkpoint that is being read.
+        work: What to do; begins when the lease is there.
+        every: How often the lease is renewed.
+
+    Returns:
+        What the work returns, and it raises what the work raises.
+    """
+    lease, failure = Lease(backend, subject), None
+    try:
+        await lease.renew()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lease.keep, every, name=f"lease on {subject}")
+            try:
+                result = await work()
+            except Exception as error:  # raised below, so that it comes without a group
+                failure = error
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await lease.release()
+    if failure is not None:
+        raise failure
+    return result
+
+
+__all__ = [
+    "LEASE_LIFE",
+    "RENEW_EVERY",
+    "Lease",
+    "is_leased",
+    "leased",
+    "live_subjects",
+    "read_leases",
+    "store_time",
+    "under_lease",
+]

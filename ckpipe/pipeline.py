@@ -10,13 +10,13 @@ from typing import Any, Literal, Self, TypeVar
 import anyio
 from torch.optim import Optimizer
 
-from ckpipe.events import EventBus
+from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.handles import SaveHandle
 from ckpipe.keys import label_filter
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import wait_for
 from ckpipe.per_rank import PerRankPolicy
-from ckpipe.pipeline_core import Guarded, PipelineCore, Which, raise_or_warn, which
+from ckpipe.pipeline_core import Guarded, Hook, PipelineCore, Which, raise_or_warn, which
 from ckpipe.retention import Decision
 from ckpipe.settings import Settings
 from ckpipe.sweeping import SweepReport
@@ -276,6 +276,54 @@ class Pipeline:
             StoreError: If the store failed; sweeping again goes on where it stopped.
         """
         return await self._run(self._core.engine.sweep, dry_run=dry_run)
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
+
+        Takes microseconds and asks nobody. A mark that was skipped, or passed before a crash, is
+        made up for at the next step asked about. Asking changes nothing: the answer stays yes
+        until a save has begun.
+
+        Args:
+            step: The step that has just been taken.
+
+        Raises:
+            SettingsError: If neither is set.
+            PipelineClosed: If the pipeline is not open.
+        """
+        return self._core.should_save(step)
+
+    def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
+        """Has a function called whenever a state has been copied.
+
+        A plain function runs in a thread of its own, a coroutine function on the pipeline's own
+        event loop, which it must not block. No save waits for it. It is called for one event
+        after the other; leaving the pipeline waits for it, for ``drain_timeout_seconds`` at most.
+        What it raises is logged, and raises or warns like a failed save that nobody waited for.
+
+        Args:
+            hook: Takes the event.
+
+        Returns:
+            The hook, so that this may stand above it as a decorator.
+        """
+        self._core.hooks.add(Staged, hook)
+        return hook
+
+    def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
+        """Has a function called whenever this rank's part is durable; see :meth:`on_staged`."""
+        self._core.hooks.add(RankCommitted, hook)
+        return hook
+
+    def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
+        """Has a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
+        self._core.hooks.add(Completed, hook)
+        return hook
+
+    def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
+        """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
+        self._core.hooks.add(SaveFailed, hook)
+        return hook
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every ``step()`` of these optimizers wait for copies under way, until closing."""

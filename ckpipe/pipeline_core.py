@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from ckpipe import cuda
 from ckpipe.engine import Engine
-from ckpipe.errors import PipelineClosed, SettingsError, UsageError
-from ckpipe.events import EventBus
+from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.events import Event, EventBus
 from ckpipe.guard import StepGuard, guard
+from ckpipe.hooks import Hooks
 from ckpipe.keys import LabelFilter, encode_float
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
@@ -24,12 +25,16 @@ from ckpipe.per_rank import PerRankPolicy
 from ckpipe.restore import LoadRequest
 from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
-from ckpipe.topology import ALONE, find_topology
+from ckpipe.topology import ALONE, Topology, find_topology
 from ckpipe.types import CheckpointInfo
 
 T = TypeVar("T")
 Which = int | str | CheckpointInfo
 """A step, the exact id of a checkpoint, or what is known of one."""
+
+E = TypeVar("E", bound=Event)
+Hook = Callable[[E], object]
+"""A function or coroutine function of the user's that takes an event."""
 
 Guarded = Optimizer | Iterable[Optimizer] | None
 
@@ -59,6 +64,7 @@ class PipelineCore:
             )
         self.lock = StateLock()
         self.events = EventBus()
+        self.hooks = Hooks(self.events)
         self._guards: list[StepGuard] = []
         self._loop: LoopThread | None = None
         self._engine: Engine | None = None
@@ -74,8 +80,9 @@ class PipelineCore:
                 "A pipeline is entered once", hint="Make a new one to go on saving"
             )
         topology = ALONE if self.settings.solo else find_topology()
+        _check_topology(self.settings, topology)
         self._loop = LoopThread("ckpipe")
-        self._engine = Engine(self.settings, self.lock, self.events, topology)
+        self._engine = Engine(self.settings, self.lock, self.events, topology, self.hooks)
         try:
             self._served, _ = self._loop.portal.start_task(self._engine.serve)
         except BaseException:
@@ -168,8 +175,8 @@ class PipelineCore:
                 f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
             )
         owners = self._owners(step) if until == "captured" else ()
-        if step is not None and (type(step) is not int or not 0 <= step < 10**12):
-            raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
+        if step is not None:
+            _check_step(step)
         self.lock.check_capture_allowed()
         return SaveRequest(
             state,
@@ -193,6 +200,18 @@ class PipelineCore:
                 hint="Open the pipeline with guard=optimizer, or save with until='staged'",
             )
         return owners
+
+    def should_save(self, step: int) -> bool:
+        """Whether the settings ask for a save at a step."""
+        cadence = self.engine.cadence
+        _check_step(step)
+        if not cadence.is_set:
+            raise SettingsError(
+                "Nothing says when to save",
+                step=step,
+                hint="Set save_every_steps or save_every_seconds",
+            )
+        return cadence.due(step)
 
     def load_request(
         self,
@@ -235,6 +254,20 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
         for other in failures[1:]:
             error.add_note(f"Besides: {other!r}")
         raise error
+
+
+def _check_topology(settings: Settings, topology: Topology) -> None:
+    if topology.world_size > 1 and settings.save_every_seconds is not None:
+        raise UnsupportedTopology(
+            "Clocks of several ranks do not agree on the step to save at",
+            rank=topology.rank,
+            hint="Set save_every_steps instead of save_every_seconds",
+        )
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or not 0 <= step < 10**12:
+        raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
 
 
 def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:

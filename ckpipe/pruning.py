@@ -9,6 +9,10 @@ cannot bring it back to life.
 With many ranks, the one whose request created the index prunes: it knows before anybody else that
 there is a newer checkpoint, and there is exactly one such rank. Nothing depends on that. Ranks
 that prune at the same time create one tombstone and delete what others may have deleted already.
+
+Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
+appear at the last moment, the tombstone stays and the data waits for the lease to end
+(:mod:`ckpipe.leases` says why this has no gap).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from ckpipe.backend import Backend, PutMode
 from ckpipe.discovery import discover, read_index
 from ckpipe.errors import CorruptCheckpoint, ObjectExists
 from ckpipe.keys import decode_float
+from ckpipe.leases import is_leased
 from ckpipe.object_names import DELETED, index_key, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -41,6 +46,28 @@ async def delete(backend: Backend, id: CheckpointId) -> None:
     await _remove(backend, id)
 
 
+async def retire(backend: Backend, id: CheckpointId) -> bool:
+    """Deletes a checkpoint for everybody who does not hold a lease on it already.
+
+    Returns:
+        Whether its data is gone. If not, somebody is reading it, and
+        :func:`finish_deletions` removes it once that has ended.
+
+    Raises:
+        StoreError: If the store failed; retiring again goes on where it stopped.
+    """
+    with contextlib.suppress(ObjectExists):
+        await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
+    return await _remove_unless_leased(backend, id)
+
+
+async def _remove_unless_leased(backend: Backend, id: CheckpointId) -> bool:
+    if await is_leased(backend, str(id)):
+        return False
+    await _remove(backend, id)
+    return True
+
+
 async def _remove(backend: Backend, id: CheckpointId) -> None:
     await backend.delete([index_key(id)])
     below = prefix(id)
@@ -54,7 +81,7 @@ async def _remove(backend: Backend, id: CheckpointId) -> None:
 async def finish_deletions(
     backend: Backend, finished: set[CheckpointId], *, forget_before: datetime
 ) -> None:
-    """Goes on with deletions that a crash cut short, and forgets old tombstones.
+    """Goes on with deletions that a crash or a reader held up, and forgets old tombstones.
 
     Args:
         backend: The store.
@@ -72,7 +99,8 @@ async def finish_deletions(
         forgotten = each.modified < forget_before
         # Once more before the tombstone goes: a straggler may have written since.
         if forgotten or id not in finished:
-            await _remove(backend, id)
+            if not await _remove_unless_leased(backend, id):
+                continue
             finished.add(id)
         if forgotten:
             old.append(each.key)
@@ -180,8 +208,8 @@ async def prune(
     for name in decision.remove:
         id = CheckpointId.parse(name)
         assert id is not None
-        await delete(backend, id)
-        finished.add(id)
+        if await retire(backend, id):
+            finished.add(id)
     return decision
 
 

@@ -214,6 +214,13 @@ class Settings(BaseSettings):
     """How long after its own commit a rank, at a later save, calls a checkpoint incomplete that
     other ranks have not committed, in seconds. It tells so by an event and goes on."""
 
+    save_every_steps: int | None = Field(None, ge=1)
+    """The distance of the steps at which ``should_save`` asks for a save: their multiples."""
+
+    save_every_seconds: float | None = Field(None, gt=0)
+    """The longest time between saves, in seconds, as far as ``should_save`` is asked. For one
+    rank only, since the clocks of several do not agree on a step."""
+
     on_busy: Literal["wait", "skip", "fail"] = "wait"
     """What ``save`` does while earlier saves hold the staging memory."""
 

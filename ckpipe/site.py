@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -19,11 +20,13 @@ from ckpipe.backend import Backend, UploadLimits
 from ckpipe.budget import ByteBudget, Ration
 from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
+from ckpipe.discovery import check_not_deleted
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.events import EventBus
+from ckpipe.leases import leased, under_lease
 from ckpipe.lock import StateLock
 from ckpipe.planning import Planner
-from ckpipe.pruning import Facts, prune
+from ckpipe.pruning import Facts, decide_on, prune
 from ckpipe.retention import Decision, Rule
 from ckpipe.saving import Program, Save, SkipSave
 from ckpipe.structure import Captured
@@ -31,6 +34,8 @@ from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
+
+T = TypeVar("T")
 
 UNKNOWN_BYTES = 1 << 40
 """What counts as available where the system does not say."""
@@ -83,6 +88,41 @@ class Site:
             kept[self.resumed_from] = "this run resumed from it"
         return kept
 
+    async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
+        """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
+
+        Raises:
+            CheckpointIncomplete: If it is being deleted already.
+            StoreError: If the store failed.
+        """
+
+        async def once_sure() -> T:
+            await check_not_deleted(self.patient, id)
+            return await work()
+
+        self.loading[str(id)] += 1
+        try:
+            return await under_lease(self.patient, str(id), once_sure)
+        finally:
+            self.loading[str(id)] -= 1
+
+    async def protected_by_all(self) -> dict[str, str]:
+        """Ids that retention must not remove, also since others are loading them.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        leases = await leased(self.patient)
+        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
+
+    async def decide(self) -> Decision:
+        """What :meth:`prune` would do, and why.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        return await decide_on(self.patient, self.rule, await self.protected_by_all(), self.facts)
+
     async def prune(self) -> Decision:
         """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
 
@@ -93,7 +133,7 @@ class Site:
         return await prune(
             self.patient,
             self.rule,
-            self.protected(),
+            await self.protected_by_all(),
             self.facts,
             self.deleted,
             sweep_after=sweep_after,

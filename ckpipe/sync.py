@@ -9,12 +9,12 @@ from typing import Any, Literal, Self
 
 from torch.optim import Optimizer
 
-from ckpipe.events import EventBus
+from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.keys import label_filter
 from ckpipe.lock import StateLock
 from ckpipe.per_rank import PerRankPolicy
-from ckpipe.pipeline_core import Guarded, PipelineCore, Which, raise_or_warn, which
+from ckpipe.pipeline_core import Guarded, Hook, PipelineCore, Which, raise_or_warn, which
 from ckpipe.retention import Decision
 from ckpipe.settings import Settings
 from ckpipe.sweeping import SweepReport
@@ -155,6 +155,33 @@ class SyncPipeline:
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
         return self._core.submit(self._core.engine.sweep, dry_run=dry_run).result()
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save at this step. See :meth:`ckpipe.Pipeline.should_save`."""
+        return self._core.should_save(step)
+
+    def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
+        """Has a function called whenever a state has been copied.
+
+        See :meth:`ckpipe.Pipeline.on_staged`.
+        """
+        self._core.hooks.add(Staged, hook)
+        return hook
+
+    def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
+        """Has a function called whenever this rank's part is durable; see :meth:`on_staged`."""
+        self._core.hooks.add(RankCommitted, hook)
+        return hook
+
+    def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
+        """Has a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
+        self._core.hooks.add(Completed, hook)
+        return hook
+
+    def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
+        """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
+        self._core.hooks.add(SaveFailed, hook)
+        return hook
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every ``step()`` of these optimizers wait for copies under way, until closing."""

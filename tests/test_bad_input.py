@@ -21,7 +21,7 @@ import torch
 from pipelines import same, small_state
 
 import ckpipe
-from ckpipe import errors
+from ckpipe import errors, events
 from ckpipe.checksum import crc32c
 from ckpipe.sealed_json import seal, unseal
 
@@ -298,10 +298,18 @@ def test_fallback_loads_the_newest_that_is_whole(saved: Path) -> None:
     damaged = save_one(saved, small_state(6), step=6)
     path = next(saved.glob(f"{damaged.id}/*.safetensors"))
     os.truncate(path, 10)
-    with pytest.warns(RuntimeWarning, match="step-000000000006.* is damaged"):
-        result = load_one(saved, fallback=True)
+    told: list[events.Event] = []
+    with ckpipe.SyncPipeline(saved) as pipeline:
+        pipeline.events.add(told.append)
+        with pytest.warns(RuntimeWarning, match="step-000000000006.* is damaged: Truncated"):
+            result = pipeline.load(fallback=True)
+    assert result is not None
     assert result.step == 5
     assert same(result.state, small_state(5))
+    (event,) = told
+    assert isinstance(event, events.CheckpointDamaged)
+    assert (event.id, event.step) == (damaged.id, 6)
+    assert "TruncatedObject" in event.error
 
 
 def flipped(path: Path, number: int) -> bytes:

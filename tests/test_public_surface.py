@@ -53,6 +53,11 @@ _PIPELINE = {
     "prune": "(self, *, dry_run: bool = False) -> Decision",
     "sweep": "(self, *, dry_run: bool = False) -> SweepReport",
     "steps": "(self) -> list[CheckpointInfo]",
+    "on_committed": "(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]",
+    "on_complete": "(self, hook: Hook[Completed]) -> Hook[Completed]",
+    "on_failed": "(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]",
+    "on_staged": "(self, hook: Hook[Staged]) -> Hook[Staged]",
+    "should_save": "(self, step: int) -> bool",
     "unpin": "(self, step: Which) -> None",
     "verify": "(self, step: Which) -> VerifyResult",
     "events": "property -> EventBus",
@@ -116,7 +121,7 @@ FUNCTIONS = {
 }
 SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
-    on_busy on_error drain_timeout_seconds pickle
+    save_every_steps save_every_seconds on_busy on_error drain_timeout_seconds pickle
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds

@@ -1,0 +1,278 @@
+"""Checkpoints that somebody reads stay, whoever prunes; what a crashed reader held goes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.backend import ObjectInfo, PutMode
+from ckpipe.leases import LEASE_LIFE, Lease, live_subjects, under_lease
+from ckpipe.object_names import LEASES, index_key, lease_key, tombstone_key
+from ckpipe.pruning import delete, finish_deletions, prune, retire
+from ckpipe.retention import KeepLast
+from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
+from ckpipe.testing.wrapping import Operation
+from ckpipe.types import CheckpointId
+from ckpipe_local import LocalBackend
+
+STATE: dict[str, Any] = {"a": torch.ones(1000)}
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+async def keys(backend: ckpipe.Backend, prefix: str = "") -> list[str]:
+    return sorted([each.key async for each in backend.list(prefix)])
+
+
+def held_load(store: Stores, **which: Any) -> tuple[threading.Thread, list[ckpipe.LoadResult]]:
+    """Begins to load in a pipeline of its own, which is stopped at the first data."""
+    loaded: list[ckpipe.LoadResult] = []
+
+    def load() -> None:
+        with ckpipe.SyncPipeline(store.url) as reader:
+            result = reader.load(**which)
+            assert result is not None
+            loaded.append(result)
+
+    store.slow.hold("view", "read_into")
+    thread = threading.Thread(target=load)
+    thread.start()
+    store.slow.gate.wait_until_held()
+    return thread, loaded
+
+
+def test_what_another_pipeline_loads_is_not_pruned(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as writer:
+        for step in range(3):
+            writer.save(STATE, step=step, until="committed")
+    reader, loaded = held_load(store, step=0)
+    with ckpipe.SyncPipeline(store.url, keep_last=1) as writer:
+        planned = writer.prune(dry_run=True)
+        assert writer.prune() == planned
+        assert [each.step for each in writer.steps()] == [0, 2]
+        (leased,) = [each.id for each in writer.steps() if each.step == 0]
+        assert "lease" in planned.reasons[leased]
+        with pytest.raises(errors.UsageError, match="lease"):
+            writer.delete(leased)
+        store.slow.release()
+        reader.join(30)
+        assert [each.step for each in loaded] == [0]
+        writer.prune()
+        assert [each.step for each in writer.steps()] == [2]
+    assert not [key for key in anyio.run(keys, store.memory) if key.startswith(LEASES)]
+
+
+def test_what_a_crashed_reader_held_is_pruned_once_its_lease_is_old(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        first = pipeline.save(STATE, step=0, until="committed").id
+
+        async def crash() -> None:
+            async with LocalBackend(str(tmp_path)) as backend:
+                await Lease(backend, first).renew()
+
+        anyio.run(crash)
+        pipeline.save(STATE, step=1, until="committed")
+        pipeline.prune()
+        assert [each.step for each in pipeline.steps()] == [0, 1]
+        (lease,) = [path for path in (tmp_path / LEASES / first).iterdir() if path.is_file()]
+        old = lease.stat().st_mtime - LEASE_LIFE.total_seconds() - 1
+        os.utime(lease, (old, old))
+        pipeline.prune()
+        assert [each.step for each in pipeline.steps()] == [1]
+
+
+def found(subject: str, age: float, holder: str = "x", renewal: int = 0) -> ObjectInfo:
+    modified = datetime(2025, 1, 1, tzinfo=UTC) - timedelta(seconds=age)
+    return ObjectInfo(lease_key(subject, holder, renewal), 2, modified)
+
+
+def test_a_lease_lives_as_long_as_its_newest_object_is_young() -> None:
+    now, life = datetime(2025, 1, 1, tzinfo=UTC), timedelta(seconds=60)
+    leases = [found("a", 61), found("a", 59, renewal=1), found("b", 61), found("c", 60)]
+    assert live_subjects(leases, now, life) == {"a", "c"}
+
+
+def saved(step: int) -> CheckpointId:
+    return CheckpointId("20250101T000000000Z-x", step, 0)
+
+
+async def with_checkpoints(*steps: int) -> FaultyBackend:
+    backend = FaultyBackend(MemoryBackend())
+    for step in steps:
+        await backend.put(f"{saved(step)}/rank-00000.safetensors", b"data", PutMode.CREATE)
+        await backend.put(index_key(saved(step)), b"{}", PutMode.CREATE)
+    return backend
+
+
+def lies_below(id: CheckpointId, found: list[str]) -> list[str]:
+    return [key for key in found if key.startswith(str(id))]
+
+
+async def test_a_lease_that_comes_before_the_tombstone_keeps_the_data() -> None:
+    backend = await with_checkpoints(1)
+    lease = Lease(backend.inner, str(saved(1)))
+    await lease.renew()
+    assert not await retire(backend, saved(1))
+    assert len(lies_below(saved(1), await keys(backend))) == 2
+    finished: set[CheckpointId] = set()
+    # However old the tombstone is, it is not forgotten while there is data.
+    await finish_deletions(backend, finished, forget_before=datetime.max.replace(tzinfo=UTC))
+    assert len(lies_below(saved(1), await keys(backend))) == 2
+    assert tombstone_key(saved(1)) in await keys(backend)
+    await lease.release()
+    await finish_deletions(backend, finished, forget_before=LONG_AGO)
+    assert lies_below(saved(1), await keys(backend)) == []
+    assert finished == {saved(1)}
+
+
+@pytest.mark.parametrize("landing", list(Landing))
+async def test_a_lease_is_found_whenever_it_comes_before_a_reader_may_begin(
+    landing: Landing,
+) -> None:
+    """At every operation of a deletion a reader comes: it reads whole data, or is turned away."""
+    for number in range(1, 100):
+        backend = await with_checkpoints(1)
+        memory = backend.inner
+        before = len(backend.operations)
+        verdicts: list[bool] = []
+
+        async def read(memory: Any = memory, verdicts: list[bool] = verdicts) -> None:
+            lease = Lease(memory, str(saved(1)))
+            await lease.renew()
+            allowed = tombstone_key(saved(1)) not in await keys(memory)
+            verdicts.append(allowed)
+
+        def come(_: Operation, read: Any = read) -> None:
+            thread = threading.Thread(target=anyio.run, args=(read,))
+            thread.start()
+            thread.join()
+
+        backend.call(come, before + number, landing)
+        gone = await retire(backend, saved(1))
+        if not verdicts:
+            assert number > 4
+            return
+        whole = len(lies_below(saved(1), await keys(backend))) == 2
+        assert not verdicts[0] or (whole and not gone)
+
+
+def test_the_newest_that_is_deleted_under_a_reader_gives_way_to_the_next(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        infos = [pipeline.save(STATE, step=step).wait() for step in range(3)]
+
+        def remove(operation: Operation) -> None:
+            id = CheckpointId.parse(infos[2].id)
+            assert id is not None
+            thread = threading.Thread(target=anyio.run, args=(delete, store.memory, id))
+            thread.start()
+            thread.join()
+
+        def is_lease(operation: Operation) -> bool:
+            return operation.verb == "put" and operation.key.startswith(LEASES)
+
+        store.faulty.call(remove, is_lease)
+        result = pipeline.load()
+        assert result is not None
+        assert result.id == infos[1].id
+        store.faulty.call(lambda _: pipeline_delete(store, infos[1].id), is_lease, Landing.AFTER)
+        with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
+            pipeline.load(step=1)
+
+
+def pipeline_delete(store: Stores, name: str) -> None:
+    id = CheckpointId.parse(name)
+    assert id is not None
+    thread = threading.Thread(target=anyio.run, args=(delete, store.memory, id))
+    thread.start()
+    thread.join()
+
+
+async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it() -> None:
+    backend = FaultyBackend(MemoryBackend())
+    renewed = anyio.Event()
+
+    def is_lease(operation: Operation) -> bool:
+        return operation.verb == "put"
+
+    backend.call(lambda _: renewed.set(), is_lease, nth=4)
+
+    async def work() -> list[str]:
+        await renewed.wait()
+        return await keys(backend.inner)
+
+    seen = await under_lease(backend, "x", work, every=timedelta(microseconds=1))
+    assert 1 <= len(seen) <= 2, "the one before goes when the next is there"
+    assert await keys(backend.inner) == []
+
+
+async def test_what_work_raises_comes_without_a_group_and_ends_the_lease() -> None:
+    backend = MemoryBackend()
+
+    async def work() -> None:
+        assert len(await keys(backend)) == 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await under_lease(backend, "x", work)
+    assert await keys(backend) == []
+
+
+async def test_cancelled_work_ends_its_lease() -> None:
+    backend, begun = MemoryBackend(), anyio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(under_lease, backend, "x", work)
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+    assert await keys(backend) == []
+
+
+def test_a_store_that_takes_no_lease_can_still_be_read(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save(STATE, step=0, until="committed")
+        full = errors.StoreFull("no room")
+        store.faulty.fail(full, lambda o: o.key.startswith(LEASES), times=None)
+        assert pipeline.load() is not None
+        assert "could not be renewed" in caplog.text
+
+
+async def test_two_that_prune_while_one_reads_leave_what_is_read(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as writer:
+        for step in range(4):
+            writer.save(STATE, step=step, until="committed")
+    backend = store.memory
+    first = next(key for key in await keys(backend) if key.endswith(".0.json"))
+    lease = Lease(backend, first.removesuffix(".json"))
+    await lease.renew()
+
+    async def prune_once() -> None:
+        protected = {first.removesuffix(".json"): "leased"}
+        await prune(backend, KeepLast(1), protected, {}, set(), sweep_after=timedelta(days=1))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(prune_once)
+        tasks.start_soon(prune_once)
+    left = {key[:17] for key in await keys(backend) if key.startswith("step-")}
+    assert left == {"step-000000000000", "step-000000000003"}
