@@ -12,7 +12,7 @@ DEMO   := .demo
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-local format clean
+.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-local bench-stall format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ servers: $(READY)  ## Start an S3 server on this machine, to try things against
 
 bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 	@$(BIN)/python benchmarks/local.py
+
+bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three minutes)
+	@$(BIN)/python benchmarks/stall.py
 
 bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in .bench/ (an hour)
 	@mkdir -p .bench

@@ -50,12 +50,13 @@ class OwnedMemory:
         self._views: set[tuple[Any, ...]] = set()
         ranges: list[tuple[str, int, int]] = []
         for tensor in tensors:
-            local = _local(tensor)
+            local = tensor if type(tensor) in _PLAIN else _local(tensor)
             if local.layout is not torch.strided or local.is_meta:
                 continue
             device = "cpu" if local.is_cpu else str(local.device)
-            address, nbytes = local.data_ptr(), local.nbytes
+            address = local.data_ptr()
             if local.is_contiguous() or is_dense(tuple(local.shape), local.stride()):
+                nbytes = local.nbytes
                 self._exact.add((device, address, nbytes))
                 ranges.append((device, address, address + nbytes))
             else:
@@ -79,6 +80,7 @@ class OwnedMemory:
 
 
 _END = 1 << 64
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,263 @@
+"""What saves cost the loop that trains: a thousand tensors, saved every twenty steps.
+
+    python benchmarks/stall.py [--saves 200] [--every 20] [--root DIR] [--json FILE]
+
+One thread trains. Modes take turns, a few saves each, so that a machine whose speed drifts drifts
+for all of them; each turn begins with steps that nothing disturbs, and goes on stepping until its
+last save is durable. A step's time has the call of the save in it that came before. *Lost* is the
+training time that one save costs: what a turn took, less what its steps take undisturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import contenders
+import raw
+import torch
+from contenders import Contender, Wait
+from torch import nn
+
+import ckpipe
+
+LAYERS, WIDTH, BATCH = 125, 128, 16
+TURN_SAVES = 5
+WARM_UP_SAVES = 3
+NONE = "none"
+CAPTURED: Literal["captured"] = "captured"
+STAGED: Literal["staged"] = "staged"
+_OWN = (NONE, CAPTURED, STAGED)
+PEERS = (contenders.DcpThread, contenders.TorchCheckpointing)
+
+
+class Training:
+    """A deep narrow network and AdamW: 250 parameters, a thousand tensors, 25 MB."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(BATCH, WIDTH)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.step()
+
+    def step(self) -> None:
+        """One step."""
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+class Ours(contenders.Ours):
+    """ckpipe with a guarded optimizer."""
+
+    def __init__(
+        self, root: Path, training: Training, until: Literal["captured", "staged"]
+    ) -> None:
+        Contender.__init__(self, root)
+        self._until = until
+        self._pipeline = ckpipe.SyncPipeline(root, guard=training.optimizer, keep_last=1)
+        self._pipeline.__enter__()
+
+    def save(self, state: dict[str, Any]) -> Wait:
+        self.number += 1
+        self.handle = self._pipeline.save(state, step=self.number, until=self._until)
+        return self.handle.wait
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one mode cost, in seconds."""
+
+    steps: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """The figures of the table."""
+        ordered = sorted(self.steps)
+        return {
+            "steps per second": len(ordered) / sum(ordered),
+            "p99 step, ms": ordered[int(len(ordered) * 0.99)] * 1e3,
+            "longest step, ms": ordered[-1] * 1e3,
+            "call, ms": statistics.median(self.calls) * 1e3 if self.calls else 0.0,
+            "longest call, ms": max(self.calls, default=0.0) * 1e3,
+            "lost per save, ms": statistics.median(self.lost) * 1e3 if self.lost else 0.0,
+        }
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that something takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def turn(training: Training, contender: Contender | None, every: int) -> Measured:
+    """A few saves and the steps between them, until the last save is durable.
+
+    Args:
+        training: What is trained.
+        contender: What saves; None for nobody.
+        every: Steps from one save to the next.
+    """
+    measured = Measured()
+    undisturbed = statistics.median(timed(training.step) for _ in range(every))
+    began, steps = time.perf_counter(), 0
+    pending: Ending | None = None
+    for number in range(TURN_SAVES * every):
+        step_began = time.perf_counter()
+        if contender is not None and number % every == 0:
+            if pending is not None:
+                pending.wait()
+            called = time.perf_counter()
+            pending = Ending(contender.save(training.state))
+            measured.calls.append(time.perf_counter() - called)
+        training.step()
+        steps += 1
+        measured.steps.append(time.perf_counter() - step_began)
+    while pending is not None and not pending.over:
+        measured.steps.append(timed(training.step))
+        steps += 1
+    if contender is not None:
+        measured.lost.append((time.perf_counter() - began - steps * undisturbed) / TURN_SAVES)
+    return measured
+
+
+class Ending:
+    """Waits for the end of a save in a thread of its own, which costs the trainer nothing."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._future = _waiters.submit(wait)
+
+    @property
+    def over(self) -> bool:
+        """Whether the save is durable."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Blocks until it is; raises what made it fail."""
+        self._future.result()
+
+
+_waiters = ThreadPoolExecutor(1)
+
+
+def modes(root: Path, training: Training) -> dict[str, Contender | None]:
+    """Everybody who can be had here, by name."""
+    found: dict[str, Contender | None] = {
+        NONE: None,
+        CAPTURED: Ours(root / CAPTURED, training, CAPTURED),
+        STAGED: Ours(root / STAGED, training, STAGED),
+    }
+    for kind in PEERS:
+        try:
+            found[kind.name] = kind(root / kind.name.replace(" ", "-"))
+        except ImportError:
+            print(f"{kind.name}: not installed")
+    return found
+
+
+def measure(root: Path, saves: int, every: int) -> tuple[dict[str, Measured], float]:
+    """All modes in turns, and the seconds of a warm copy of the state."""
+    training = Training()
+    results: dict[str, Measured] = {}
+    everybody = modes(root, training)
+    for contender in everybody.values():
+        for _ in range(WARM_UP_SAVES if contender is not None else 0):
+            assert contender is not None
+            contender.save(training.state)()
+    for _ in range(max(1, saves // TURN_SAVES)):
+        for name, contender in everybody.items():
+            found = turn(training, contender, every)
+            into = results.setdefault(name, Measured())
+            into.steps += found.steps
+            into.calls += found.calls
+            into.lost += found.lost
+            if contender is not None and name not in (CAPTURED, STAGED):
+                for old in contender.root.iterdir():
+                    shutil.rmtree(old, ignore_errors=True)
+    for contender in everybody.values():
+        if contender is not None:
+            contender.close()
+    return results, warm_copy(training)
+
+
+def warm_copy(training: Training) -> float:
+    """Seconds that a copy of the state takes into memory that was touched before."""
+    plain = contenders.plain(training.state)
+    nbytes = sum(tensor.nbytes for _, tensor in contenders.flat(plain))
+    source = torch.randn(nbytes // 4)
+    target = torch.frombuffer(raw.touched(nbytes), dtype=torch.float32)[: source.numel()]
+    return min(timed(lambda: target.copy_(source)) for _ in range(5))
+
+
+def goals(rows: dict[str, dict[str, float]], copy: float) -> list[tuple[str, float, float]]:
+    """What is to be reached: name, figure, goal."""
+    peers = [row["lost per save, ms"] for name, row in rows.items() if name not in _OWN]
+    highest = rows[NONE]["p99 step, ms"] + copy * 1e3 + 20
+    found = [("captured call, ms", rows[CAPTURED]["call, ms"], 5.0)]
+    for name in (CAPTURED, STAGED):
+        if peers:
+            found.append((f"{name}: lost, ms", rows[name]["lost per save, ms"], min(peers) / 2))
+        found.append((f"{name}: p99 step, ms", rows[name]["p99 step, ms"], highest))
+    return found
+
+
+def report(results: dict[str, Measured], copy: float) -> dict[str, Any]:
+    """Prints the table and returns it."""
+    rows = {name: measured.row() for name, measured in results.items()}
+    names = list(rows[NONE])
+    print(f"{'':20s}" + "".join(f"{name:>20s}" for name in names))
+    for mode, row in rows.items():
+        print(f"{mode:20s}" + "".join(f"{row[name]:20.2f}" for name in names))
+    print(f"\nwarm copy of the state: {copy * 1e3:.1f} ms")
+    reached = goals(rows, copy)
+    for name, value, goal in reached:
+        print(f"{name:28s} {value:9.2f}   to reach {goal:7.2f}   {_verdict(value, goal)}")
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "versions": {"ckpipe": ckpipe.__version__, "torch": torch.__version__},
+        "modes": rows,
+        "figures": {name: {"value": value, "to reach": goal} for name, value, goal in reached},
+    }
+
+
+def _verdict(value: float, goal: float) -> str:
+    return "ok" if value <= goal else "MISSED"
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--saves", type=int, default=60, help="saves of each mode")
+    parser.add_argument("--every", type=int, default=20, help="steps from one save to the next")
+    parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="ckpipe-stall-", dir=arguments.root or Path.cwd())
+    try:
+        results = report(*measure(Path(folder), arguments.saves, arguments.every))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
