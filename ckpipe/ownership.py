@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ckpipe.dtensors import is_dtensor_type, local_part
 from ckpipe.tensors import TensorLeaf, is_dense
 
 
@@ -50,8 +51,8 @@ class OwnedMemory:
         self._views: set[tuple[Any, ...]] = set()
         ranges: list[tuple[str, int, int]] = []
         for tensor in tensors:
-            local = tensor if type(tensor) in _PLAIN else _local(tensor)
-            if local.layout is not torch.strided or local.is_meta:
+            local = _local(tensor)
+            if local is None or local.layout is not torch.strided or local.is_meta:
                 continue
             device = "cpu" if local.is_cpu else str(local.device)
             address = local.data_ptr()
@@ -83,10 +84,13 @@ _END = 1 << 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor: of one that is sharded, this rank's part."""
-    to_local = getattr(tensor, "_local_tensor", None)
-    return tensor if to_local is None else to_local
+def _local(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a tensor: of one that is sharded, this rank's part; None for other wrappers."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    if is_dtensor_type(type(tensor)):
+        return local_part(tensor)
+    return None if hasattr(tensor, "__tensor_flatten__") else tensor
 
 
 def _joined(ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
