@@ -1,0 +1,281 @@
+"""Worlds of real ranks: processes that are joined by gloo, and that may die.
+
+As a script this is a process that has imported all there is to import and has one thread. For
+every line of JSON on its standard input it forks the ranks of a world, each of which does what
+the line says, and answers with their exit codes once all have ended. So a world costs little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+from mortal_runs import die, note, notes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpipe
+import ckpipe.distributed
+import ckpipe.pipeline
+import ckpipe.sync
+from ckpipe import registry
+from ckpipe.testing import FaultyBackend, Landing
+from ckpipe.testing.wrapping import Operation
+from ckpipe_local import LocalBackend
+
+URL = "gang://store"
+Case = dict[str, Any]
+SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}, "meeting_timeout_seconds": 60}
+
+
+def mortal(case: Case) -> None:
+    """Puts the store of a case behind ``URL``; it kills one rank at an operation."""
+    faulty = FaultyBackend(LocalBackend(case["root"]))
+    if case.get("victim") == dist.get_rank():
+        key, nth = case["key"], case.get("nth", 1)
+
+        def fatal(operation: Operation) -> bool:
+            return operation.verb == case["verb"] and key in operation.key
+
+        faulty.call(die, fatal, Landing(case["landing"]), nth=nth)
+    registry.register_backend("gang", lambda url: faulty)
+
+
+def tell(case: Case, **what: Any) -> None:
+    """Adds a line to what the world's log says of this rank."""
+    note(case["root"], json.dumps({"rank": dist.get_rank()} | what))
+
+
+def collectives() -> list[int]:
+    """How many collectives each process group of this process has begun."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+def meet(case: Case) -> None:
+    """Opens two pipelines, one after the other, and tells the names of their attempts."""
+    for _ in range(2):
+        with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
+            tell(case, attempt=pipeline._core.engine.site.attempt)
+
+
+def private(rank: int, step: int) -> dict[str, Any]:
+    """A state of a rank's own."""
+    return {"mine": torch.full((1000,), float(rank * 1000 + step)), "step": step}
+
+
+def run(case: Case) -> None:
+    """Loads what is newest and goes on for some saves, in orders that differ between ranks."""
+    if case.get("group_size"):
+        for module in (ckpipe.object_names, ckpipe.group_tree, ckpipe.completion):
+            vars(module)["GROUP_SIZE"] = case["group_size"]
+    mortal(case)
+    before = collectives()
+    with ckpipe.SyncPipeline(URL, **SETTINGS) as pipeline:
+        rank = dist.get_rank()
+        loaded = pipeline.load()
+        tell(case, loaded=loaded.step if loaded else None)
+        if loaded:
+            assert torch.equal(loaded.state["mine"], private(rank, loaded.step)["mine"])
+        first = loaded.step + 1 if loaded else 0
+        for step in range(first, first + case["saves"]):
+            if case.get("victim") == rank and step == case.get("dies_before"):
+                die()
+            pipeline.save(private(rank, step), step=step).wait()
+            tell(case, committed=step)
+        if case.get("together"):
+            pipeline.latest()
+            last = pipeline.save(private(rank, first + 100), step=first + 100)
+            assert last.wait_complete(timeout=60).complete
+    assert collectives() == before
+
+
+def alone(case: Case) -> None:
+    """Rank 0 saves and loads after all others have gone for good."""
+    pipeline = ckpipe.SyncPipeline(case["root"], **SETTINGS)
+    with pipeline:
+        if dist.get_rank():
+            tell(case, gone=True)
+            os._exit(0)
+        while len(told(Path(case["root"]), "gone")) < dist.get_world_size() - 1:
+            os.sched_yield()
+        pipeline.save(private(0, 1), step=1).wait()
+        assert pipeline.latest() is None
+
+
+def barrier(case: Case) -> None:
+    """Shows that a collective would be noticed."""
+    before = collectives()
+    dist.barrier()
+    assert collectives() != before
+
+
+class Net(torch.nn.Module):
+    """A few layers, with a normalization that has buffers if it is asked for."""
+
+    def __init__(self, *, normalized: bool = True) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 12)
+        self.norm = torch.nn.BatchNorm1d(12) if normalized else torch.nn.Identity()
+        self.second = torch.nn.Linear(12, 8, bias=False)
+        self.tied = torch.nn.Linear(8, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.tied(self.second(torch.relu(self.norm(self.first(x)))))
+        return hidden
+
+
+def wrapped(kind: str) -> torch.nn.Module:
+    """The same model, with the same numbers, in a wrapper."""
+    torch.manual_seed(3)
+    net = Net(normalized=kind not in ("tp", "plain"))
+    size = dist.get_world_size()
+    if kind == "fsdp":
+        fully_shard(net.first, mesh=init_device_mesh("cpu", (size,)))
+        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    if kind == "tp":
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        parallelize_module(net, init_device_mesh("cpu", (size,)), plan)
+    return DistributedDataParallel(net) if kind == "ddp" else net
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
+    """Trains on data that depend on nothing but the step; returns the last loss."""
+    model.train()
+    loss = torch.zeros(())
+    for step in steps:
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def train(case: Case) -> None:
+    """Trains, saves or loads, and goes on: the loss tells whether all of it came back."""
+    model = wrapped(case["kind"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    state = {"training": ckpipe.distributed.training_state(model, optimizer)}
+    if case["first"]:
+        trained(model, optimizer, range(case["first"]))
+    before = collectives()
+    with ckpipe.SyncPipeline(case["root"], guard=optimizer, **SETTINGS) as pipeline:
+        if case["save"]:
+            pipeline.save(state, step=case["first"]).wait_complete(timeout=60)
+        else:
+            loaded = pipeline.load(state, per_rank="rank0")
+            assert loaded is not None
+            assert loaded.step == case["step"]
+    assert collectives() == before
+    names = sorted(state["training"].state_dict()["model"])
+    tell(case, loss=trained(model, optimizer, range(case["step"], case["step"] + 3)), names=names)
+
+
+CASES: dict[str, Callable[[Case], None]] = {
+    each.__name__: each for each in (meet, run, alone, barrier, train)
+}
+
+
+def main() -> None:
+    """Runs one world for each line of the standard input."""
+    for number, line in enumerate(sys.stdin):
+        case = json.loads(line)
+        children: list[int] = []
+        for rank in range(case["ranks"]):
+            child = os.fork()
+            if child == 0:
+                _live(case, rank, f"{case['root']}.store-{number}")
+            children.append(child)
+        codes = _ended(children)
+        sys.stdout.write(f"{json.dumps(codes)}\n")
+        sys.stdout.flush()
+
+
+def _ended(children: list[int]) -> list[int | None]:
+    """Waits for the end of all ranks."""
+    codes: dict[int, int | None] = {}
+    while len(codes) < len(children):
+        process, status = os.wait()
+        codes[process] = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    return [codes[child] for child in children]
+
+
+def _live(case: Case, rank: int, store: str) -> None:
+    try:
+        warnings.simplefilter("error")
+        size = case["ranks"]
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        torch.set_num_threads(1)
+        file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+        CASES[case["do"]](case)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+class Gang:
+    """Starts worlds and waits for their end.
+
+    Args:
+        process: The process that forks them.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, do: str, root: Path, ranks: int, **case: Any) -> list[int | None]:
+        """Runs a world; returns the exit codes of its ranks, None for one that was killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = json.dumps({"do": do, "root": str(root), "ranks": ranks, **case})
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        codes: list[int | None] = json.loads(self._process.stdout.readline())
+        return codes
+
+
+def told(root: Path, what: str) -> dict[int, list[Any]]:
+    """What each rank has told of one thing, in order."""
+    found: dict[int, list[Any]] = {}
+    for line in notes(root):
+        entry = json.loads(line)
+        if what in entry:
+            found.setdefault(entry["rank"], []).append(entry[what])
+    return found
+
+
+@contextmanager
+def gang() -> Iterator[Gang]:
+    """The process that forks worlds, for as long as it is needed."""
+    command = [sys.executable, __file__]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Gang(process)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Models in any wrapper are saved under the same names, and train on in any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang import Gang, Net, gang, told, trained
+
+from ckpipe.distributed import TrainingState, training_state
+from ckpipe.keys import label_part
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Gang]:
+    with gang() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("saved", "ranks", "loaded", "again"),
+    [
+        ("fsdp", 2, "none", 1),
+        ("none", 1, "fsdp", 2),
+        ("ddp", 2, "fsdp", 2),
+        ("tp", 2, "plain", 1),
+    ],
+)
+def test_training_goes_on_in_another_wrapper(
+    world: Gang, tmp_path: Path, saved: str, ranks: int, loaded: str, again: int
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("train", root, ranks, kind=saved, first=3, save=True, step=3) == [0] * ranks
+    assert world.run("train", root, again, kind=loaded, first=0, save=False, step=3) == [0] * again
+    losses = [loss for values in told(root, "loss").values() for loss in values]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    names = [each for values in told(root, "names").values() for each in values]
+    assert all(each == names[0] for each in names)
+    assert len(losses) == ranks + again
+
+
+def test_optimizer_that_never_stepped_stays_so(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("train", root, 2, kind="fsdp", first=0, save=True, step=0) == [0, 0]
+    assert world.run("train", root, 2, kind="fsdp", first=0, save=False, step=0) == [0, 0]
+    losses = [loss for values in told(root, "loss").values() for loss in values]
+    assert losses == pytest.approx([untouched(0, 3)] * 4, rel=1e-5)
+
+
+def untouched(first: int, steps: int) -> float:
+    """The loss of a run that knows nothing of checkpoints."""
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    return trained(net, optimizer, range(first, first + steps))
+
+
+def made(optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Net, Any]:
+    torch.manual_seed(3)
+    net = Net()
+    return net, optimizer(net.parameters(), **options)
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
+    (torch.optim.NAdam, {"lr": 0.1}),
+    (torch.optim.Rprop, {"lr": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_looking_at_the_state_changes_no_training(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], steps: int
+) -> None:
+    expected = trained(*made(kind, **options), range(5))
+    net, optimizer = made(kind, **options)
+    trained(net, optimizer, range(steps))
+    gradients = [parameter.grad for parameter in net.parameters()]
+    state = training_state(net, optimizer).state_dict()
+    assert [parameter.grad for parameter in net.parameters()] == gradients
+    assert trained(net, optimizer, range(steps, 5)) == expected
+    assert state["begun"] == [bool(steps and optimizer.state)]
+
+
+def test_state_of_a_fresh_optimizer_has_all_names_and_loads_as_fresh() -> None:
+    net, optimizer = made(torch.optim.Adam)
+    fresh = training_state(net, optimizer).state_dict()
+    expected = trained(net, optimizer, range(2))
+    begun = training_state(net, optimizer).state_dict()
+    assert fresh["optimizer"]["state"].keys() == begun["optimizer"]["state"].keys()
+    other, its = made(torch.optim.Adam)
+    fresh = training_state(other, its).state_dict()
+    trained(other, its, range(5))
+    torch.manual_seed(3)
+    fresh["model"] = Net().state_dict()
+    training_state(other, its).load_state_dict(fresh)
+    assert not its.state
+    assert trained(other, its, range(2)) == expected
+
+
+def test_gradients_before_the_first_step_are_no_hindrance() -> None:
+    net, optimizer = made(torch.optim.Adam)
+    net(torch.ones(2, 8)).sum().backward()
+    gradient = net.first.weight.grad
+    state = training_state(net, optimizer).state_dict()
+    assert "exp_avg" in state["optimizer"]["state"]["first.weight"]
+    assert net.first.weight.grad is gradient
+
+
+def test_several_optimizers_and_none() -> None:
+    net = Net()
+    first = torch.optim.Adam(net.first.parameters())
+    second = torch.optim.SGD([*net.second.parameters(), *net.tied.parameters()], momentum=0.9)
+    state = training_state(net, first, second).state_dict()
+    assert state["begun"] == [False, False]
+    assert list(state["optimizer"]["state"]) == [
+        "first.weight", "first.bias", "second.weight", "tied.weight",
+    ]  # fmt: skip
+    bare = training_state(net)
+    assert list(bare.state_dict()) == ["model"]
+    doubled = {name: value * 2 for name, value in bare.state_dict()["model"].items()}
+    bare.load_state_dict({"model": doubled})
+    assert torch.equal(net.first.bias, doubled["first.bias"])
+
+
+def test_parameters_are_replicated_and_buffers_are_not() -> None:
+    net, optimizer = made(torch.optim.Adam)
+    state = TrainingState(net, [optimizer])
+    names = state.state_dict()["model"]
+    own = {name for name in names if not state.__ckpipe_replicated__(f"model.{label_part(name)}")}
+    assert own == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert state.__ckpipe_replicated__("optimizer.state.x.exp_avg")
+
+
+def test_names_are_those_of_the_bare_model_when_compiled() -> None:
+    net, optimizer = made(torch.optim.Adam)
+    compiled = torch.compile(net, backend="eager")
+    assert isinstance(compiled, torch.nn.Module)
+    plain = training_state(net, optimizer).state_dict()
+    assert training_state(compiled, optimizer).state_dict()["model"].keys() == plain["model"].keys()
