@@ -16,6 +16,9 @@ INTERNAL = ".ckpipe/"
 ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
 LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
 
+BENCH = f"{INTERNAL}bench/"
+"""Below this lies what a measurement of the store writes, and removes when it ends."""
+
 _LONGEST_NAME = 255
 
 

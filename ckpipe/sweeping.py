@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.discovery import NO_INDEX, discover
 from ckpipe.healing import heal
 from ckpipe.leases import live_subjects, read_leases, store_time
-from ckpipe.object_names import ATTEMPTS, DELETED, LEASES, prefix, tombstone_id
+from ckpipe.object_names import ATTEMPTS, BENCH, DELETED, LEASES, prefix, tombstone_id
 from ckpipe.pruning import delete, finish_deletions
 from ckpipe.types import CheckpointInfo
 
@@ -38,6 +38,7 @@ class Leftovers:
         leases: All leases.
         tombstones: The marks of deleted checkpoints.
         unfinished: Deleted checkpoints of which something is left.
+        scratch: What measurements have written.
     """
 
     incomplete: tuple[CheckpointInfo, ...]
@@ -45,6 +46,7 @@ class Leftovers:
     leases: tuple[ObjectInfo, ...]
     tombstones: tuple[ObjectInfo, ...]
     unfinished: tuple[str, ...]
+    scratch: tuple[ObjectInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class SweepReport:
         unfinished: Deleted checkpoints whose deletion was cut short, and is finished.
         tombstones: Keys of old marks of deletions that go.
         leases: Keys of old leases that go.
+        scratch: Keys of old objects of measurements that go.
         uploads: How many stale uploads were removed; None in a dry run, which cannot count them.
     """
 
@@ -65,6 +68,7 @@ class SweepReport:
     unfinished: tuple[str, ...]
     tombstones: tuple[str, ...]
     leases: tuple[str, ...]
+    scratch: tuple[str, ...] = ()
     uploads: int | None = None
 
 
@@ -102,6 +106,7 @@ def plan_sweep(
             for each in found.leases
             if now - each.modified > sweep_after and _LEASE.fullmatch(each.key)
         ),
+        tuple(each.key for each in found.scratch if now - each.modified > sweep_after),
     )
 
 
@@ -148,6 +153,7 @@ async def look_around(backend: Backend) -> Leftovers:
         tuple(await read_leases(backend)),
         tuple(tombstones),
         tuple([str(id) for id in deleting if await _times(backend, prefix(id))]),
+        tuple([each async for each in backend.list(BENCH)]),
     )
 
 
@@ -198,9 +204,9 @@ async def sweep(
         else:
             await delete(backend, info.key)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
-    await backend.delete(report.leases)
+    await backend.delete([*report.leases, *report.scratch])
     uploads = await backend.remove_stale_uploads("", before=now - sweep_after)
-    return SweepReport(remove, keep, report.unfinished, report.tombstones, report.leases, uploads)
+    return replace(report, remove=remove, keep=keep, uploads=uploads)
 
 
 __all__ = ["Leftovers", "SweepReport", "launch_of", "look_around", "plan_sweep", "sweep"]

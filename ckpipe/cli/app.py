@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckpipe.cli import changing, comparing, looking, transferring
+from ckpipe.cli import changing, comparing, looking, measuring, transferring
 from ckpipe.cli.screen import Screen
 from ckpipe.version import __version__
 
@@ -58,13 +58,9 @@ def _begin(
     ctx.obj = Screen(json, settings)
 
 
-for _command in (
-    *looking.COMMANDS,
-    *comparing.COMMANDS,
-    *transferring.COMMANDS,
-    *changing.COMMANDS,
-):
-    app.command(_command.name)(_command.function)
+for _group in (looking, comparing, transferring, changing, measuring):
+    for _command in _group.COMMANDS:
+        app.command(_command.name)(_command.function)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -196,13 +196,17 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
     rows += [("goes", name, "its deletion was cut short") for name in report.unfinished]
     if rows:
         yield table(("", "id", "why"), rows)
-    counts = [("old marks of deletions", report.tombstones), ("old leases", report.leases)]
+    counts = [
+        ("old marks of deletions", report.tombstones),
+        ("old leases", report.leases),
+        ("old objects of measurements", report.scratch),
+    ]
     for what, keys in counts:
         if keys:
             yield Text(f"{len(keys)} {what} go")
     if report.uploads:
         yield Text(f"{report.uploads} stale uploads were removed")
-    if not (rows or report.tombstones or report.leases or report.uploads):
+    if not (rows or report.uploads or any(keys for _, keys in counts)):
         yield Text("nothing to sweep")
 
 
