@@ -7,10 +7,12 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_servers import S3Server
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Much state and little to compute: a save takes far longer than the reaction to its begin.
@@ -126,3 +128,17 @@ def test_async_loop_saves_while_its_coroutine_blocks_and_goes_on_when_run_again(
     assert second.returncode == 0, second.stderr
     assert "going on from step 60" in second.stdout
     assert indexes(tmp_path / "here") == [20, 40, 60, 80, 100, 120]
+
+
+def test_s3_quickstart_goes_on_where_it_stopped(moto_server: S3Server, tmp_path: Path) -> None:
+    if not metadata.entry_points(group="ckpipe.backends", name="s3"):
+        pytest.skip("This environment was made before the S3 backend: run make clean test")
+    moto_server.make_bucket("examples")
+    command = ("s3://examples/run-1", "--endpoint-url", moto_server.url, "--steps", "5")
+    first = run_example("s3_quickstart.py", *command, folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "starting from scratch" in first.stdout
+    second = run_example("s3_quickstart.py", *command, folder=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "going on from step 5" in second.stdout
+    assert second.stdout.count("in the bucket: ") == 2
