@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import anyio.to_thread
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.loaders import create_loader
 
 from ckpipe_s3.failures import opening
 
@@ -61,6 +63,7 @@ def make_client(access: Access) -> Any:
     loop by its first request only, which comes later.
     """
     session = AioSession(profile=access.profile)
+    session.register_component("data_loader", _models())
     region = access.region or session.get_config_variable("region")
     context = session.create_client(
         "s3",
@@ -71,6 +74,12 @@ def make_client(access: Access) -> Any:
         config=_config(access),
     )
     return asyncio.run(_entered(context))
+
+
+@functools.cache
+def _models() -> Any:
+    """What reads and remembers the models of services, which are the same for every client."""
+    return create_loader()
 
 
 async def _entered(context: Any) -> Any:
