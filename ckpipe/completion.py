@@ -26,6 +26,7 @@ from ckpipe.collector import collector_paused
 from ckpipe.errors import InvalidManifest, MissingObject, ObjectExists, ObjectNotFound
 from ckpipe.group_tree import absent_members, level_sizes, members, merged_into
 from ckpipe.manifest import Bundle
+from ckpipe.manifest_checks import check_owners
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.merging import merge
 from ckpipe.object_names import GROUP_SIZE, group_key, index_key, member_key, tombstone_key
@@ -215,6 +216,9 @@ async def _member(
 def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundle, bytes]:
     with collector_paused():
         merged = merge(bundles, "group" if group else "index", group)
+        if group is None:
+            # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
+            check_owners(merged)
         return merged, encode_bundle(merged)
 
 

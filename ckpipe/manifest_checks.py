@@ -155,7 +155,6 @@ def _check_checksums(part: Part, expected: int) -> None:
 
 def _check_all_chunks(bundle: Bundle) -> None:
     owners = {part.rank: part for part in bundle.parts}
-    written: dict[int, set[_Identity]] = {}
     for structure_number, layout_number in {(part.structure, part.layout) for part in bundle.parts}:
         tensors = bundle.structures[structure_number].tensors
         own = bundle.layouts[layout_number].entries
@@ -171,10 +170,34 @@ def _check_all_chunks(bundle: Bundle) -> None:
             owner = owners.get(chunk.owner)
             entries = None if owner is None else bundle.layouts[owner.layout].entries
             _check_chunk(chunk, tensors[chunk.tensor], entries)
-            if chunk.entry is None and owner is not None:
-                if chunk.owner not in written:
-                    written[chunk.owner] = _written(bundle, owner)
-                _check_written(chunk, tensors[chunk.tensor], written[chunk.owner])
+    check_owners(bundle)
+
+
+def check_owners(bundle: Bundle) -> None:
+    """Checks that ranks have written what others, which do not know where, leave to them.
+
+    Of ranks that are not in the bundle nothing is asked. The numbers of tensors must be right.
+
+    Raises:
+        InvalidManifest: If a rank has not. Ranks that hold the same shard have then disagreed
+            about its name, dtype or shape, or about what is replicated.
+    """
+    owners = {part.rank: part for part in bundle.parts}
+    written: dict[int, set[_Identity]] = {}
+    for structure_number, layout_number in {(part.structure, part.layout) for part in bundle.parts}:
+        tensors = bundle.structures[structure_number].tensors
+        for chunk in bundle.layouts[layout_number].chunks:
+            if chunk.entry is not None or chunk.owner not in owners:
+                continue
+            if chunk.owner not in written:
+                written[chunk.owner] = _written(bundle, owners[chunk.owner])
+            row = tensors[chunk.tensor]
+            if _identity(chunk, row) not in written[chunk.owner]:
+                raise InvalidManifest(
+                    f"Others leave a part of {row.label!r:.200} to a rank that has not written it",
+                    rank=chunk.owner,
+                    hint="Ranks must agree on names, shapes and what is replicated",
+                )
 
 
 _Identity = tuple[str, str, tuple[int, ...], Box | None]
@@ -193,13 +216,6 @@ def _written(bundle: Bundle, owner: Part) -> set[_Identity]:
 
 def _identity(chunk: ChunkRow, tensor: TensorRow) -> _Identity:
     return tensor.label, tensor.dtype, tensor.shape, chunk.box
-
-
-def _check_written(chunk: ChunkRow, tensor: TensorRow, written: set[_Identity]) -> None:
-    if _identity(chunk, tensor) not in written:
-        raise InvalidManifest(
-            f"Rank {chunk.owner} should have written a box of {tensor.label!r:.200}, and has not"
-        )
 
 
 def _check_chunk(chunk: ChunkRow, tensor: TensorRow, entries: Sequence[EntryRow] | None) -> None:

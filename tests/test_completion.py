@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from bundles import ID, manifest_of
+from bundles import ID, Foreign, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +137,22 @@ async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
         await ascend(backend, ID, 1, 3)
     (info,) = await healed(backend, await discover(backend))
     assert not info.complete
+
+
+async def test_ranks_that_disagree_about_who_writes_what_complete_nothing() -> None:
+    backend = MemoryBackend()
+    state = {"t": torch.ones(2), "w": torch.ones(3)}
+    good = [manifest_of(state, 0, 2)[0], manifest_of(state, 1, 2, foreign={"w": Foreign(0)})[0]]
+    await commit(backend, manifest_of({"t": torch.ones(2)}, 0, 2)[0])
+    await commit(backend, good[1])
+    with pytest.raises(InvalidManifest, match="leave a part of 'w' to a rank") as caught:
+        await ascend(backend, ID, 1, 2)
+    assert caught.value.rank == 0
+    (info,) = await healed(backend, await discover(backend))
+    assert not info.complete
+    await backend.delete([manifest_key(ID, 0)])
+    await commit(backend, good[0])
+    assert (await ascend(backend, ID, 0, 2)).complete
 
 
 async def test_manifest_under_the_name_of_another_is_refused() -> None:
