@@ -63,7 +63,7 @@ class StructureDifference:
 def compare_structures(first: Bundle, second: Bundle) -> StructureDifference:
     """Compares what two indexes say of names, shapes, dtypes and inline values.
 
-    Of checkpoints of many ranks, the inline values of the lowest rank that has each are compared.
+    Where the ranks of a checkpoint have different inline values, all of them are compared.
     """
     tensors = [_tensors(each) for each in (first, second)]
     values = [_values(each) for each in (first, second)]
@@ -176,13 +176,15 @@ def _tensor_text(row: TensorRow) -> str:
 
 
 def _values(bundle: Bundle) -> dict[str, str]:
-    """The inline values of a checkpoint as text, and its containers by their kind."""
-    found: dict[str, str] = {}
+    """The inline values of a checkpoint as text, those of all ranks where they differ."""
+    found: dict[str, list[str]] = {}
     for part in bundle.parts:
         for label, node in _leaves(bundle.structures[part.structure].tree):
-            text = _leaf_text(node, part.values)
-            found.setdefault(label, text)
-    return found
+            found.setdefault(label, []).append(_leaf_text(node, part.values))
+    return {
+        label: texts[0] if len(set(texts)) == 1 else " | ".join(texts)
+        for label, texts in found.items()
+    }
 
 
 def _leaves(tree: Node) -> Iterator[tuple[str, Node]]:

@@ -160,7 +160,7 @@ def _tensors(bundle: Bundle) -> Iterator[TensorDescription]:
         for group in _sharing(layout, labels):
             for label in group:
                 shared[label].update(dict.fromkeys(each for each in group if each != label))
-    differing = _differing_tensors(bundle)
+    differing = labels_per_rank(bundle)
     for label, row in rows.items():
         yield TensorDescription(
             label, row.dtype, row.shape, tensor_bytes(row), row.kind, row.device,
@@ -189,7 +189,8 @@ def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
     yield from (list(group) for group in groups.values() if len(group) > 1)
 
 
-def _differing_tensors(bundle: Bundle) -> set[str]:
+def labels_per_rank(bundle: Bundle) -> set[str]:
+    """The labels of tensors that each rank holds whole and for itself, not alike."""
     return {
         bundle.structures[number].tensors[tensor].label
         for number, each in enumerate(bundle.per_rank)
@@ -239,6 +240,7 @@ __all__ = [
     "ValueDescription",
     "data_bytes",
     "describe",
+    "labels_per_rank",
     "leaf_labels",
     "tensor_bytes",
 ]

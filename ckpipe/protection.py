@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from ckpipe.backend import Backend
 from ckpipe.discovery import discover, find, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion, UsageError
-from ckpipe.leases import live_subjects, read_leases
-from ckpipe.pruning import delete
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.leases import live_subjects, read_leases, store_time
+from ckpipe.pruning import delete, retire
+from ckpipe.types import CheckpointInfo
 
 IN_USE = "somebody holds a lease on it: it is being loaded or written"
 RESUMED = "the newest checkpoint's run resumed from it"
@@ -18,12 +18,15 @@ PINNED = "it is pinned"
 NEWEST = "it is the newest complete checkpoint"
 
 
-async def protected_by_others(backend: Backend, infos: Sequence[CheckpointInfo]) -> dict[str, str]:
+async def protected_by_others(
+    backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
+) -> dict[str, str]:
     """Checkpoints that retention must leave alone, besides pinned ones and the newest.
 
     Args:
         backend: The store.
         infos: Its checkpoints, the newest first.
+        now: The time by the store's own clock.
 
     Returns:
         The reason for each id: it is under a live lease, or the newest was resumed from it.
@@ -36,7 +39,7 @@ async def protected_by_others(backend: Backend, infos: Sequence[CheckpointInfo])
     origin = None if newest is None else await _resumed_from(backend, newest)
     if origin is not None:
         kept[origin] = RESUMED
-    live = live_subjects(await read_leases(backend), datetime.now(UTC))
+    live = live_subjects(await read_leases(backend), now)
     return kept | {each.id: IN_USE for each in infos if each.id in live}
 
 
@@ -55,6 +58,9 @@ async def remove(backend: Backend, which: int | str, *, force: bool = False) -> 
         CheckpointNotFound: If there is none.
         UsageError: If it is protected.
         StoreError: If the store failed; removing it again goes on where it stopped.
+
+    Should somebody begin to load it at this very moment, it is deleted for everybody else, and its
+    data goes with the next prune or sweep.
     """
     infos = await discover(backend)
     info = next((each for each in infos if each.id == which), None) or await find(backend, which)
@@ -63,7 +69,10 @@ async def remove(backend: Backend, which: int | str, *, force: bool = False) -> 
         raise UsageError(
             f"{info.id} is protected: {reason}", step=info.step, hint="Use force to delete it"
         )
-    await delete(backend, CheckpointId(info.attempt, info.step, info.count))
+    if force:
+        await delete(backend, info.key)
+    else:
+        await retire(backend, info.key)
     return info
 
 
@@ -75,13 +84,13 @@ async def _protection(
     newest = next((each for each in infos if each.complete), None)
     if newest is not None and newest.id == info.id:
         return NEWEST
-    return (await protected_by_others(backend, infos)).get(info.id, "")
+    now = await store_time(backend)
+    return (await protected_by_others(backend, infos, now)).get(info.id, "")
 
 
 async def _resumed_from(backend: Backend, info: CheckpointInfo) -> str | None:
-    id = CheckpointId(info.attempt, info.step, info.count)
     try:
-        return (await read_index(backend, id)).parts[0].resumed_from
+        return (await read_index(backend, info.key)).parts[0].resumed_from
     except (CorruptCheckpoint, UnsupportedVersion):
         return None
 

@@ -146,6 +146,25 @@ def test_verify_counts_a_missing_file_and_a_damaged_index_as_damage(
     assert [each["error"] for each in results] == ["MissingObject", "TruncatedObject"]
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged(
+    call: Commands,
+) -> None:
+    with stores() as made:
+        one, two = save_steps(made.url, 1, 2)
+        made.faulty.call(
+            lambda _: made.memory._store.objects.pop(f"{one}/rank-00000.safetensors"),
+            lambda operation: operation.key.startswith(f"{one}/"),
+        )
+        made.faulty.call(
+            lambda _: made.memory._store.create(f".ckpipe/deleted/{one}", b"{}"),
+            lambda operation: operation.key == f"{one}.json",
+        )
+        done = call("verify", made.url, "--all", "--json")
+        assert (done.code, [each["id"] for each in done.data["results"]]) == (0, [two])
+        done = call("verify", made.url, one)
+        assert (done.code, done.out) == (2, "")
+
+
 def test_wrong_use_is_told_apart_from_a_failing_store(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path / "root", 1)
     wrong = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bundles import manifest_of
+from bundles import ID, manifest_of
 from commands import Commands, save_steps
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,10 @@ from hypothesis import strategies as st
 import ckpipe
 from ckpipe.comparing import batches, compare_structures, compare_tensors
 from ckpipe.inspection import tensor_bytes
+from ckpipe.manifest_codec import encode_bundle
+from ckpipe.merging import merge
+from ckpipe.object_names import data_file_key, index_key
+from ckpipe.types import CheckpointId
 
 NAN = math.nan
 ODD_DTYPES = [
@@ -162,3 +167,37 @@ def test_diff_of_a_damaged_checkpoint_says_so(call: Commands, tmp_path: Path) ->
     done = call("diff", tmp_path, 1, 2)
     assert (done.code, done.out) == (1, "")
     assert "is not what was saved" in done.err
+
+
+def save_ranks(root: Path, count: int, *seeds: int) -> CheckpointId:
+    """Leaves a checkpoint of several ranks: one tensor alike, one and a value for each."""
+    id = replace(ID, count=count)
+    parts = []
+    for rank, seed in enumerate(seeds):
+        state = {"alike": torch.ones(4), "own": torch.full((3,), float(seed)), "seed": seed}
+        bundle, images = manifest_of(state, rank, len(seeds))
+        parts.append(replace(bundle, id=id))
+        for name, image in images.items():
+            path = root / data_file_key(id, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(image)
+    (root / index_key(id)).write_bytes(encode_bundle(merge(parts, kind="index")))
+    return id
+
+
+def test_what_each_rank_has_for_itself_is_compared_rank_by_rank(
+    call: Commands, tmp_path: Path
+) -> None:
+    one, two = save_ranks(tmp_path, 0, 5, 6), save_ranks(tmp_path, 1, 5, 7)
+    three = save_ranks(tmp_path, 2, 5, 7, 8)
+    assert call("verify", tmp_path, "--all").code == 0
+    assert call("diff", tmp_path, one, one).code == 0
+    data = call("diff", tmp_path, one, two, "--json").data
+    assert [(each["label"], each["norm"]) for each in data["tensors"]] == [
+        ("own of rank 1", pytest.approx(3**0.5))
+    ]
+    assert data["changed"] == [{"label": "seed", "first": "5 | 6", "second": "5 | 7"}]
+    other = call("diff", tmp_path, two, three, "--json").data
+    assert (other["tensors"], other["same"]) == ([], False)
+    assert call("cp", tmp_path, tmp_path / "copy", three).code == 0
+    assert call("diff", tmp_path, three, three, "--in", tmp_path / "copy").code == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +17,7 @@ from ckpipe.cli.running import OK, Command, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.discovery import discover, find
 from ckpipe.errors import SettingsError
+from ckpipe.leases import store_time
 from ckpipe.opening import Access, open_store
 from ckpipe.protection import protected_by_others, remove
 from ckpipe.pruning import Facts, decide_on, pin, prune, unpin
@@ -119,7 +120,8 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
 
 
 async def _prune(backend: Backend, rule: Rule, settings: Settings, *, dry_run: bool) -> Decision:
-    kept = await protected_by_others(backend, await discover(backend))
+    now = datetime.now(UTC) if dry_run else await store_time(backend)
+    kept = await protected_by_others(backend, await discover(backend), now)
     facts: Facts = {}
     if dry_run:
         return await decide_on(backend, rule, kept, facts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from ckpipe.comparing import (
     compare_tensors,
 )
 from ckpipe.discovery import read_index
-from ckpipe.inspection import data_bytes
+from ckpipe.inspection import data_bytes, labels_per_rank
 from ckpipe.keys import LabelFilter, label_filter
 from ckpipe.manifest import Bundle
 from ckpipe.opening import Access, open_store
@@ -109,20 +109,35 @@ def _selected(found: StructureDifference, select: LabelFilter) -> StructureDiffe
 async def _compare(
     one: Side, two: Side, labels: tuple[str, ...], settings: Settings
 ) -> list[TensorDifference]:
-    differing: list[TensorDifference] = []
+    own = labels_per_rank(one[1]) | labels_per_rank(two[1])
+    if one[1].world_size != two[1].world_size:
+        own = set()  # the ranks do not correspond, and those of the lowest are compared
     arena = Arena(settings.staging.block_bytes)
     try:
-        for batch in batches(one[1], labels, BATCH_BYTES):
-            left, right = [
-                await read_tensors(*side, batch, arena, lanes=settings.load.lanes)
-                for side in (one, two)
-            ]
-            for label in batch:
-                tensors = left.pop(label), right.pop(label)
-                found = await anyio.to_thread.run_sync(compare_tensors, label, *tensors)
-                differing += [] if found is None else [found]
+        alike = [label for label in labels if label not in own]
+        found = await _compare_of(one, two, alike, arena, settings.load.lanes, None)
+        for rank in range(one[1].world_size if own else 0):
+            mine = [label for label in labels if label in own]
+            found += await _compare_of(one, two, mine, arena, settings.load.lanes, rank)
     finally:
         arena.close()
+    return found
+
+
+async def _compare_of(
+    one: Side, two: Side, labels: Sequence[str], arena: Arena, lanes: int, rank: int | None
+) -> list[TensorDifference]:
+    differing: list[TensorDifference] = []
+    for batch in batches(one[1], labels, BATCH_BYTES):
+        left, right = [
+            await read_tensors(*side, batch, arena, lanes=lanes, rank=rank) for side in (one, two)
+        ]
+        # A rank need not have everything that others have.
+        for label in [each for each in batch if each in left and each in right]:
+            tensors = left.pop(label), right.pop(label)
+            name = label if rank is None else f"{label} of rank {rank}"
+            found = await anyio.to_thread.run_sync(compare_tensors, name, *tensors)
+            differing += [] if found is None else [found]
     return differing
 
 

@@ -23,8 +23,8 @@ from ckpipe.cli.running import (
     serve,
 )
 from ckpipe.cli.screen import Screen, size, table, visible
-from ckpipe.discovery import discover, read_index
-from ckpipe.errors import CorruptCheckpoint, UsageError
+from ckpipe.discovery import check_not_deleted, discover, read_index
+from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
 from ckpipe.inspection import data_bytes, describe
 from ckpipe.keys import label_filter
 from ckpipe.opening import Access, open_store
@@ -120,9 +120,13 @@ def verify_(
                     infos = [each for each in await discover(backend) if each.complete]
                 else:
                     infos = [await chosen(backend, step)]
-                results = [
-                    await _verified(backend, each, settings, meter) for each in reversed(infos)
-                ]
+                results = []
+                for each in reversed(infos):
+                    try:
+                        results.append(await _verified(backend, each, settings, meter))
+                    except CheckpointIncomplete:
+                        if not every:
+                            raise
         bad = [each for each in results if not each["ok"]]
         screen.result({"url": url, "results": results}, *(Text(_sentence(r)) for r in results))
         return FOUND if bad else OK
@@ -142,6 +146,7 @@ async def _verified(
         done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
         data |= {"files": done.files, "bytes": done.bytes}
     except CorruptCheckpoint as error:
+        await check_not_deleted(backend, info.key)  # then it is no wonder that parts are gone
         data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
     finally:
         arena.close()
