@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpipe.dtensors import Shardings
 from ckpipe.filling import Filling
 from ckpipe.live_tensors import LiveTensor, writable_view
 from ckpipe.load_planning import Need
@@ -29,6 +30,7 @@ class Targets:
     def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
         self.stored, self.cast = stored, cast
         self.filling = Filling(stored)
+        self._shardings = Shardings()
         self._lives: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
         self._first: set[int] = set()
@@ -44,7 +46,7 @@ class Targets:
         view = writable_view(live)
         if view is None:
             return False
-        regions = regions_of(live) if is_placed(live) else None
+        regions = regions_of(live, self._shardings) if is_placed(live) else None
         pieces = self.stored.pieces(stored, regions)
         self._lives.append(LiveTensor(stored, label, view, live, regions, pieces))
         return True

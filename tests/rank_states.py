@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from bundles import ID, WRITER, structure_of
+from placed_targets import rank_of
+from stored_states import store
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
@@ -46,12 +48,11 @@ async def store_ranks(
             upload = await backend.open_upload(key, size=len(image), block_bytes=len(image))
             await upload.write(0, memoryview(image))
             await upload.complete()
-    index = merge([_read_back(each) for each in manifests], "index")
-    return _read_back(index)
+    return merged(manifests)
 
 
 def _read_back(bundle: Bundle) -> Bundle:
-    return decode_bundle(encode_bundle(bundle), key="index", id=ID, kind=bundle.kind)
+    return decode_bundle(encode_bundle(bundle), key="index", id=bundle.id, kind=bundle.kind)
 
 
 def _rank(
@@ -116,3 +117,27 @@ async def load_as(
     """Loads as one rank of a world, with two lanes and blocks of 2 MiB."""
     arena = Arena(2 << 20)
     return await restore(backend, bundle, request, arena, lanes=2, rank=rank, world_size=world_size)
+
+
+async def store_planned(
+    backend: Backend, make_state: Callable[[int], Any], world_size: int
+) -> Bundle:
+    """Saves as each rank of a world would, with what ckpipe plans for it; returns the index.
+
+    Args:
+        backend: The store.
+        make_state: Makes the state of a rank, while this process is it.
+        world_size: How many ranks there are.
+    """
+    manifests = []
+    for rank in range(world_size):
+        with rank_of(rank, world_size):
+            manifests.append(
+                await store(make_state(rank), backend, rank=rank, world_size=world_size)
+            )
+    return merged(manifests)
+
+
+def merged(manifests: Sequence[Bundle]) -> Bundle:
+    """The index of manifests, as it is read back."""
+    return _read_back(merge([_read_back(each) for each in manifests], "index"))

@@ -13,7 +13,7 @@ from ckpipe.backend import Backend
 from ckpipe.checksum import ChunkSums, crc32c
 from ckpipe.copying import fill_block, plan_blocks
 from ckpipe.keys import LabelFilter
-from ckpipe.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.manifest import Bundle, BundleKind, Part, Structure, TensorRow
 from ckpipe.object_names import data_file_key
 from ckpipe.planning import LocalPlanner, RankPlan, file_rows
 from ckpipe.restore import LoadRequest, restore
@@ -26,10 +26,12 @@ ALL = LabelFilter()
 BLOCK_BYTES = 2 << 20
 
 
-async def store(state: Any, backend: Backend, *, pickling: bool = False) -> Bundle:
-    """Writes the data files of a state and returns what its manifest would say."""
+async def store(
+    state: Any, backend: Backend, *, pickling: bool = False, rank: int = 0, world_size: int = 1
+) -> Bundle:
+    """Writes the data files of a rank's state and returns what its manifest would say."""
     captured = capture(state, pickling=pickling)
-    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
+    plan = LocalPlanner().plan(captured, rank=rank, world_size=world_size)
     sums = ChunkSums([entry.nbytes for entry in plan.layout.entries])
     images = _images(captured, plan, sums)
     for file, image in zip(plan.files, images, strict=True):
@@ -38,7 +40,7 @@ async def store(state: Any, backend: Backend, *, pickling: bool = False) -> Bund
         )
         await upload.write(0, memoryview(image))
         await upload.complete()
-    return _bundle(captured, plan, sums)
+    return _bundle(captured, plan, sums, rank, world_size)
 
 
 def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearray]:
@@ -56,7 +58,9 @@ def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearr
     return images
 
 
-def _bundle(captured: Captured, plan: RankPlan, sums: ChunkSums) -> Bundle:
+def _bundle(
+    captured: Captured, plan: RankPlan, sums: ChunkSums, rank: int, world_size: int
+) -> Bundle:
     rows = tuple(
         TensorRow(
             leaf.label, leaf.dtype, leaf.full_shape, torch.device(leaf.device).type, leaf.kind,
@@ -65,7 +69,7 @@ def _bundle(captured: Captured, plan: RankPlan, sums: ChunkSums) -> Bundle:
         for leaf in captured.tensors
     )  # fmt: skip
     part = Part(
-        rank=0,
+        rank=rank,
         structure=0,
         layout=0,
         values=tuple(captured.values),
@@ -76,7 +80,8 @@ def _bundle(captured: Captured, plan: RankPlan, sums: ChunkSums) -> Bundle:
         writer={},
     )
     structure = Structure(captured.tree, rows, len(captured.values))
-    return Bundle("index", ID, 1, (structure,), (plan.layout,), (part,))
+    kind: BundleKind = "index" if world_size == 1 else "manifest"
+    return Bundle(kind, ID, world_size, (structure,), (plan.layout,), (part,))
 
 
 def request(into: Any = None, **changes: Any) -> LoadRequest:

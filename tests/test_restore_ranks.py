@@ -31,7 +31,6 @@ from ckpipe.errors import (
 )
 from ckpipe.keys import LabelFilter
 from ckpipe.manifest import Bundle
-from ckpipe.placed_tensors import held_regions
 from ckpipe.restore import verify
 from ckpipe.testing import MemoryBackend
 
@@ -119,32 +118,6 @@ async def test_any_placement_loads_into_any_other(saved: int) -> None:
                 expected = placed(full, mesh, placements).to_local()
                 assert torch.equal(target["w"].to_local(), expected)
     assert torch.equal((await load_as(backend, bundle, 0, 1, request())).state["w"], full)
-
-
-splits = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(1, 4)), max_size=3)
-
-
-@given(st.tuples(*[st.integers(0, 9)] * 3), splits, st.data())
-def test_the_regions_of_a_rank_are_what_torch_gives_it(
-    shape: tuple[int, ...], splits: list[tuple[int, int, int]], data: st.DataObject
-) -> None:
-    full = numbered(*shape, dtype=torch.int64)
-    placements = [
-        Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
-        for dim, factor, _ in splits
-    ]
-    mesh = [count for _, _, count in splits]
-    coordinate = [data.draw(st.integers(0, count - 1)) for count in mesh]
-    local = local_part(full, mesh, placements, coordinate)
-    found = torch.zeros_like(local)
-    regions = held_regions(
-        shape, [(*split, index) for split, index in zip(splits, coordinate, strict=True)]
-    )
-    for (lower, upper), at in regions:
-        source = tuple(slice(lo, hi) for lo, hi in zip(lower, upper, strict=True))
-        target = tuple(slice(n, n + hi - lo) for n, lo, hi in zip(at, lower, upper, strict=True))
-        found[target] = full[source]
-    assert torch.equal(found, local)
 
 
 async def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
