@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import MutableMapping
@@ -91,6 +92,7 @@ class _StepHooks:
         self.optimizer = optimizer
         self._lock = lock
         self._active = True
+        self._process = os.getpid()
         self._beginning: set[int] = set()
         self._purpose = f"{type(optimizer).__name__}.step()"
         self._handles: list[RemovableHandle] = []
@@ -106,6 +108,9 @@ class _StepHooks:
             ) from error
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            # A fork copied the lock as it was, perhaps held, by threads that it has not got.
+            return
         thread = threading.get_ident()
         self._beginning.add(thread)
         try:
@@ -116,6 +121,8 @@ class _StepHooks:
             self._beginning.discard(thread)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            return
         if not self._lock.captures_here():
             self._lock.leave_step(self)
         if not self._active:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from threading import Thread
 from typing import Any, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 T = TypeVar("T")
 
@@ -22,10 +23,12 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._stack = contextlib.ExitStack()
-        self.portal: BlockingPortal = self._stack.enter_context(
-            start_blocking_portal("asyncio", name=name)
-        )
+        # Not anyio's start_blocking_portal: its context manager also ends the loop when it is
+        # collected, and in a process that was forked from this one it would wait for ever.
+        ready: Future[BlockingPortal] = Future()
+        self._thread = Thread(target=_run, args=(ready,), name=name, daemon=True)
+        self._thread.start()
+        self.portal = ready.result()
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Starts a coroutine function on the loop; cancelling the future cancels it."""
@@ -35,7 +38,30 @@ class LoopThread:
 
     def close(self) -> None:
         """Ends the loop and its thread, once all that was submitted is through."""
-        self._stack.close()
+        self._end(cancel=False)
+
+    def abandon(self) -> None:
+        """Ends the loop and its thread, and cancels what was submitted and is not through."""
+        self._end(cancel=True)
+
+    def _end(self, *, cancel: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # the portal has ended by itself
+            self.portal.call(self.portal.stop, cancel)
+        self._thread.join()
+
+
+def _run(ready: Future[BlockingPortal]) -> None:
+    async def serve() -> None:
+        async with BlockingPortal() as portal:
+            ready.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    try:
+        anyio.run(serve)
+    except BaseException as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)
 
 
 async def wait_for(future: Future[T]) -> T:

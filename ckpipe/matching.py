@@ -28,6 +28,7 @@ from ckpipe.stateful_objects import check_stateful, hint_for, mismatch
 from ckpipe.structure import Node, is_stateful
 from ckpipe.targets import Targets
 from ckpipe.trees import children_of, leaf_labels
+from ckpipe.user_code import user_code
 
 
 class Matching:
@@ -378,7 +379,7 @@ def _remake_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
 def _load_object(target: Any, make: Make, label: str) -> Any:
     state = make()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), user_code("load_state_dict", label):
             target.load_state_dict(state)
     except Exception as error:
         error.add_note(f"raised by load_state_dict of {label!r}, a {type(target).__qualname__}")

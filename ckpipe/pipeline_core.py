@@ -70,6 +70,7 @@ class PipelineCore:
         self._engine: Engine | None = None
         self._served: Future[None] | None = None
         self._guarded = _optimizers(guards)
+        self._process = os.getpid()
 
     # Life
 
@@ -81,12 +82,13 @@ class PipelineCore:
             )
         topology = ALONE if self.settings.solo else find_topology()
         _check_topology(self.settings, topology)
+        self._process = os.getpid()
         self._loop = LoopThread("ckpipe")
         self._engine = Engine(self.settings, self.lock, self.events, topology, self.hooks)
         try:
             self._served, _ = self._loop.portal.start_task(self._engine.serve)
         except BaseException:
-            self._shut()
+            self._shut(LoopThread.abandon)
             raise
         if self._guarded:
             self.guard(*self._guarded)
@@ -97,23 +99,31 @@ class PipelineCore:
         Args:
             failed: Whether the caller leaves on an exception: only staged saves finish then.
         """
-        if self._loop is None or self._engine is None or self._served is None:
+        if self._loop is None or self._engine is None or self._served is None or self._forked:
             return []
         try:
             self.submit(self._engine.drain, staged_only=failed).result()
             failures = self.submit(self._engine.take_failures).result()
             self.submit(self._engine.stop).result()
             self._served.result()
-        finally:
-            self._shut()
+        except BaseException:
+            # Whoever interrupts the waiting wants no more of it.
+            self._shut(LoopThread.abandon)
+            raise
+        self._shut(LoopThread.close)
         return failures
 
-    def _shut(self) -> None:
+    def _shut(self, end: Callable[[LoopThread], None]) -> None:
         for each in self._guards:
             each.remove()
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.close()
+            end(loop)
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this process was forked from the pipeline's, whose thread it does not have."""
+        return os.getpid() != self._process
 
     @property
     def engine(self) -> Engine:
@@ -127,12 +137,21 @@ class PipelineCore:
             raise PipelineClosed(
                 f"The pipeline {state}", hint="Use it inside its (async) with block"
             )
+        self._check_process()
         return self._engine
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise PipelineClosed(
+                "The pipeline belongs to the process that this one was forked from",
+                hint="Open another pipeline in this process",
+            )
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Starts a coroutine function on the pipeline's loop."""
         if self._loop is None:
             raise PipelineClosed("The pipeline is closed", hint="Make a new one to go on")
+        self._check_process()
         return self._loop.submit(function, *args, **kwargs)
 
     def guard(self, *optimizers: Optimizer) -> None:

@@ -35,6 +35,7 @@ from ckpipe.keys import Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.registered_types import registered_for
 from ckpipe.replication import ReplicatedTest, replicated_test
 from ckpipe.tensors import WRAPPER_MARKS, TensorLeaf, numpy_leaf, tensor_leaf
+from ckpipe.user_code import user_code
 from ckpipe.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
 Node = list[Any]
@@ -149,11 +150,13 @@ class _Walk:
     def claimed(self, obj: Any, label: str) -> Node | None:
         """The node of what an object's ``state_dict`` returns, with what it says of replicas."""
         is_replicated = replicated_test(obj)
+        with user_code("state_dict", label):
+            state = obj.state_dict()
         if is_replicated is None:
-            return self.node(obj.state_dict(), label)
+            return self.node(state, label)
         self._claims.append((label, is_replicated))
         try:
-            return self.node(obj.state_dict(), label)
+            return self.node(state, label)
         finally:
             self._claims.pop()
 
@@ -331,7 +334,9 @@ def _stateful(walk: _Walk, obj: Any, label: str) -> Node | None:
 def _registered(walk: _Walk, obj: Any, label: str) -> Node | None:
     known = registered_for(type(obj))
     assert known is not None
-    node = walk.node(known.to_state(obj), label)
+    with user_code("to_state", label):
+        state = known.to_state(obj)
+    node = walk.node(state, label)
     return None if node is None else ["registered", known.name, node]
 
 

@@ -61,7 +61,17 @@ def _encode_bytes(value: bytes | bytearray) -> Json:
 
 
 def _encode_enum(value: enum.Enum) -> Json:
-    return ["enum", class_path(type(value)), value.name]
+    name = value.name
+    if isinstance(value, enum.Flag) and name not in type(value).__members__:
+        name = "|".join(str(bit.name) for bit in value)
+    data = ["enum", class_path(type(value)), name]
+    try:
+        same = decode_value(data) is value
+    except (InvalidManifest, StructureMismatch):
+        same = False
+    if not same:  # such as a member of a class that is defined inside a function
+        raise NotInline
+    return data
 
 
 def _encode_path(value: pathlib.PurePath) -> Json:
@@ -137,10 +147,17 @@ def _decode_bytes(text: str) -> bytes:
 
 
 def _decode_enum(path: str, name: str) -> enum.Enum:
-    members = resolve_class(path, enum.Enum).__members__
-    if name not in members:
-        raise StructureMismatch(f"The enum {path} has no member {name!r:.100}")
-    member: enum.Enum = members[name]
+    kind = resolve_class(path, enum.Enum)
+    members = kind.__members__
+    names = name.split("|") if name and name not in members else [name]
+    if issubclass(kind, enum.Flag) and not name:
+        names = []
+    for each in names:
+        if each not in members:
+            raise StructureMismatch(f"The enum {path} has no member {each!r:.100}")
+    member: enum.Enum = members[names[0]] if names else kind(0)
+    for each in names[1:]:
+        member |= members[each]
     return member
 
 

@@ -27,6 +27,14 @@ class Color(enum.Enum):
 
 class Bits(enum.IntFlag):
     A = 1
+    B = 2
+    C = 4
+
+
+class Mode(enum.Flag):
+    READ = 1
+    WRITE = 2
+    BOTH = 3
 
 
 floats = st.floats(allow_nan=True)
@@ -42,7 +50,8 @@ values = st.one_of(
     st.sampled_from([
         torch.float32, torch.bool, torch.float8_e4m3fn, torch.device("cpu"),
         torch.device("cuda", 1), torch.Size([1, 0, 3]), torch.Size([]), torch.strided,
-        torch.channels_last, Ellipsis, Color.RED, Color.BLUE, Bits.A, range(1, 9, 2),
+        torch.channels_last, Ellipsis, Color.RED, Color.BLUE, Bits.A, Bits.A | Bits.C,
+        Bits(0), Mode.READ | Mode.WRITE, Mode(0), range(1, 9, 2),
         pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:\\x"), pathlib.PurePosixPath("."),
         np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("ü"), np.complex128(1j),
         np.datetime64("2026-11-21"), np.float16("nan"), 2**53, -(2**53) + 1, 10**4000,
@@ -132,6 +141,15 @@ def test_no_made_up_value_raises_anything_but_our_error(data: Any, kind: str) ->
         decode_value([kind, *arguments])
     except InvalidManifest:
         return
+
+
+def test_what_could_not_be_found_again_is_refused_at_once() -> None:
+    class Local(enum.Enum):
+        HERE = 1
+
+    for value in (Local.HERE, Bits.A | Bits(64)):
+        with pytest.raises(NotInline):
+            encode_value(value)
 
 
 def test_enum_of_a_class_or_member_that_is_gone() -> None:

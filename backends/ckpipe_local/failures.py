@@ -86,6 +86,16 @@ def writing(action: str, key: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def unrepeatable(action: str) -> Iterator[None]:
+    """Translates what goes wrong in an operation whose success at a second try proves nothing."""
+    try:
+        yield
+    except OSError as error:
+        found = _store_error(error, action, None, _WRITING)
+        raise (StoreError(found.message) if found.transient else found) from error
+
+
+@contextmanager
 def opening(root: str) -> Iterator[None]:
     """Translates what goes wrong while the root directory is created and probed."""
     try:

@@ -11,6 +11,7 @@ from ckpipe.backend import PutMode
 from ckpipe.errors import StoreError
 from ckpipe_local.direct_io import aligned_part, open_direct, write_all, write_direct
 from ckpipe_local.directories import create_temporary, sync_directory
+from ckpipe_local.failures import unrepeatable
 from ckpipe_local.system_calls import preallocate
 
 
@@ -28,6 +29,7 @@ class PartialFile:
         self._buffered = buffered
         self._direct: int | None = None
         self._refused = False
+        self._synced: bool | None = None
         self._state = threading.Condition()
         self._writers = 0
         self._closed = False
@@ -62,14 +64,37 @@ class PartialFile:
 
     def publish(self, mode: PutMode) -> None:
         """Makes the data durable, then the name, and closes the file."""
-        os.fsync(self._buffered)
+        self._sync()
         self.close()
         if mode is PutMode.CREATE:
             link_new(self.temporary, self.final)
             os.unlink(self.temporary)
         else:
             os.rename(self.temporary, self.final)
-        sync_directory(os.path.dirname(self.final))
+        self._sync_name(mode)
+
+    def _sync(self) -> None:
+        """Makes the data durable, once, for the kernel reports a loss only once.
+
+        After a failed sync it counts the lost pages as written, and another sync would succeed.
+        """
+        if self._synced is None:
+            self._synced = False
+            with unrepeatable(f"make {self.final} durable"):
+                os.fsync(self._buffered)
+            self._synced = True
+        elif not self._synced:
+            raise StoreError(f"Parts of {self.final} were lost on their way to the disk")
+
+    def _sync_name(self, mode: PutMode) -> None:
+        """Makes the name durable, or takes a new one back: what is listed has to stay."""
+        try:
+            sync_directory(os.path.dirname(self.final))
+        except OSError:
+            if mode is PutMode.CREATE:
+                with contextlib.suppress(OSError):
+                    os.rename(self.final, self.temporary)
+            raise
 
     def close(self) -> None:
         """Closes both descriptors once no thread writes through them."""

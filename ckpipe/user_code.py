@@ -1,0 +1,34 @@
+"""Calls of the user's own code, such as ``state_dict``, on threads of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckpipe.errors import UsageError
+
+
+@contextmanager
+def user_code(what: str, label: str) -> Iterator[None]:
+    """Keeps an attempt to leave the program from ending the pipeline's loop with all its saves.
+
+    Errors pass as they are. ``SystemExit`` and its like mean the thread that they are raised on,
+    which is not the caller's here.
+
+    Args:
+        what: What is called.
+        label: Where in the state.
+
+    Raises:
+        UsageError: If the code raised what is no error.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as signal:
+        raise UsageError(
+            f"{what} raised {signal!r}, which cannot end the program from here",
+            key=label or None,
+            hint="Raise an Exception instead",
+        ) from signal

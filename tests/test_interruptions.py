@@ -1,0 +1,149 @@
+"""Ctrl-C while a pipeline waits, forks beside it, and user code that tries to leave the program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe import errors, events
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def interrupt() -> None:
+    """Does to this process what Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def loops() -> list[str]:
+    """The pipelines' threads that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "ckpipe"]
+
+
+def test_ctrl_c_while_a_pipeline_opens(store: Stores) -> None:
+    store.slow.hold()
+    pipeline = ckpipe.SyncPipeline(store.url)
+
+    def when_it_opens() -> None:
+        store.slow.gate.wait_until_held()
+        interrupt()
+
+    threading.Thread(target=when_it_opens).start()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.__enter__()
+    assert not loops()
+
+
+def test_a_second_ctrl_c_while_staged_saves_finish(store: Stores) -> None:
+    store.slow.hold("write")
+    waiting = threading.Event()
+
+    def interrupt_when_closing(event: events.Event) -> None:
+        if isinstance(event, events.SaveStarted) and event.step == 1:
+            waiting.set()
+        if isinstance(event, events.SaveFailed) and event.step == 1:
+            interrupt()
+
+    settings: dict[str, Any] = {"staging_bytes": "64KiB", "staging": {"block_bytes": 65536}}
+    state = {"w": torch.zeros(100)}
+    pipeline = ckpipe.SyncPipeline(store.url, **settings)
+
+    def save_in_vain() -> None:
+        with pytest.raises(errors.SaveCancelled):
+            pipeline.save(state, step=1)
+
+    saving = threading.Thread(target=save_in_vain)
+
+    def train() -> None:
+        with pipeline:
+            pipeline.events.add(interrupt_when_closing)
+            pipeline.save(state, step=0)
+            # A save that waits for memory is given up at closing, and its event tells us so.
+            saving.start()
+            assert waiting.wait(30)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    saving.join(30)
+    assert not loops()
+    store.slow.release()
+    with ckpipe.SyncPipeline(store.url) as fresh:
+        assert fresh.latest() is None
+
+
+def test_a_forked_process_neither_saves_nor_hangs(tmp_path: Path) -> None:
+    # In processes of their own: the test's has threads that a fork should not copy.
+    script = """
+import os, sys
+import torch
+import ckpipe
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+with ckpipe.SyncPipeline(sys.argv[1], guard=optimizer) as pipeline:
+    pipeline.save({"w": parameter}, step=0).wait()
+    with pipeline.lock.capturing():
+        child = os.fork()
+        if not child:
+            optimizer.step()
+            try:
+                pipeline.save({"w": parameter}, step=1)
+            except ckpipe.CkpipeError as error:
+                print(type(error).__name__, error, flush=True)
+            raise SystemExit(7)  # leaves the with block of its parent's pipeline
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7, status
+    pipeline.save({"w": parameter}, step=2).wait()
+    print([info.step for info in pipeline.steps()])
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("PipelineClosed The pipeline belongs to the process")
+    assert run.stdout.endswith("[0, 2]\n")
+
+
+class Quitter:
+    """An object whose methods raise what is no ``Exception``."""
+
+    def __init__(self, *, saves: bool) -> None:
+        self.saves = saves
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.saves:
+            raise SystemExit(3)
+        return {"value": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise SystemExit(4)
+
+
+def test_user_code_that_leaves_the_program_fails_only_its_own_save(store: Stores) -> None:
+    store.slow.hold("write")
+    with ckpipe.SyncPipeline(store.url, staging_bytes="64MiB") as pipeline:
+        good = pipeline.save({"good": Quitter(saves=True)}, step=0)
+        with pytest.raises(errors.UsageError, match=r"SystemExit\(3\)") as caught:
+            pipeline.save({"bad": Quitter(saves=False)}, step=1)
+        assert (caught.value.key, caught.value.step) == ("bad", 1)
+        store.slow.release()
+        good.wait()
+        with pytest.raises(errors.UsageError, match=r"SystemExit\(4\)"):
+            pipeline.load({"good": Quitter(saves=True)})
+        assert pipeline.save({"w": 1}, step=2).wait().step == 2

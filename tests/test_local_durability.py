@@ -1,0 +1,63 @@
+"""What the local backend makes of a disk that fails to make something durable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ckpipe import errors
+from ckpipe.backend import PutMode
+from ckpipe_local import LocalBackend
+
+
+async def test_a_failed_sync_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel reports lost pages once: a second fsync would succeed without them.
+    sync, failures = os.fsync, [OSError(errno.ETIMEDOUT, "slow"), OSError(errno.ENOSPC, "full")]
+
+    def fsync(descriptor: int) -> None:
+        if failures and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise failures.pop()
+        sync(descriptor)
+
+    async with LocalBackend(str(tmp_path)) as backend:
+        uploads = [await backend.open_upload(f"x{n}", size=4, block_bytes=4096) for n in (0, 1)]
+        monkeypatch.setattr(os, "fsync", fsync)
+        for upload, kind in zip(uploads, (errors.StoreFull, errors.StoreError), strict=True):
+            await upload.write(0, memoryview(b"data"))
+            for expected in (kind, errors.StoreError):
+                with pytest.raises(expected) as caught:
+                    await upload.complete()
+                assert not caught.value.transient
+            await upload.abort()
+        assert [info async for info in backend.list()] == []
+
+
+async def test_a_name_that_cannot_be_made_durable_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, broken = os.fsync, True
+
+    def fsync(descriptor: int) -> None:
+        if broken and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "broken")
+        sync(descriptor)
+
+    async with LocalBackend(str(tmp_path)) as backend:
+        upload = await backend.open_upload("data", size=4, block_bytes=4096)
+        await upload.write(0, memoryview(b"data"))
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(errors.StoreError, match="Input/output"):
+            await upload.complete()
+        with pytest.raises(errors.StoreError, match="Input/output"):
+            await backend.put("small", b"data", PutMode.CREATE)
+        assert [info async for info in backend.list()] == []
+        broken = False
+        await upload.complete()
+        assert await backend.get("data", max_bytes=10) == b"data"
+    assert os.listdir(tmp_path) == ["data"]
