@@ -6,7 +6,8 @@ proves that two processes belong to the same launch. A fresh random number does.
 of its own, under a key that holds the call, so that no answer to an older call is taken for one
 to this. Rank 0 publishes the name of the attempt with the list of hellos it found, and a rank
 takes the name only from a list that has its own hello in its own place. A rank that read the call
-of an earlier launch waits until there is another. No collective is used, and no process group.
+of an earlier launch finds a list without its own hello, or none, and waits until there is another
+call. No collective is used, and no process group.
 """
 
 from __future__ import annotations
@@ -125,10 +126,6 @@ class Meeting:
 
     def _answer(self, call: str) -> str | None:
         hello = secrets.token_hex(8)
-        # Taken already: a call of an earlier launch or pipeline, which had this rank answer. Not
-        # by compare_set, of which a TCPStore does not tell those that wait for the key.
-        if self._store.add(f"{call}/seat/{self._rank}", 1) != 1:
-            return None
         self._store.set(_hello_key(call, self._rank), hello)
         while self._store.get("call").decode() == call and self._left() > 0:
             if self._wait_for([_list_key(call)], _SLICE_SECONDS):

@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 
 from ckpipe import cuda
 from ckpipe.engine import Engine
-from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.errors import (
+    PipelineClosed,
+    SettingsError,
+    UnsupportedTopology,
+    UsageError,
+)
 from ckpipe.events import Event, EventBus
 from ckpipe.guard import StepGuard, guard
 from ckpipe.hooks import Hooks
@@ -81,6 +86,12 @@ class PipelineCore:
                 "A pipeline is entered once", hint="Make a new one to go on saving"
             )
         topology = ALONE if self.settings.solo else find_topology()
+        if topology.world_size > 1 and self.settings.save_every_seconds is not None:
+            raise UnsupportedTopology(
+                f"The clocks of {topology.world_size} ranks do not agree on a step to save at",
+                rank=topology.rank,
+                hint="Set save_every_steps instead of save_every_seconds",
+            )
         _check_topology(self.settings, topology)
         self._process = os.getpid()
         self._loop = LoopThread("ckpipe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,29 @@ def test_saves_in_different_order_are_the_same_checkpoints(store: Stores) -> Non
 def test_rank_that_opens_twice_is_refused(store: Stores) -> None:
     with ranks(store.url, 2), pytest.raises(errors.AttemptReused, match="rank 1"):
         open_rank(store.url, 1, 2)
+
+
+def test_of_processes_that_claim_one_rank_exactly_one_opens(store: Stores) -> None:
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        racers = [
+            pool.submit(ckpipe.SyncPipeline(store.url, attempt_id="run").__enter__)
+            for _ in range(6)
+        ]
+    errors_seen = [racer.exception() for racer in racers]
+    assert sum(error is None for error in errors_seen) == 1
+    assert all(error is None or isinstance(error, errors.AttemptReused) for error in errors_seen)
+    (winner,) = [racer.result() for racer in racers if racer.exception() is None]
+    winner.__exit__(None, None, None)
+
+
+def test_ranks_that_name_one_attempt_begin_at_one_time(store: Stores) -> None:
+    with ranks(store.url, 3) as world:
+        assert len({pipeline._core.engine.site.attempt for pipeline in world}) == 1
+
+
+def test_saves_by_the_clock_are_refused(store: Stores) -> None:
+    with pytest.raises(errors.UnsupportedTopology, match="save_every_steps"):
+        open_rank(store.url, 0, 2, save_every_seconds=10)
 
 
 def test_no_way_to_agree_names_both_ways(store: Stores) -> None:
