@@ -113,17 +113,22 @@ def weed() -> str | None:
 
 
 @contextlib.contextmanager
-def seaweedfs(folder: Path) -> Iterator[S3Server]:
-    """A SeaweedFS server, which checks signatures and checksums."""
+def seaweedfs(folder: Path, ports: list[int] | None = None) -> Iterator[S3Server]:
+    """A SeaweedFS server, which checks signatures and checksums, and is killed in the end.
+
+    Args:
+        folder: Where its data lie. What was stored is there again for a second server.
+        ports: Four ports, from :func:`free_ports`.
+    """
     program = weed()
     assert program is not None
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     credentials = [{"accessKey": KEY, "secretKey": SECRET}]
     identity = {"name": "test", "credentials": credentials, "actions": actions}
     (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
-    (folder / "data").mkdir()
+    (folder / "data").mkdir(exist_ok=True)
     # The program derives further ports from these by adding 10,000.
-    master, volume, filer, port = free_ports(4)
+    master, volume, filer, port = ports or free_ports(4)
     command = [
         program, "server", f"-dir={folder}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",

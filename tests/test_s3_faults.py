@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from botocore.exceptions import ClientError
 from fault_proxy import Fault, FaultProxy, Request, fault_proxy
 from pipelines import same
-from s3_servers import SECRET, S3Server
+from s3_servers import SECRET, S3Server, free_ports, seaweedfs, set_up_process, weed
 
 import ckpipe
 from ckpipe import errors
@@ -258,6 +259,31 @@ def test_a_bit_flipped_on_the_way_is_found_by_the_store(
         assert save(url, proxy.url) is None
         assert proxy.faults() == 1
     check(url, weed_server, complete=True)
+
+
+@pytest.mark.skipif(not EVERY or weed() is None, reason="slow: make test-all runs it")
+def test_a_server_is_killed_and_comes_back(url: str, tmp_path: Path) -> None:
+    set_up_process()
+    ports, parts = free_ports(4), threading.Semaphore(0)
+
+    def count(request: Request) -> Fault | None:
+        if request.operation == "UploadPart":
+            parts.release()
+        return None
+
+    patience: dict[str, Any] = {"retries": 30, "backoff_seconds": 2, "backoff_max_seconds": 2}
+    with contextlib.ExitStack() as servers, fault_proxy(ports[-1]) as proxy:
+        first = servers.enter_context(contextlib.ExitStack())
+        server = first.enter_context(seaweedfs(tmp_path, ports))
+        server.make_bucket(BUCKET)
+        proxy.rule = count
+        with pipeline(url, proxy.url, **patience) as opened:
+            handle = opened.save(state(), step=1)
+            assert parts.acquire(timeout=30)
+            first.close()
+            servers.enter_context(seaweedfs(tmp_path, ports))
+            handle.wait()
+        check(url, server, complete=True)
 
 
 def test_a_store_that_overwrites_is_refused(server: S3Server, proxy: FaultProxy, url: str) -> None:
