@@ -151,7 +151,7 @@ def test_a_save_survives_a_storm(
 
 
 REQUESTS = 16
-"""How many requests a run has at least, from opening to closing."""
+"""About how many requests a run has, from opening to closing."""
 TURNS = [*itertools.product(range(REQUESTS), (Fault.LOST, Fault.UNAVAILABLE, Fault.RESET_WITHIN))]
 
 
@@ -161,7 +161,7 @@ def test_each_request_of_a_save_in_turn(
 ) -> None:
     proxy.rule = Once(None, fault, behind=turn)
     assert save(url, proxy.url) is None
-    assert proxy.faults() == 1
+    assert proxy.faults() == (turn < len(proxy.log))
     check(url, server, complete=True)
 
 
