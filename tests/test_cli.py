@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands, program, save_steps
+from commands import PROGRAM, Commands, program, save_steps
 from pipelines import small_state, stores
 
 import ckpipe
@@ -294,6 +296,32 @@ def test_the_program_prints_plain_text_into_pipes(tmp_path: Path) -> None:
     assert all(line == line.rstrip() for line in done.out.splitlines())
     assert json.loads(program("info", tmp_path, "--json").out)["step"] == 1
     assert program("--version").out == f"ckpipe {__version__}\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [*PROGRAM, "info", str(tmp_path)],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_without_its_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from ckpipe.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'ckpipe[cli]'" in done.stderr
 
 
 def test_sizes_and_escapes() -> None:

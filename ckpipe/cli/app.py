@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -76,10 +74,6 @@ def run(arguments: Sequence[str]) -> int:
         app(_json_first(arguments), prog_name="ckpipe")
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     return 0
 
 

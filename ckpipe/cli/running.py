@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Annotated, NamedTuple
 
@@ -22,6 +24,9 @@ from ckpipe.types import CheckpointInfo
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
+
+NOBODY_READS = 141
+"""The exit code when the reader of a pipe went away: what a shell shows for SIGPIPE."""
 
 Url = Annotated[str, typer.Argument(help="Where the checkpoints lie.", show_default=False)]
 Step = Annotated[str, typer.Argument(help="A step, or the id of a checkpoint.")]
@@ -49,9 +54,14 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     try:
         _ = screen.settings  # read here, since it would block the loop
         code = anyio.run(work, screen)
+        screen.out.file.flush()
     except CkpipeError as error:
         screen.note(f"error: {error}")
         raise typer.Exit(_code(error)) from None
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; the interpreter must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(NOBODY_READS) from None
     raise typer.Exit(code)
 
 
