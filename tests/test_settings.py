@@ -172,6 +172,20 @@ def test_keep_last_and_rules_are_one_rule(retention: Retention, rule: Any) -> No
 
 
 @pytest.mark.parametrize(
+    ("text", "replicated"),
+    [("auto", "auto"), ("none", "none"), ('["ema.*", "step"]', ("ema.*", "step")), ("[]", ())],
+)
+def test_replicated_is_a_word_or_a_list_of_globs(
+    text: str, replicated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPIPE_PLAN__REPLICATED", text)
+    assert Settings().plan.replicated == replicated
+    monkeypatch.setenv("CKPIPE_PLAN__REPLICATED", "some")
+    with pytest.raises(SettingsError, match=r"'plan\.replicated'.*'auto' or 'none'"):
+        Settings()
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("67108864", 64 * MIB),
