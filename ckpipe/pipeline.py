@@ -60,7 +60,8 @@ class Pipeline:
         Raises:
             BackendNotFound: If no backend is there for the url.
             AttemptReused: If ``attempt_id`` was used on this root before.
-            UnsupportedTopology: If several ranks run and ``solo`` is not set.
+            UnsupportedTopology: If several ranks run and cannot agree on a name for the launch,
+                or some of them do not open the pipeline in time.
             StoreError: If the store cannot be used.
         """
         await anyio.to_thread.run_sync(self._core.open)
