@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 import torch
 import torch.distributed as dist
 from placed_targets import placed, rank_of
-from rank_states import load_as, merged, store_planned
-from stored_states import ID, request, store
+from rank_states import load_as, store_planned
+from stored_states import request
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import ckpipe
 from ckpipe import division
-from ckpipe.backend import PutMode
-from ckpipe.manifest_codec import decode_bundle, encode_bundle
+from ckpipe.distributed import training_state
 from ckpipe.testing import MemoryBackend
-from ckpipe_local import LocalBackend
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
     ((3,), (Shard(0),)),
@@ -97,9 +96,15 @@ def training(*, sharded: bool) -> dict[str, Any]:
         for each in (net[0], net[2], net):  # type: ignore[index]
             fully_shard(each, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    state = {"model": net, "optimizer": optimizer, "seed": torch.tensor(7)}
-    losses(state, 1)  # the optimizer has its state only after a step
-    return state
+    return {"model": net, "optimizer": optimizer}
+
+
+def saved_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "training": training_state(state["model"], state["optimizer"]),
+        "epoch": torch.tensor(7),
+        "progress": {"steps": 4},
+    }
 
 
 def losses(state: dict[str, Any], steps: int) -> list[float]:
@@ -118,32 +123,24 @@ def losses(state: dict[str, Any], steps: int) -> list[float]:
 
 def _save(rank: int, world_size: int, path: str) -> None:
     state = training(sharded=True)
-    losses(state, 3)
-
-    async def main() -> None:
-        async with LocalBackend(path) as backend:
-            manifest = await store(state, backend, rank=rank, world_size=world_size)
-            await backend.put(f"manifest-{rank}", encode_bundle(manifest), mode=PutMode.CREATE)
-
-    anyio.run(main)
+    losses(state, 4)
+    with ckpipe.SyncPipeline(f"{path}/run", attempt_id="saving") as pipeline:
+        pipeline.save(saved_state(state), step=4).wait_complete(timeout=60)
     torch.save(losses(state, 3), f"{path}/expected-{rank}.pt")
 
 
 def _load(rank: int, world_size: int, path: str) -> None:
     state = training(sharded=world_size > 1)
-
-    async def main() -> None:
-        async with LocalBackend(path) as backend:
-            data = await backend.get("index", max_bytes=1 << 30)
-            bundle = decode_bundle(data, key="index", id=ID, kind="index")
-            await load_as(backend, bundle, rank, world_size, request(state))
-
-    anyio.run(main)
+    target = {**saved_state(state), "epoch": torch.tensor(0), "progress": {}}
+    with ckpipe.SyncPipeline(f"{path}/run", attempt_id=f"loading-{world_size}") as pipeline:
+        pipeline.load(target, step=4, strict=False)
+    assert target["epoch"] == 7
     torch.save(losses(state, 3), f"{path}/found-{rank}.pt")
 
 
 def _rank(rank: int, world_size: int, path: str, work: Any) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{path}/{work.__name__}-{world_size}",
@@ -157,7 +154,7 @@ def _rank(rank: int, world_size: int, path: str, work: Any) -> None:
 
 def run_ranks(world_size: int, path: Path, work: Any) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_reshard"])  # so that torch is imported once
+    context.set_forkserver_preload(["test_reshard", "torch._dynamo"])  # imported once for all
     ranks = [
         context.Process(target=_rank, args=(rank, world_size, str(path), work))
         for rank in range(world_size)
@@ -174,20 +171,6 @@ def test_fsdp_goes_on_with_other_numbers_of_ranks_as_if_it_had_never_stopped(
 ) -> None:
     run_ranks(4, tmp_path, _save)
 
-    async def complete() -> None:
-        async with LocalBackend(str(tmp_path)) as backend:
-            manifests = [
-                decode_bundle(
-                    await backend.get(f"manifest-{rank}", max_bytes=1 << 30),
-                    key="manifest",
-                    id=ID,
-                    kind="manifest",
-                )
-                for rank in range(4)
-            ]
-            await backend.put("index", encode_bundle(merged(manifests)), mode=PutMode.CREATE)
-
-    anyio.run(complete)
     expected = torch.load(tmp_path / "expected-0.pt")
     _load(0, 1, str(tmp_path))
     assert torch.load(tmp_path / "found-0.pt") == pytest.approx(expected, rel=1e-4)
