@@ -75,6 +75,37 @@ def test_demo_kills_a_save_and_the_resumed_run_is_identical(tmp_path: Path) -> N
     assert undisturbed[-1] == killed[-1]
 
 
+def launch(ranks: int, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(ranks), str(EXAMPLES / "fsdp_torchrun.py"),
+            "--checkpoints", "run", "--steps", "16", "--save-every", "4", *arguments,
+        ],
+        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+
+
+def test_sharded_run_is_killed_and_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed.mkdir()
+    killed.mkdir()
+    alone = launch(1, folder=undisturbed)
+    assert alone.returncode == 0, alone.stderr
+    assert launch(4, "--die-at", "12", folder=killed).returncode != 0
+    resumed = launch(2, folder=killed)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "2 ranks, from step 4" in resumed.stdout or "2 ranks, from step 8" in resumed.stdout
+
+    expected = {record["step"]: record["loss"] for record in records(undisturbed / "run.jsonl")}
+    found = records(killed / "run.jsonl")
+    assert {record["ranks"] for record in found} == {2, 4}
+    assert found[-1]["step"] == 16
+    for record in found:
+        assert record["loss"] == pytest.approx(expected[record["step"]], rel=1e-4)
+
+
 def write_run(folder: Path, lines: list[dict[str, object]]) -> Path:
     folder.mkdir()
     text = "".join(json.dumps(line) + "\n" for line in lines)

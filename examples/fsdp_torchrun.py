@@ -1,0 +1,97 @@
+"""Train a small GPT sharded over several processes, save without collectives, resume on others.
+
+    torchrun --nproc-per-node 4 examples/fsdp_torchrun.py --checkpoints /tmp/sharded
+    ... kill it whenever you like (kill -9 any of the processes), then go on with two:
+    torchrun --nproc-per-node 2 examples/fsdp_torchrun.py --checkpoints /tmp/sharded
+
+Every rank writes its own shards and its own manifest, and waits for no other rank. A checkpoint
+is complete once all of them have; the newest complete one loads into any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F  # noqa: N812  (the name everybody uses)
+from train_gpt import GPT, english_text, say
+
+import ckpipe
+from ckpipe.distributed import training_state
+
+BATCH = 8  # samples of all ranks together, whatever their number
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains from the newest complete checkpoint, or from scratch, to the last step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    text = english_text()
+    model = GPT(layers=2, width=64, context=32, dropout=0.0)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    progress = ckpipe.Progress(samples=0)
+    state = {"training": training_state(model, optimizer), "progress": progress}
+
+    with ckpipe.SyncPipeline(options.checkpoints, guard=optimizer) as pipeline:
+        restored = pipeline.load(state)  # all ranks choose the same checkpoint
+        done = restored.step if restored else 0
+        if rank == 0:
+            say(f"{ranks} ranks, from step {done}")
+        for step in range(done + 1, options.steps + 1):
+            loss = train_step(model, optimizer, batch_of(text, step, rank, ranks))
+            progress.samples += BATCH
+            if rank == 0:
+                say(f"step {step:4d}   loss {loss:.4f}")
+                with options.checkpoints.with_suffix(".jsonl").open("a") as log:
+                    log.write(json.dumps({"step": step, "ranks": ranks, "loss": loss}) + "\n")
+            if step % options.save_every == 0:
+                pipeline.save(state, step=step)  # returns once this rank's shards are copied
+            if (step, rank) == (options.die_at, ranks - 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    """Takes one step on this rank's part of the batch; returns the loss over all ranks."""
+    logits = model(batch[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)  # the program's own collective: ckpipe calls none
+    return mean.item() / dist.get_world_size()
+
+
+def batch_of(text: Tensor, step: int, rank: int, ranks: int) -> Tensor:
+    """This rank's part of a step's samples, which depend on the step alone."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - 33, (BATCH, 1), generator=generator)
+    pieces: Tensor = text[starts + torch.arange(33)]
+    return pieces.chunk(ranks)[rank]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--die-at", type=int, help="the step at which the last rank is killed")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        train(arguments)
+    finally:
+        dist.destroy_process_group()
