@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 
@@ -196,10 +197,16 @@ def fault_proxy(port: int) -> Iterator[FaultProxy]:
         ready.set()
         await stop.wait()
         server.close()
-        connections = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in connections:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        # A connection that was accepted a moment ago gets its task only in the next turn.
+        while connections := await others():
+            for task in connections:
+                task.cancel()
+            await asyncio.gather(*connections, return_exceptions=True)
+
+    async def others() -> set[asyncio.Task[Any]]:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
     thread = threading.Thread(target=loop.run_until_complete, args=[main()], name="fault proxy")
     thread.start()
