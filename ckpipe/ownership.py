@@ -24,8 +24,12 @@ def owned_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
-        for each in optimizer.state.values():
-            yield from _tensors_in(each)
+        for state in optimizer.state.values():
+            for each in state.values() if type(state) is dict else (state,):
+                if type(each) is torch.Tensor:
+                    yield each
+                else:
+                    yield from _tensors_in(each)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -63,7 +67,8 @@ class OwnedMemory:
             else:
                 shape = tuple(local.shape)
                 self._views.add((device, address, shape, local.stride(), local.itemsize))
-        self._ranges = _joined(ranges)
+        self._apart = ranges
+        self._joined: list[tuple[str, int, int]] | None = None
 
     def covers(self, leaf: TensorLeaf) -> bool:
         """Whether all bytes of a leaf, and all between them, are owned."""
@@ -72,12 +77,19 @@ class OwnedMemory:
         item = leaf.tensor.itemsize
         if (leaf.device, leaf.address, leaf.shape, leaf.stride, item) in self._views:
             return True
-        place = bisect_right(self._ranges, (leaf.device, leaf.address, _END)) - 1
+        ranges = self._ranges
+        place = bisect_right(ranges, (leaf.device, leaf.address, _END)) - 1
         if place < 0 or not leaf.window:
             return False
-        device, low, high = self._ranges[place]
+        device, low, high = ranges[place]
         inside = low <= leaf.address and leaf.address + leaf.window <= high
         return device == leaf.device and inside
+
+    @property
+    def _ranges(self) -> list[tuple[str, int, int]]:
+        if self._joined is None:  # most leaves are found without them
+            self._joined = _joined(self._apart)
+        return self._joined
 
 
 _END = 1 << 64

@@ -88,7 +88,7 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
         UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
             than DTensor, or a DTensor with a placement such as ``Partial``.
     """
-    if is_dtensor_type(type(tensor)):
+    if type(tensor) not in _PLAIN_TYPES and is_dtensor_type(type(tensor)):
         return _dtensor_leaf(tensor, label, shardings or Shardings())
     dtype, device = NAMES.get(tensor.dtype), tensor.device
     refused = _why_refused(tensor, dtype)
@@ -109,6 +109,9 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
         label, plain, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
         requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> TensorLeaf:
