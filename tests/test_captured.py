@@ -444,3 +444,20 @@ async def test_staged_tensors_are_lent_to_coroutines(store: Stores, slow: SlowCo
         async with handle.staged_state() as lent:
             assert saved_numbers(lent) == {0.0}
         await handle
+
+
+def test_a_cancelled_save_keeps_the_lock_while_a_thread_still_reads(
+    store: Stores, slow: SlowCopies, threads: DaemonThreads
+) -> None:
+    training = Training()
+    with open_pipeline(store, training) as pipeline:
+        handle = pipeline.save(training.state, step=0, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        cancelled = pipeline._core.submit(pipeline._core.engine.cancel, handle._save)
+        pipeline.steps()  # comes after it on the pipeline's loop
+        assert [use.side for use in pipeline.lock.statistics().holders] == ["capturing"]
+        slow.go_on.set()
+        cancelled.result(PATIENCE)
+        training.optimizer.step()
+        assert handle.status == "cancelled"
+        assert is_free(pipeline.lock)
