@@ -329,7 +329,7 @@ class Save:
         )  # fmt: skip
 
 
-_USED_AGAIN = "its memory serves a later save or load"
+_USED_AGAIN = "its memory serves a later save or load, or was given back"
 
 
 def resolve(future: Future[Any], value: Any) -> None:

@@ -149,12 +149,17 @@ def test_every_save_sees_the_state_as_it_is_now(until: Any, store: Stores) -> No
                     assert overlaps(lent) == shared
                 lents += 1
             except UsageError:
-                assert until == "staged"  # where memory is cold, a save may stream through it
+                pass  # it streamed through cold memory, or a smaller state let memory go since
             found = saved_bytes(pipeline, step)
             check(found, wanted)
-            assert all(found[name].stride() == each.stride() for name, each in wanted.items())
+            assert all(strides(found[name]) == strides(each) for name, each in wanted.items())
             assert overlaps(found) == shared
     assert lents > 0
+
+
+def strides(tensor: torch.Tensor) -> list[int]:
+    """The strides that say where elements are; those of dimensions of one element do not."""
+    return [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 def check(found: State, wanted: State) -> None:
