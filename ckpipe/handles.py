@@ -132,9 +132,10 @@ class SaveHandle(_Handle):
         is left. The memory counts as in use until then, also beyond the commit.
 
         It can be had once the save is staged, and until a later save or load uses the memory, or
-        it goes back to the system because the states have become smaller. A save that streamed through less memory than it has bytes is never there as a whole: one
-        larger than ``staging_bytes``, and one that found only fresh memory, as the first does,
-        unless it was made with ``until="captured"``.
+        it goes back to the system because states have become smaller. A save that streamed
+        through less memory than it has bytes is never there as a whole: one larger than
+        ``staging_bytes``, and one that found only fresh memory, as the first does, unless it was
+        made with ``until="captured"``.
 
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
