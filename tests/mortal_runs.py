@@ -107,6 +107,7 @@ def train(case: dict[str, Any]) -> None:
         loaded = pipeline.load(state)
         first = loaded.step + 1 if loaded else 0
         note(case["root"], f"from {first}")
+        handle = None
         for step in range(first, case["steps"]):
             x = torch.randn(4, 8) + random.random() + np.random.rand()
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -116,7 +117,9 @@ def train(case: dict[str, Any]) -> None:
             schedule.step()
             note(case["root"], f"loss {step} {loss.item().hex()}")
             if step % 3 == 2:
-                pipeline.save(state, step=step)
+                if handle is not None:
+                    handle.wait()  # so that the death in one save finds the save before it whole
+                handle = pipeline.save(state, step=step)
 
 
 def main() -> None:
