@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import warnings
 from collections import Counter
 
@@ -268,16 +269,17 @@ class Engine(Housekeeping):
         """Notes that a caller was told of a failure."""
         self._background = [each for each in self._background if each is not error]
 
-    async def drain(self, *, staged_only: bool) -> None:
+    async def drain(self, *, staged_only: bool, within: float | None = None) -> None:
         """Waits until all saves have ended, for ``drain_timeout_seconds`` at most.
 
         Args:
             staged_only: Cancels the saves that still need the caller's state.
+            within: Seconds to wait if that is less; None if nothing else bounds it.
         """
         if staged_only:
             for save in [each for each in self._active if not each.safe.done()]:
                 await self.cancel(save)
-        limit = self._settings.drain_timeout_seconds
+        limit = min(self._settings.drain_timeout_seconds, math.inf if within is None else within)
         with anyio.move_on_after(limit):
             for ended in list(self._active.values()):
                 await ended.wait()

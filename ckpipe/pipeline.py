@@ -62,9 +62,11 @@ class Pipeline:
             AttemptReused: If ``attempt_id`` was used on this root before.
             UnsupportedTopology: If several ranks run and cannot agree on a name for the launch,
                 or some of them do not open the pipeline in time.
+            UsageError: If ``preemption`` is set and this is not the main thread.
             StoreError: If the store cannot be used.
         """
-        await anyio.to_thread.run_sync(self._core.open)
+        with self._core.opening():
+            await anyio.to_thread.run_sync(self._core.open)
         return self
 
     async def __aexit__(
@@ -73,10 +75,13 @@ class Pipeline:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            failures = await anyio.to_thread.run_sync(
-                lambda: self._core.close(failed=exc is not None)
-            )
+        try:
+            with anyio.CancelScope(shield=True):
+                failures = await anyio.to_thread.run_sync(
+                    lambda: self._core.close(failed=exc is not None)
+                )
+        finally:
+            self._core.unwatch()
         if exc is None:
             raise_or_warn(failures, self._core.settings.on_error)
 
@@ -281,6 +286,8 @@ class Pipeline:
     def should_save(self, step: int) -> bool:
         """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
 
+        Once :attr:`preempted`, it is True until a save has begun, and False from then on.
+
         Takes microseconds and asks nobody. A mark that was skipped, or passed before a crash, is
         made up for at the next step asked about. Asking changes nothing: the answer stays yes
         until a save has begun.
@@ -289,10 +296,30 @@ class Pipeline:
             step: The step that has just been taken.
 
         Raises:
-            SettingsError: If neither is set.
+            SettingsError: If neither is set, and preemption is not either.
             PipelineClosed: If the pipeline is not open.
         """
         return self._core.should_save(step)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was told that it will be stopped, by a signal or :meth:`preempt`.
+
+        The first save that begins from then on waits for memory where others are skipped; after
+        it :meth:`should_save` is False. Leaving the pipeline waits for saves for
+        ``preemption.grace_seconds`` after the signal at most.
+        """
+        return self._core.preemption.told
+
+    def preempt(self) -> None:
+        """Says that this process will be stopped soon, as one of ``preemption.signals`` does.
+
+        May be called in any thread, for those who learn of it in another way.
+
+        Raises:
+            UnsupportedTopology: If several ranks save together.
+        """
+        self._core.preempt()
 
     def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
         """Has a function called whenever a state has been copied.

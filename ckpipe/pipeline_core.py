@@ -6,8 +6,9 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from ckpipe.keys import LabelFilter, encode_float
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.per_rank import PerRankPolicy
+from ckpipe.preemption import Preemption, SignalWatch
 from ckpipe.restore import LoadRequest
 from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
@@ -70,6 +72,9 @@ class PipelineCore:
         self.lock = StateLock()
         self.events = EventBus()
         self.hooks = Hooks(self.events)
+        self.preemption = Preemption()
+        self._watch: SignalWatch | None = None
+        self._topology = ALONE
         self._guards: list[StepGuard] = []
         self._loop: LoopThread | None = None
         self._engine: Engine | None = None
@@ -79,19 +84,37 @@ class PipelineCore:
 
     # Life
 
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Watches signals while the pipeline is opened, and from then on if that succeeds.
+
+        Raises:
+            UsageError: If signals are to be watched and this is not the main thread.
+        """
+        chosen = self.settings.preemption
+        if self._engine is None and chosen.enabled:
+            self._watch = SignalWatch(chosen.signals, self.preemption.tell)
+            self._watch.begin()
+        try:
+            yield
+        except BaseException:
+            if self._loop is None:
+                self.unwatch()
+            raise
+
+    def unwatch(self) -> None:
+        """Puts the handlers of signals back."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+
     def open(self) -> None:
         """Starts the thread, opens the store and claims the attempt; blocking."""
         if self._engine is not None:
             raise PipelineClosed(
                 "A pipeline is entered once", hint="Make a new one to go on saving"
             )
-        topology = ALONE if self.settings.solo else find_topology()
-        if topology.world_size > 1 and self.settings.save_every_seconds is not None:
-            raise UnsupportedTopology(
-                f"The clocks of {topology.world_size} ranks do not agree on a step to save at",
-                rank=topology.rank,
-                hint="Set save_every_steps instead of save_every_seconds",
-            )
+        topology = self._topology = ALONE if self.settings.solo else find_topology()
         _check_topology(self.settings, topology)
         self._process = os.getpid()
         self._loop = LoopThread("ckpipe")
@@ -113,7 +136,8 @@ class PipelineCore:
         if self._loop is None or self._engine is None or self._served is None or self._forked:
             return []
         try:
-            self.submit(self._engine.drain, staged_only=failed).result()
+            within = self.preemption.seconds_left(self.settings.preemption.grace_seconds)
+            self.submit(self._engine.drain, staged_only=failed, within=within).result()
             failures = self.submit(self._engine.take_failures).result()
             self.submit(self._engine.stop).result()
             self._served.result()
@@ -217,6 +241,7 @@ class PipelineCore:
             threading.get_ident(),
             cuda.fences(),
             owners,
+            self.preemption.answer(),
         )
 
     def _owners(self, step: int | None) -> tuple[Optimizer, ...]:
@@ -235,13 +260,21 @@ class PipelineCore:
         """Whether the settings ask for a save at a step."""
         cadence = self.engine.cadence
         _check_step(step)
-        if not cadence.is_set:
+        if self.preemption.told:
+            return self.preemption.wants_save
+        if not cadence.is_set and not self.settings.preemption.enabled:
             raise SettingsError(
                 "Nothing says when to save",
                 step=step,
-                hint="Set save_every_steps or save_every_seconds",
+                hint="Set save_every_steps, save_every_seconds or preemption",
             )
         return cadence.due(step)
+
+    def preempt(self) -> None:
+        """Has the loop told that this process will be stopped."""
+        if self._topology.world_size > 1:
+            raise _preempted_apart(self._topology)
+        self.preemption.tell()
 
     def load_request(
         self,
@@ -286,7 +319,17 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
         raise error
 
 
+def _preempted_apart(topology: Topology) -> UnsupportedTopology:
+    return UnsupportedTopology(
+        "Several ranks cannot agree on the step to save at when one of them is preempted",
+        rank=topology.rank,
+        hint="Have all ranks agree on it by themselves, and call save on all of them",
+    )
+
+
 def _check_topology(settings: Settings, topology: Topology) -> None:
+    if topology.world_size > 1 and settings.preemption.enabled:
+        raise _preempted_apart(topology)
     if topology.world_size > 1 and settings.save_every_seconds is not None:
         raise UnsupportedTopology(
             "Clocks of several ranks do not agree on the step to save at",

@@ -41,6 +41,7 @@ class SaveRequest:
         fences: Events on the devices' streams, behind the work that the caller had queued.
         owners: Guarded optimizers whose tensors are copied while training goes on; none if the
             caller waits for all copies.
+        urgent: Whether there may be no later one, so that it waits where others are skipped.
     """
 
     state: Any
@@ -51,6 +52,7 @@ class SaveRequest:
     thread: int
     fences: tuple[Any, ...] = ()
     owners: tuple[Optimizer, ...] = ()
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

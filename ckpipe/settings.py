@@ -13,6 +13,7 @@ This module imports pydantic, which is why ``import ckpipe`` does not import it.
 from __future__ import annotations
 
 import os
+import signal
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self
 
@@ -24,6 +25,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -181,6 +183,28 @@ class Retention(_Group):
         return newest if self.rules is None else newest | self.rules
 
 
+class Preemption(_Group):
+    """What to do when this process is told that it will be stopped. With one rank only."""
+
+    enabled: bool = False
+    """Whether signals are watched. Also written ``preemption=True`` at the top level."""
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    """Their names. Who handled them before is called too; the default action is held back."""
+
+    grace_seconds: float | None = Field(None, gt=0)
+    """How long after the signal the process is stopped for good, in seconds. Leaving the pipeline
+    then waits for saves only until that time. None: as long as ``drain_timeout_seconds``."""
+
+    @field_validator("signals")
+    @classmethod
+    def _can_be_watched(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name in ("SIGKILL", "SIGSTOP") or name not in signal.Signals.__members__:
+                raise ValueError(f"the signal {name} cannot be watched")
+        return names
+
+
 class Settings(BaseSettings):
     """The settings of a pipeline: checked when made, frozen from then on.
 
@@ -188,7 +212,8 @@ class Settings(BaseSettings):
         fields: The settings below. A group is given as a dict or as its class; of a group,
             only what is named is set, and the rest comes from the environment or the defaults.
             ``staging_bytes`` and ``keep_last`` are short for what they name in their groups,
-            and a retention rule may stand for the whole group ``retention``.
+            a retention rule may stand for the whole group ``retention``, and True or False for
+            ``preemption``.
 
     Raises:
         SettingsError: If a name is unknown, which the message follows with the nearest valid
@@ -251,6 +276,9 @@ class Settings(BaseSettings):
 
     retention: Retention = Retention()
     """Which checkpoints stay."""
+
+    preemption: Preemption = Preemption()
+    """Signals that announce the end."""
 
     backends: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
     """Options for backends, by URL scheme: ``{"file": {"direct": False}}``. They may hold
@@ -315,4 +343,4 @@ class _Environment(PydanticBaseSettingsSource):
         return grouped(read_environment(os.environ))
 
 
-__all__ = ["Load", "Lock", "Plan", "Retention", "Settings", "Staging", "Upload"]
+__all__ = ["Load", "Lock", "Plan", "Preemption", "Retention", "Settings", "Staging", "Upload"]

@@ -208,7 +208,7 @@ class Site:
         except anyio.WouldBlock:
             busy = True
         try:
-            if self.settings.on_busy == "skip" and await self._skips(save, busy):
+            if self._on_busy(save) == "skip" and await self._skips(save, busy):
                 raise SkipSave("Earlier saves hold the staging memory")
         except BaseException:
             if not busy:
@@ -216,6 +216,9 @@ class Site:
             raise
         if busy:
             await self._wait(save, amount)
+
+    def _on_busy(self, save: Save) -> str:
+        return "wait" if save.request.urgent else self.settings.on_busy
 
     async def _skips(self, save: Save, busy: bool) -> bool:
         """Whether a save is skipped: of many ranks the first decides for all."""
@@ -226,7 +229,7 @@ class Site:
 
     async def _wait(self, save: Save, amount: int) -> None:
         reason = "Earlier saves hold the staging memory"
-        if self.settings.on_busy == "fail":
+        if self._on_busy(save) == "fail":
             raise PipelineBusy(
                 reason,
                 step=save.id.step,

@@ -48,7 +48,8 @@ class SyncPipeline:
 
     def __enter__(self) -> Self:
         """Opens the store and claims the attempt."""
-        self._core.open()
+        with self._core.opening():
+            self._core.open()
         return self
 
     def __exit__(
@@ -57,7 +58,10 @@ class SyncPipeline:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        failures = self._core.close(failed=exc is not None)
+        try:
+            failures = self._core.close(failed=exc is not None)
+        finally:
+            self._core.unwatch()
         if exc is None:
             raise_or_warn(failures, self._core.settings.on_error)
 
@@ -159,6 +163,15 @@ class SyncPipeline:
     def should_save(self, step: int) -> bool:
         """Whether to save at this step. See :meth:`ckpipe.Pipeline.should_save`."""
         return self._core.should_save(step)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process will be stopped. See :attr:`ckpipe.Pipeline.preempted`."""
+        return self._core.preemption.told
+
+    def preempt(self) -> None:
+        """Says that this process will be stopped. See :meth:`ckpipe.Pipeline.preempt`."""
+        self._core.preempt()
 
     def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
         """Has a function called whenever a state has been copied.

@@ -50,6 +50,8 @@ _PIPELINE = {
     "guard": "(self, *optimizers: Optimizer) -> None",
     "latest": "(self) -> CheckpointInfo | None",
     "pin": "(self, step: Which) -> None",
+    "preempt": "(self) -> None",
+    "preempted": "property -> bool",
     "prune": "(self, *, dry_run: bool = False) -> Decision",
     "sweep": "(self, *, dry_run: bool = False) -> SweepReport",
     "steps": "(self) -> list[CheckpointInfo]",
@@ -127,7 +129,7 @@ SETTINGS = """
     upload.attempt_timeout_seconds upload.deadline_seconds
     load.lanes lock.timeout_seconds lock.max_step_wait_seconds
     plan.replicated retention.keep_last retention.rules retention.sweep_after_seconds
-    backends
+    preemption.enabled preemption.signals preemption.grace_seconds backends
 """
 _SPECIAL = ("__init__", "__aenter__", "__enter__", "__await__")
 

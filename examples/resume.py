@@ -1,0 +1,108 @@
+"""A run that can be stopped in the middle of an epoch and goes on as if nothing had happened.
+
+    python examples/resume.py                    (a second; run it again: nothing is left to do)
+    python examples/resume.py --stop-after 25    (stops in the middle of an epoch ...)
+    python examples/resume.py                    (... and goes on with the very next batch)
+
+What decides the next step is all in one state: model, optimizer, schedule, the random generators
+(there is dropout), and the data loader with its epoch and its place in it. The losses of a run
+that was stopped are those of one that was not, to the last bit. A loader of torchdata, its
+StatefulDataLoader, has `state_dict` too and would go into the state in the same way.
+
+Instead of --stop-after, send the process SIGTERM, as a scheduler does before it takes a machine
+away: the run saves the step that it is in and leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ckpipe
+
+
+class Batches:
+    """Shuffled batches, one epoch for each time it is iterated over; knows where it is.
+
+    The order of an epoch depends on the seed and the epoch alone, so that the place in it is all
+    there is to save.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int = 0) -> None:
+        self.inputs, self.targets, self.size, self.seed = inputs, targets, size, seed
+        self.epoch = 0
+        self.given = 0  # batches of this epoch that were handed out
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        made = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.inputs), generator=made).split(self.size)
+        while self.given < len(order):
+            rows = order[self.given]
+            self.given += 1
+            yield self.inputs[rows], self.targets[rows]
+        self.epoch, self.given = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
+    """Trains to the end of the last epoch, or stops early; goes on where it stopped before."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    inputs = torch.randn(320, 16)
+    batches = Batches(inputs, inputs[:, :4].prod(1, keepdim=True), size=32)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "batches": batches,
+        "rng": ckpipe.RngState(),
+    }
+    with ckpipe.SyncPipeline(
+        checkpoints, guard=optimizer, keep_last=2, save_every_steps=10, preemption=True
+    ) as pipeline:
+        restored = pipeline.load(state)
+        step = restored.step if restored else 0
+        print(f"going on after step {step}" if restored else "starting from scratch")
+        while batches.epoch < epochs:
+            for x, y in batches:
+                step += 1
+                loss = train_step(model, optimizer, x, y)
+                print(f"epoch {batches.epoch} step {step} loss {loss.hex()}")
+                if step == stop_after:
+                    pipeline.preempt()  # what SIGTERM does
+                if pipeline.should_save(step):
+                    pipeline.save(state, step=step)
+                if pipeline.preempted:
+                    return
+            schedule.step()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+    """One ordinary optimizer step."""
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoints", type=Path, default=Path("resume-checkpoints"))
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--stop-after", type=int, help="the step after which to be preempted")
+    options = parser.parse_args()
+    train(options.checkpoints, options.epochs, options.stop_after)

@@ -1,0 +1,198 @@
+"""Signals that announce the end: one more save, in time, and handlers as they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+from ranks import open_rank
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.preemption import Preemption, SignalWatch
+
+STATE: dict[str, Any] = {"a": torch.ones(100)}
+USR2: dict[str, Any] = {"preemption": {"enabled": True, "signals": ["SIGUSR2"]}}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+@pytest.fixture
+def calls() -> Iterator[list[int]]:
+    """What a handler of the program's own was called with; it is there before any pipeline."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    yield seen
+    assert signal.getsignal(signal.SIGUSR2) is handle, "pipelines put handlers back"
+    signal.signal(signal.SIGUSR2, before)
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_signal_asks_for_one_more_save(tmp_path: Path, calls: list[int]) -> None:
+    saved = []
+    with ckpipe.SyncPipeline(tmp_path, save_every_steps=10, **USR2) as pipeline:
+        for step in range(100):
+            if step == 13:
+                send()
+                send()
+            if pipeline.should_save(step):
+                pipeline.save(STATE, step=step)
+                saved.append(step)
+            if pipeline.preempted and step > 25:
+                break
+    assert saved == [10, 13]
+    assert calls == [signal.SIGUSR2] * 2
+
+
+async def test_the_awaiting_pipeline_is_told_too(tmp_path: Path, calls: list[int]) -> None:
+    async with ckpipe.Pipeline(tmp_path, **USR2) as pipeline:
+        assert not pipeline.preempted
+        assert not pipeline.should_save(1)
+        send()
+        assert pipeline.preempted
+        assert pipeline.should_save(1)
+        await pipeline.save(STATE, step=1)
+        assert not pipeline.should_save(2)
+    assert calls == [signal.SIGUSR2]
+
+
+def test_handlers_are_put_back_when_opening_fails(calls: list[int]) -> None:
+    with pytest.raises(errors.BackendNotFound):
+        ckpipe.SyncPipeline("nosuch://x", **USR2).__enter__()
+    send()
+    assert calls == [signal.SIGUSR2]
+
+
+def test_a_handler_that_came_later_stays_and_ours_does_as_before(
+    tmp_path: Path, calls: list[int]
+) -> None:
+    original = signal.getsignal(signal.SIGUSR2)
+    pipeline = ckpipe.SyncPipeline(tmp_path, **USR2)
+    later: list[int] = []
+    with pipeline:
+        ours = signal.getsignal(signal.SIGUSR2)
+
+        def handle(number: int, frame: Any) -> None:
+            later.append(number)
+            assert callable(ours)
+            ours(number, frame)
+
+        signal.signal(signal.SIGUSR2, handle)
+    assert signal.getsignal(signal.SIGUSR2) is handle
+    send()
+    assert (len(later), len(calls), pipeline.preempted) == (1, 1, False)
+    signal.signal(signal.SIGUSR2, original)
+
+
+def test_signals_need_the_main_thread_and_the_programs_own_event_does_not(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def other() -> None:
+        try:
+            ckpipe.SyncPipeline(tmp_path, **USR2).__enter__()
+        except errors.UsageError as error:
+            seen.append(str(error))
+        none = {"enabled": True, "signals": []}
+        with ckpipe.SyncPipeline(tmp_path, preemption=none) as pipeline:
+            pipeline.preempt()
+            seen.append(str(pipeline.should_save(3)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(30)
+    assert "main thread" in seen[0]
+    assert seen[1:] == ["True"]
+
+
+def test_leaving_waits_no_longer_than_the_grace(store: Stores) -> None:
+    store.slow.hold("write")
+    grace = {"enabled": True, "signals": [], "grace_seconds": 0.05}
+    pipeline = ckpipe.SyncPipeline(store.url, preemption=grace, drain_timeout_seconds=600)
+    with pytest.raises(errors.DrainTimeout), pipeline:  # noqa: PT012
+        pipeline.preempt()
+        pipeline.save(STATE, step=0)
+
+
+def test_the_last_save_waits_where_others_are_skipped(store: Stores) -> None:
+    staging = {"bytes": 65536, "block_bytes": 65536}
+    with ckpipe.SyncPipeline(store.url, on_busy="skip", staging=staging) as pipeline:
+        store.slow.hold("write")
+        pipeline.save(STATE, step=0)
+        assert pipeline.save(STATE, step=1).status == "skipped"
+        pipeline.preempt()
+        threading.Timer(0.05, store.slow.release).start()
+        assert pipeline.save(STATE, step=2).wait(30).complete
+
+
+def test_time_left_counts_from_the_first_time_it_was_told() -> None:
+    now = 10.0
+    told = Preemption(clock=lambda: now)
+    assert told.seconds_left(30) is None
+    assert not told.answer()
+    told.tell()
+    now = 15.0
+    told.tell()
+    assert (told.seconds_left(30), told.seconds_left(None)) == (25, None)
+    assert told.wants_save
+    assert told.answer()
+    assert not told.wants_save
+    now = 50.0
+    assert told.seconds_left(30) == 0
+
+
+def test_default_action_is_held_back_only_while_watching() -> None:
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        watch = SignalWatch(["SIGUSR2"], lambda: None)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        watch.begin()
+        ours = signal.getsignal(signal.SIGUSR2)
+        send()
+        watch.end()
+        signal.signal(signal.SIGUSR2, ours)  # somebody has kept it, and puts it back
+        send()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGUSR2
+
+
+def test_several_ranks_are_refused(store: Stores) -> None:
+    with pytest.raises(errors.UnsupportedTopology, match="preempted"):
+        open_rank(store.url, 0, 2, preemption=True)
+    with pytest.raises(errors.UnsupportedTopology, match="Clocks"):
+        open_rank(store.url, 0, 2, save_every_seconds=5)
+    pipeline = open_rank(store.url, 0, 2, save_every_steps=5)
+    with pytest.raises(errors.UnsupportedTopology, match="preempted"):
+        pipeline.preempt()
+    assert pipeline.should_save(5)
+    pipeline.__exit__(None, None, None)
+
+
+def test_settings_say_it_in_short_and_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ckpipe.Settings(preemption=True).preemption.enabled
+    monkeypatch.setenv("CKPIPE_PREEMPTION__GRACE_SECONDS", "30")
+    settings = ckpipe.Settings(preemption=True)
+    assert settings.preemption.grace_seconds == 30
+    assert settings.preemption.signals == ("SIGTERM", "SIGUSR1")
+    for name in ("SIGKILL", "SIGNOTHING"):
+        with pytest.raises(errors.SettingsError, match=f"the signal {name} cannot"):
+            ckpipe.Settings(preemption={"signals": [name]})
