@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckpipe import registry
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
 from ckpipe.registry import create_backend, is_registered_here, register_backend, scheme_of
 from ckpipe.testing import MemoryBackend
@@ -127,6 +128,7 @@ def test_missing_extra_is_named(
 ) -> None:
     install("without-sdk", {scheme_of(url): "ckpipe_no_such_package:Backend"})
     monkeypatch.setattr(sys, "path", sys.path[:1])  # without the entry points of ckpipe itself
+    monkeypatch.setattr(registry, "_registered", {})  # nor what other tests have registered
     with pytest.raises(BackendNotFound) as caught:
         create_backend(url)
     assert f"pip install '{extra}'" in str(caught.value)
