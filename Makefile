@@ -56,11 +56,11 @@ bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three minutes)
 	@$(BIN)/python benchmarks/stall.py
 
-bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in .bench/ (an hour)
+bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in .bench/
 	@mkdir -p .bench
 	@$(BENCH)/bin/python benchmarks/compare.py --json .bench/compare.json --plots .bench
 
-bench-quick: $(BENCH)/.ready  ## The same with one state and one round (two minutes)
+bench-quick: $(BENCH)/.ready  ## The same with one state, one loop and one round
 	@mkdir -p .bench
 	@$(BENCH)/bin/python benchmarks/compare.py --quick --json .bench/quick.json --plots .bench
 
