@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -79,10 +78,6 @@ def test_a_run_goes_on_at_the_marks_after_a_resume(tmp_path: Path) -> None:
 async def test_the_awaiting_pipeline_is_asked_without_awaiting(tmp_path: Path) -> None:
     async with ckpipe.Pipeline(tmp_path, save_every_seconds=1e6) as pipeline:
         assert pipeline.should_save(1) is False
-        began = time.perf_counter()
-        for step in range(10_000):
-            pipeline.should_save(step)
-        assert time.perf_counter() - began < 2  # 200 microseconds each, on a busy machine
 
 
 def test_without_a_policy_or_a_step_it_cannot_be_asked(tmp_path: Path) -> None:
