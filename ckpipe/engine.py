@@ -38,14 +38,13 @@ from ckpipe.lock import StateLock
 from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
-from ckpipe.planning import LocalPlanner
 from ckpipe.registry import create_backend, scheme_of
 from ckpipe.restore import LoadRequest, restore
 from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
-from ckpipe.site import Site, block_size, initial_budget
+from ckpipe.site import Site, block_size, initial_budget, make_planner
 from ckpipe.topology import Topology
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
@@ -130,7 +129,7 @@ class Engine(Housekeeping):
             events=self._events,
             arena=Arena(block, Pinning(self._settings.staging.pinned)),
             budget=ByteBudget(initial_budget(self._settings, block)),
-            planner=LocalPlanner(self._settings.plan.replicated),
+            planner=make_planner(self._settings, backend.limits, block),
             rank=self._topology.rank,
             world_size=self._topology.world_size,
             attempt=attempt,

@@ -15,6 +15,7 @@ from ckpipe import data_file
 from ckpipe.checksum import chunk_count
 from ckpipe.division import units
 from ckpipe.drafting import Draft, Source, draft_entry, foreign_chunks
+from ckpipe.errors import UnsupportedState
 from ckpipe.keys import LabelFilter
 from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Layout
 from ckpipe.object_names import data_file_name
@@ -120,10 +121,15 @@ class LocalPlanner:
         replicated: Which plain tensors all ranks hold alike: ``"auto"`` those of which an object
             in the state says so (see :mod:`ckpipe.replication`), ``"none"`` none, and globs on
             labels those that match besides. It must be the same on all ranks.
+        max_file_bytes: The largest data file that the store takes, in bytes; what does not fit
+            goes to further files. None for no limit.
     """
 
-    def __init__(self, replicated: Replicated = "auto") -> None:
+    def __init__(
+        self, replicated: Replicated = "auto", *, max_file_bytes: int | None = None
+    ) -> None:
         self._auto = replicated != "none"
+        self._max_file_bytes = max_file_bytes
         self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
@@ -131,7 +137,7 @@ class LocalPlanner:
 
         Raises:
             UnsupportedState: If tensors overlap in a way that cannot be saved, or a DTensor's
-                local part does not fit its placements.
+                local part does not fit its placements, or a tensor fits no file.
             UnsupportedTopology: If a DTensor lies on ranks that are not of this world.
         """
         leaves = captured.tensors
@@ -146,7 +152,7 @@ class LocalPlanner:
                 for row in foreign_chunks(leaves, unit, piece):
                     chunks[row.tensor].append(row)
         drafts.sort(key=lambda draft: -draft.item)
-        files, entries = _lay_out(drafts, rank)
+        files, entries = _lay_out(drafts, rank, self._max_file_bytes)
         for number, each in enumerate(drafts):
             for member in each.members:
                 chunks[member.tensor].append(member.at(number))
@@ -179,16 +185,22 @@ def _in_order(chunks: list[list[ChunkRow]]) -> Iterator[ChunkRow]:
         yield from rows
 
 
-def _lay_out(drafts: list[Draft], rank: int) -> tuple[list[FilePlan], list[EntryRow]]:
+def _lay_out(
+    drafts: list[Draft], rank: int, max_file_bytes: int | None
+) -> tuple[list[FilePlan], list[EntryRow]]:
+    """Files as large as header and store allow: a file that is full is followed by another."""
     files: list[FilePlan] = []
     entries: list[EntryRow] = []
     empty = data_file.header_size_bound(())
     first, offset, header = 0, 0, empty
     for number, draft in enumerate(drafts):
         bound = data_file.entry_size_bound(draft.name, draft.shape)
-        if header + bound > data_file.MAX_HEADER_BYTES and number > first:
+        total = header + bound + offset + draft.nbytes
+        full = max_file_bytes is not None and total > max_file_bytes
+        if number > first and (full or header + bound > data_file.MAX_HEADER_BYTES):
             files.append(_file(entries, first, offset, rank, len(files)))
             first, offset, header = number, 0, empty
+        _check_fits(draft, empty + bound + draft.nbytes, max_file_bytes)
         header += bound
         entries.append(
             EntryRow(draft.name, draft.dtype, draft.shape, len(files), offset, draft.nbytes)
@@ -197,6 +209,17 @@ def _lay_out(drafts: list[Draft], rank: int) -> tuple[list[FilePlan], list[Entry
     if drafts:
         files.append(_file(entries, first, offset, rank, len(files)))
     return files, entries
+
+
+def _check_fits(draft: Draft, size: int, max_file_bytes: int | None) -> None:
+    """Refuses what is too large even for a file of its own, which would have this size."""
+    if max_file_bytes is not None and size > max_file_bytes:
+        raise UnsupportedState(
+            f"The tensor has {draft.nbytes} bytes, and a file on this store at most "
+            f"{max_file_bytes} with blocks of the present size",
+            key=draft.name,
+            hint=f"Raise staging.block_bytes at least {-(-size // max_file_bytes)}-fold",
+        )
 
 
 def _file(entries: list[EntryRow], first: int, nbytes: int, rank: int, number: int) -> FilePlan:

@@ -68,8 +68,9 @@ class Staging(_Group):
 
     block_bytes: BlockSize = 16 * 1024 * 1024
     """The unit of staging and upload, in bytes, or the smallest that the store takes if that is
-    more. A store that limits the number of blocks in one upload needs a larger one for very large
-    files: on S3 16 MiB serve up to 156 GiB for each rank."""
+    more. A store that limits the number of blocks in one upload gets several files from a rank
+    with more than they hold: on S3 with 16 MiB one for each 156 GiB. A single tensor larger than
+    that needs larger blocks."""
 
     pinned: Literal["auto", "never"] = "auto"
     """Whether staging memory is page-locked for fast copies from a GPU: ``auto`` does so where

@@ -25,7 +25,7 @@ from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.events import EventBus
 from ckpipe.leases import leased, under_lease
 from ckpipe.lock import StateLock
-from ckpipe.planning import Planner
+from ckpipe.planning import LocalPlanner, Planner
 from ckpipe.pruning import Facts, decide_on, prune
 from ckpipe.retention import Decision, Rule
 from ckpipe.saving import Program, Save, SkipSave
@@ -266,6 +266,12 @@ def block_size(settings: Settings, limits: UploadLimits) -> int:
     """The size of a block of staging memory, in bytes: what was set, or what the store needs."""
     least = -(-limits.min_block_bytes // PAGE) * PAGE
     return max(settings.staging.block_bytes, least)
+
+
+def make_planner(settings: Settings, limits: UploadLimits, block: int) -> Planner:
+    """The planner of a pipeline whose store takes files of so many blocks of this size."""
+    most = None if limits.max_blocks is None else limits.max_blocks * block
+    return LocalPlanner(settings.plan.replicated, max_file_bytes=most)
 
 
 def initial_budget(settings: Settings, block: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tensor_states import SPECS, Spec, build
 
 from ckpipe import data_file
+from ckpipe.errors import UnsupportedState
 from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
 from ckpipe.structure import Captured, capture
 from ckpipe.tensors import TensorLeaf, alias_groups
@@ -197,6 +199,38 @@ def test_long_headers_open_another_file(monkeypatch: pytest.MonkeyPatch) -> None
     assert [number for file in plan.files for number in file.entries] == list(range(200))
     assert all(len(file.header) <= 16 << 10 for file in plan.files)
     assert len({file.name for file in plan.files}) == len(plan.files)
+
+
+@given(SPECS, st.integers(12 << 10, 40 << 10))
+def test_no_file_is_larger_than_the_store_takes(spec: Spec, most: int) -> None:
+    captured = capture(build(spec))
+    whole = LocalPlanner().plan(captured, rank=0, world_size=1)
+    if any(entry.nbytes > most - (8 << 10) for entry in whole.layout.entries):
+        return
+    plan = LocalPlanner(max_file_bytes=most).plan(captured, rank=0, world_size=1)
+    assert all(file.size <= most for file in plan.files)
+    assert len({file.name for file in plan.files}) == len(plan.files)
+    assert [number for file in plan.files for number in file.entries] == list(
+        range(len(whole.layout.entries))
+    )
+    # A file is closed only for what did not fit it.
+    for file, following in pairwise(plan.files):
+        first = plan.layout.entries[following.entries[0]]
+        assert file.size + first.nbytes + (8 << 10) > most
+
+
+def test_many_tensors_fill_one_file_after_the_other() -> None:
+    captured = capture({f"{number:02}": torch.zeros(4096) for number in range(20)})
+    plan = LocalPlanner(max_file_bytes=80 << 10).plan(captured, rank=0, world_size=1)
+    assert [len(file.entries) for file in plan.files] == [4, 4, 4, 4, 4]
+
+
+def test_a_tensor_that_fits_no_file_is_refused() -> None:
+    captured = capture({"small": torch.zeros(8), "large": torch.zeros(64 << 10)})
+    with pytest.raises(UnsupportedState, match="at least 3-fold") as caught:
+        LocalPlanner(max_file_bytes=100 << 10).plan(captured, rank=0, world_size=1)
+    assert caught.value.key == "large"
+    LocalPlanner(max_file_bytes=300 << 10).plan(captured, rank=0, world_size=1)
 
 
 def test_state_without_tensors_has_no_file() -> None:
