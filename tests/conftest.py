@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import mmap
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -32,6 +33,20 @@ _MORE_BLOCKING_CALLS = (
 )
 # Locks that are held for a few instructions only may be taken on a loop.
 _NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of a class that names a ``sample`` of its tests only that, but in the long form."""
+    if os.environ.get("CKPIPE_TEST_ALL"):
+        return
+    left_out = [item for item in items if not _is_sampled(item)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _is_sampled(item: pytest.Item) -> bool:
+    sample = getattr(getattr(item, "cls", None), "sample", None)
+    return sample is None or item.name in sample
 
 
 @pytest.fixture(scope="session", autouse=True)
