@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import anyio
 
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, UploadLimits
-from ckpipe.errors import StoreError, UsageError
+from ckpipe.buffered_upload import BufferedUpload
+from ckpipe.errors import UsageError
+from ckpipe.fitness import unfit
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.listing import children, objects
@@ -19,7 +22,7 @@ from ckpipe_s3.objects import Objects
 from ckpipe_s3.open_uploads import OpenUploads
 from ckpipe_s3.probe import honours_create_only
 from ckpipe_s3.requests import Requests
-from ckpipe_s3.upload import MultipartUpload, SmallUpload
+from ckpipe_s3.upload import MultipartUpload
 
 MIN_PART_BYTES = 5 << 20
 """The smallest part that is not the last; a limit of S3 itself."""
@@ -127,12 +130,7 @@ class S3Backend(Backend):
         fit = await honours_create_only(self._requests, self._objects, endpoint)
         self._objects.create_only = fit
         if not fit and self._require_create_only:
-            raise StoreError(
-                f"The store of {self._address} ignores If-None-Match, so that two writers can "
-                "overwrite each other's checkpoints unnoticed",
-                hint="Use another store, or accept the risk with the option "
-                "require_create_only=False and give every run a root of its own",
-            )
+            raise unfit(str(self._address), "If-None-Match")
         self._checked = True
 
     async def __aexit__(
@@ -155,7 +153,7 @@ class S3Backend(Backend):
         self._address.name(key)
         await self._check_fitness()
         if size <= min(block_bytes, MIN_PART_BYTES):
-            return SmallUpload(self._objects, key, size)
+            return BufferedUpload(partial(self._create, key), key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
             message = f"S3 cannot take {size} bytes in {MAX_PARTS} blocks of {block_bytes} bytes"
             mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
@@ -165,6 +163,9 @@ class S3Backend(Backend):
         return MultipartUpload(
             self._requests, self._objects, self._unfinished, key, size, block_bytes, upload_id
         )
+
+    async def _create(self, key: str, data: bytes) -> None:
+        await self._objects.put(key, data, PutMode.CREATE)
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         return await self._objects.get(key, max_bytes)

@@ -6,11 +6,8 @@ use the same codes, and where they do not, the status says enough.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -26,9 +23,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-
-MAX_RETRY_AFTER_SECONDS = 60.0
-"""The longest wait that is granted to a store that asks for one, in seconds."""
+from ckpipe.http_stores import retry_after
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
 _KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
@@ -193,20 +188,3 @@ def _breakdown(error: Exception, what: str, key: str | None) -> StoreError:
     if isinstance(error, _PASSING):
         return StoreUnavailable(f"{what}: the connection broke off ({name})", key=key)
     return StoreError(f"{what}: {name}", key=key)
-
-
-def retry_after(header: str | None) -> float | None:
-    """Seconds that a ``Retry-After`` header asks for (RFC 9110, section 10.2.3), within reason."""
-    if header is None:
-        return None
-    if re.fullmatch(r"\d{1,9}(\.\d+)?", header.strip()):
-        seconds = float(header)
-    else:
-        try:
-            until = parsedate_to_datetime(header)
-        except ValueError:
-            return None
-        if until.tzinfo is None:
-            return None
-        seconds = (until - datetime.now(UTC)).total_seconds()
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)

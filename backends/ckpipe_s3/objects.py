@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    StoreError,
-    StoreUnavailable,
-    TruncatedObject,
-)
+from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError
+from ckpipe.http_stores import check_range, cut_short, truncated
 from ckpipe_s3.body import checksum_header
 from ckpipe_s3.failures import refused
 from ckpipe_s3.listing import whole_seconds
@@ -21,8 +15,6 @@ from ckpipe_s3.requests import Parameters, Requests
 
 DELETE_BATCH = 1000
 """The most objects that one request deletes; a limit of S3 itself."""
-
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class Objects:
@@ -94,7 +86,7 @@ class Objects:
             finally:
                 stream.close()
         if len(data) != size:
-            raise self._cut_short(key, len(data), size)
+            raise cut_short(f"{self._address}{key}", key, len(data), size)
         return data
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -108,7 +100,8 @@ class Objects:
                 )
                 stream = answer["Body"].raw_stream
                 try:
-                    self._check_range(key, offset, wanted, answer)
+                    where = f"{self._address}{key}"
+                    check_range(answer.get("ContentRange"), where, key, offset, wanted)
                     await self._fill(key, buffer, stream)
                 finally:
                     stream.close()
@@ -116,33 +109,18 @@ class Objects:
             if _status(error) != 416:
                 raise
             size = (await self.stat(key)).size
-            raise _truncated(key, offset, wanted, size) from error
-
-    def _check_range(self, key: str, offset: int, wanted: int, answer: Any) -> None:
-        found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
-        if found is None or int(found[1]) != offset:
-            message = f"Could not read {self._address}{key}: the store does not answer with ranges"
-            raise StoreError(message, key=key)
-        size = int(found[3])
-        if offset + wanted > size:
-            raise _truncated(key, offset, wanted, size)
-        if int(answer["ContentLength"]) != wanted:
-            raise self._cut_short(key, int(answer["ContentLength"]), wanted)
+            raise truncated(key, offset, wanted, size) from error
 
     async def _fill(self, key: str, buffer: memoryview, stream: Any) -> None:
         at = 0
         async for piece in stream.content.iter_any():
             end = at + len(piece)
             if end > len(buffer):
-                raise self._cut_short(key, end, len(buffer))
+                raise cut_short(f"{self._address}{key}", key, end, len(buffer))
             buffer[at:end] = piece
             at = end
         if at != len(buffer):
-            raise self._cut_short(key, at, len(buffer))
-
-    def _cut_short(self, key: str, came: int, wanted: int) -> StoreError:
-        message = f"Could not read {self._address}{key}: {came} bytes came, and not {wanted}"
-        return StoreUnavailable(message, key=key)
+            raise cut_short(f"{self._address}{key}", key, at, len(buffer))
 
     async def stat(self, key: str) -> ObjectInfo:
         """See :meth:`ckpipe.Backend.stat`."""
@@ -180,8 +158,3 @@ class Objects:
 def _status(error: StoreError) -> int:
     answer = getattr(error.__cause__, "response", {})
     return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
-    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
-    return TruncatedObject(message, key=key)

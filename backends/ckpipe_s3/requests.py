@@ -8,11 +8,9 @@ from typing import Any
 
 import anyio
 
+from ckpipe.http_stores import time_limit
 from ckpipe_s3.address import Address
 from ckpipe_s3.failures import requesting
-
-SLOWEST_BYTES_PER_SECOND = 1 << 20
-"""A body may take as long as it would at this speed, beyond the time of a bare request."""
 
 Parameters = Mapping[str, Any]
 
@@ -41,7 +39,7 @@ class Requests:
         Raises:
             StoreError: If it failed.
         """
-        limit = self._timeout + nbytes / SLOWEST_BYTES_PER_SECOND
+        limit = time_limit(self._timeout, nbytes)
         where = f"{self.address}{key or ''}"
         with requesting(action, where, key), anyio.fail_after(limit):
             yield

@@ -1,8 +1,7 @@
 """Large objects on their way to S3.
 
 An object is sent as a multipart upload, one part for each block, straight from the caller's
-memory. The store shows nothing of it until it is completed. What fits the smallest part is kept
-in memory instead and sent by one conditional PUT, which is a third of the requests.
+memory. The store shows nothing of it until it is completed.
 """
 
 from __future__ import annotations
@@ -12,40 +11,12 @@ from typing import Any
 
 import anyio
 
-from ckpipe.backend import PutMode, Upload
+from ckpipe.backend import Upload
 from ckpipe.errors import UsageError
 from ckpipe_s3.body import MemoryBody, checksum_header
 from ckpipe_s3.objects import Objects
 from ckpipe_s3.open_uploads import OpenUploads
 from ckpipe_s3.requests import Requests
-
-
-class SmallUpload(Upload):
-    """An object that is kept in memory until it is complete.
-
-    Args:
-        objects: Writes it.
-        key: Its key.
-        size: Its size in bytes.
-    """
-
-    def __init__(self, objects: Objects, key: str, size: int) -> None:
-        self._objects, self._key, self._data = objects, key, bytearray(size)
-
-    def __repr__(self) -> str:
-        return f"<SmallUpload {self._key} {len(self._data)} bytes>"
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        if offset < 0 or offset + len(data) > len(self._data):
-            message = f"A block of {len(data)} bytes at {offset} leaves the {len(self._data)} bytes"
-            raise UsageError(message, key=self._key)
-        memoryview(self._data)[offset : offset + len(data)] = data
-
-    async def complete(self) -> None:
-        await self._objects.put(self._key, bytes(self._data), PutMode.CREATE)
-
-    async def abort(self) -> None:
-        self._data.clear()
 
 
 class MultipartUpload(Upload):
