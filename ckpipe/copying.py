@@ -17,6 +17,7 @@ import torch
 
 from ckpipe.arena import Block
 from ckpipe.boxes import Box, box_shape, flat_range_boxes, flat_start
+from ckpipe.cargo import BlockPlace, Span
 from ckpipe.drafting import Source
 from ckpipe.dtypes import DTYPES
 from ckpipe.planning import RankPlan
@@ -97,39 +98,14 @@ Step = Copy | Gather | CopyWindow | Fill
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A part of an entry that lies in a block.
+class BlockPlan(BlockPlace):
+    """One block of a data file, and how it comes about.
 
     Args:
-        entry: The number of the entry.
-        lo: Its first byte, from the entry's start.
-        hi: Behind its last byte.
-        at: Where it is in the block, in bytes.
-    """
-
-    entry: int
-    lo: int
-    hi: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """One block of a data file.
-
-    Args:
-        file: The number of the file.
-        offset: Where the block begins in the file, in bytes.
-        nbytes: Its size; the last of a file may be smaller than the others.
         steps: What fills it.
-        spans: The parts of entries in it, to be checksummed.
     """
 
-    file: int
-    offset: int
-    nbytes: int
     steps: tuple[Step, ...]
-    spans: tuple[Span, ...]
 
 
 def plan_blocks(
@@ -160,7 +136,7 @@ def plan_blocks(
             offset = index * block_bytes
             nbytes = min(block_bytes, file.size - offset)
             gathered = tuple(_gather(steps, leaves))
-            blocks.append(BlockPlan(number, offset, nbytes, gathered, tuple(spans)))
+            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), gathered))
     return tuple(blocks)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
-from ckpipe.dtypes import ITEM_BYTES
 from ckpipe.errors import (
     DuplicateName,
     InvalidExtent,
@@ -23,6 +22,7 @@ from ckpipe.errors import (
     OversizedMetadata,
     TruncatedObject,
 )
+from ckpipe.item_sizes import STORED_ITEM_BYTES
 
 ALIGNMENT = 4096
 """The data of a file begins at a multiple of this many bytes."""
@@ -195,11 +195,11 @@ def _entry(name: str, row: Any) -> HeaderEntry:
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
         raise InvalidManifest(f"The entry {name!r:.200} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in STORED_ITEM_BYTES:
         raise InvalidManifest(f"The entry {name!r:.200} has the unknown dtype {dtype!r:.100}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise InvalidExtent(f"The entry {name!r:.200} has a shape or offsets that are no sizes")
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    nbytes = math.prod(shape) * STORED_ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != nbytes:
         raise InvalidExtent(
             f"The entry {name!r:.200} has {offsets[1] - offsets[0]} bytes, "

@@ -26,14 +26,6 @@ _SAFETENSORS = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
-ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8,
-    "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
-"""Bytes of one element, by safetensors name."""
-
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 DTYPES: dict[str, torch.dtype] = {

@@ -134,6 +134,10 @@ class Engine(Housekeeping):
             world_size=self._topology.world_size,
             attempt=attempt,
             rule=self._settings.retention.rule,
+            block_bytes=block,
+            lanes=self._settings.upload.lanes,
+            retry=logging_policy(self._settings.upload),
+            sweep_after=self._settings.retention.sweep_after,
         )
 
     # Saves

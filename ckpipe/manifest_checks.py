@@ -13,7 +13,6 @@ from ckpipe.boxes import Box
 from ckpipe.checksum import chunk_count
 from ckpipe.columns import MAX_NUMBER
 from ckpipe.data_file import ALIGNMENT, MAX_HEADER_BYTES
-from ckpipe.dtypes import DTYPES
 from ckpipe.errors import (
     DuplicateName,
     InvalidExtent,
@@ -23,6 +22,7 @@ from ckpipe.errors import (
     WrongWorldSize,
 )
 from ckpipe.group_tree import group_ranks
+from ckpipe.item_sizes import item_bytes
 from ckpipe.manifest import Bundle, ChunkRow, EntryRow, Layout, Part, Structure, TensorRow
 from ckpipe.object_names import data_file_name
 from ckpipe.tree_checks import check_tree
@@ -83,15 +83,16 @@ def _check_tensors(structure: Structure) -> None:
     rows = structure.tensors
     if len({row.label for row in rows}) < len(rows):
         raise DuplicateName("A label stands twice in the tensor table")
+    item_sizes = {dtype: item_bytes(dtype) for dtype in {row.dtype for row in rows}}
     for name, known, found in (
-        ("dtype", DTYPES.keys(), {row.dtype for row in rows}),
+        ("dtype", {dtype for dtype, size in item_sizes.items() if size}, item_sizes.keys()),
         ("kind", _KINDS, {row.kind for row in rows}),
         ("set of lazy bits", _LAZY, {row.lazy for row in rows}),
     ):
         if not found <= known:
             raise InvalidManifest(f"A tensor has the unknown {name} {min(found - known)!r:.100}")
     for row in rows:
-        if math.prod(row.shape) * DTYPES[row.dtype].itemsize > MAX_NUMBER:
+        if math.prod(row.shape) * (item_sizes[row.dtype] or 1) > MAX_NUMBER:
             raise InvalidExtent(f"{row.label!r:.200} has more elements than any memory holds")
 
 
@@ -241,7 +242,7 @@ def _end(chunk: ChunkRow, tensor: TensorRow) -> int:
     shape = tensor.shape
     if chunk.box is not None:
         shape = _box_shape(chunk.box, tensor)
-    item = DTYPES[tensor.dtype].itemsize
+    item = item_bytes(tensor.dtype) or 1
     original = chunk.original_stride
     if chunk.offset % item or (original is not None and len(original) != len(shape)):
         raise InvalidExtent(f"The offset or strides of a chunk of {tensor.label!r:.200} do not fit")

@@ -13,8 +13,8 @@ from typing import Any
 
 from ckpipe.canonical_json import Numbering
 from ckpipe.columns import MAX_NUMBER, make_rows, number_lists
-from ckpipe.dtypes import ITEM_BYTES
 from ckpipe.errors import CorruptCheckpoint, InvalidManifest, UnsupportedState, UnsupportedVersion
+from ckpipe.item_sizes import STORED_ITEM_BYTES
 from ckpipe.keys import Json
 from ckpipe.manifest import (
     FORMAT_VERSION,
@@ -211,11 +211,12 @@ def _decode_layout(data: Json, structures: tuple[Structure, ...]) -> Layout:
     number = _number(data, "structure")
     tensors = structures[number].tensors if number < len(structures) else ()
     names, dtypes, shapes, files, offsets = ENTRIES.columns_of(data.get("entries"))
-    if not set(dtypes) <= ITEM_BYTES.keys():
-        unknown = next(dtype for dtype in dtypes if dtype not in ITEM_BYTES)
+    if not set(dtypes) <= STORED_ITEM_BYTES.keys():
+        unknown = next(dtype for dtype in dtypes if dtype not in STORED_ITEM_BYTES)
         raise InvalidManifest(f"An entry has the unknown dtype {unknown!r:.100}")
     nbytes = [
-        math.prod(shape) * ITEM_BYTES[dtype] for shape, dtype in zip(shapes, dtypes, strict=True)
+        math.prod(shape) * STORED_ITEM_BYTES[dtype]
+        for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
     if nbytes and max(nbytes) > MAX_NUMBER:
         raise InvalidManifest("The shape of an entry has more elements than any store can hold")

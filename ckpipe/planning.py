@@ -12,32 +12,16 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ckpipe import data_file
+from ckpipe.cargo import FilePlan
 from ckpipe.checksum import chunk_count
 from ckpipe.division import units
 from ckpipe.drafting import Draft, Source, draft_entry, foreign_chunks
 from ckpipe.errors import UnsupportedState
 from ckpipe.keys import LabelFilter
-from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Layout
+from ckpipe.manifest import ChunkRow, EntryRow, Layout
 from ckpipe.object_names import data_file_name
 from ckpipe.structure import Captured
 from ckpipe.tensors import alias_groups
-
-
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """One data file.
-
-    Args:
-        name: Its name below the checkpoint's prefix.
-        header: The bytes that come before its data.
-        entries: The first and behind the last of its entries.
-        size: Its size in bytes.
-    """
-
-    name: str
-    header: bytes
-    entries: range
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +212,3 @@ def _file(entries: list[EntryRow], first: int, nbytes: int, rank: int, number: i
     )
     name = data_file_name(rank, number)
     return FilePlan(name, header, range(first, len(entries)), len(header) + nbytes)
-
-
-def file_rows(plan: RankPlan, header_sums: list[int]) -> tuple[FileRow, ...]:
-    """The files of a plan as its manifest has them."""
-    return tuple(
-        FileRow(file.name, file.size, len(file.header), value)
-        for file, value in zip(plan.files, header_sums, strict=True)
-    )

@@ -114,14 +114,14 @@ async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -
             await tries.wait_after(error)
 
 
-def policy_of(settings: Upload, events: EventBus, id: CheckpointId, rank: int) -> RetryPolicy:
-    """The policy that a user's settings ask for, with its retries told as events of a save."""
+def telling(policy: RetryPolicy, events: EventBus, id: CheckpointId, rank: int) -> RetryPolicy:
+    """A policy whose retries are told as events of a save."""
 
     def report(error: CkpipeError, seconds: float) -> None:
         said = f"{type(error).__name__}: {error}"
         events.emit(Retrying(str(id), id.step, rank, said, seconds))
 
-    return replace(logging_policy(settings), on_retry=report)
+    return replace(policy, on_retry=report)
 
 
 def logging_policy(settings: Upload) -> RetryPolicy:

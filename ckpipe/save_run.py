@@ -2,10 +2,14 @@
 
 ::
 
-    lock ──turns──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──┬──▶ serialize ──sums──┐
-                                                                      └──▶ upload (lanes)    │
-                                                                              │ stored       │
-                              retention ◀──complete── commit ◀────────────────┴──────────────┘
+    lock ──turns──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──▶ second half
+
+    second half, here or in a process of its own (ckpipe.delivery_run):
+
+    filled ──┬──▶ serialize ──sums──┐
+             └──▶ upload (lanes)    │
+                     │ stored       │
+                   commit ◀─────────┘──complete──▶ retention
 
 Streams hold nothing, so that a slow stage slows those before it; only those of filled blocks take
 as many as come, since the save's ration of memory bounds those already. A block is free again
@@ -18,10 +22,10 @@ import math
 
 from anyio import create_memory_object_stream, create_task_group
 
-from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, StoredFiles, Turn
+from ckpipe.delivery_run import run_delivery
+from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn
 from ckpipe.site import Site
-from ckpipe.stages import commit, lock, plan, retention, serialize, stage, upload
-from ckpipe.types import CheckpointInfo
+from ckpipe.stages import lock, plan, stage
 
 
 async def run_save(save: Save, site: Site) -> None:
@@ -38,9 +42,6 @@ async def run_save(save: Save, site: Site) -> None:
     planned_out, planned = create_memory_object_stream[PlannedState](0)
     unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)
     filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
-    sums_out, sums = create_memory_object_stream[list[int]](0)
-    stored_out, stored = create_memory_object_stream[StoredFiles](0)
-    complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
     try:
         async with create_task_group() as tasks:
             tasks.start_soon(lock.run, save, site, turns_out, name=f"lock {save.name}")
@@ -49,11 +50,8 @@ async def run_save(save: Save, site: Site) -> None:
             tasks.start_soon(
                 stage.copy, save, site, planned, unsummed_out, filled_out, name=f"copy {save.name}"
             )
-            tasks.start_soon(serialize.run, save, unsummed, sums_out, name=f"serialize {save.name}")
-            tasks.start_soon(upload.run, save, site, filled, stored_out, name=f"upload {save.name}")
             tasks.start_soon(
-                commit.run, save, site, stored, sums, complete_out, name=f"commit {save.name}"
+                run_delivery, save, site, unsummed, filled, name=f"deliver {save.name}"
             )
-            tasks.start_soon(retention.run, save, site, complete, name=f"retention {save.name}")
     finally:
         save.close_ration()

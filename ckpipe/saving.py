@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import platform
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import anyio
+import torch
 from torch.optim import Optimizer
 
 from ckpipe.arena import Block
 from ckpipe.budget import Ration
+from ckpipe.cargo import Cargo
 from ckpipe.copying import BlockPlan
+from ckpipe.delivery import Contents, Delivery
 from ckpipe.keys import Json, LabelFilter
 from ckpipe.lock import CaptureToken, Fence, StateLock
+from ckpipe.manifest import TensorRow
 from ckpipe.planning import RankPlan
 from ckpipe.structure import Captured
-from ckpipe.types import CheckpointId, CheckpointInfo, SaveReport, SaveStatus, StageReport
+from ckpipe.types import CheckpointId, CheckpointInfo, SaveReport, SaveStatus
+from ckpipe.version import __version__
 
 
 class SkipSave(Exception):  # a decision, not an error
@@ -61,7 +68,7 @@ class Program:
 
     plan: RankPlan
     blocks: tuple[BlockPlan, ...]
-    sizes: list[int]
+    cargo: Cargo
 
 
 class Turn:
@@ -155,71 +162,25 @@ class FilledBlock:
         return self.block.view[: self.plan.nbytes]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFiles:
-    """All data files are durable.
-
-    Args:
-        header_sums: CRC-32C of each file's header.
-    """
-
-    header_sums: list[int]
-
-
-@dataclass(slots=True)
-class StageClock:
-    """When the stages of a save began and ended, and how much went through them."""
-
-    zero: float = field(default_factory=time.perf_counter)
-    began: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, float] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-
-    def touch(self, stage: str, nbytes: int = 0) -> None:
-        """Notes that a stage is at work now, and has moved so many bytes more."""
-        now = time.perf_counter()
-        self.began.setdefault(stage, now)
-        self.ended[stage] = now
-        self.bytes[stage] = self.bytes.get(stage, 0) + nbytes
-
-    @contextmanager
-    def timing(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Notes when a stage's work begins and ends."""
-        self.touch(stage)
-        try:
-            yield
-        finally:
-            self.touch(stage, nbytes)
-
-    def reports(self) -> dict[str, StageReport]:
-        """The report of each stage that has begun."""
-        return {
-            stage: StageReport(self.ended[stage] - began, self.bytes[stage], began - self.zero)
-            for stage, began in self.began.items()
-        }
-
-
-class Save:
-    """One save on its way.
+class Save(Delivery[FilledBlock]):
+    """One save on its way, from the lock on.
 
     Attributes are set by the stages, on the pipeline's thread; the futures may be waited for on
     any thread.
     """
 
     def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
-        self.id, self.rank, self.request = id, rank, request
+        super().__init__(id, rank, time.perf_counter())
+        self.request = request
         self._copied: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
         self._in_use: dict[Block, FilledBlock] = {}
         self._views = 0
-        self.began = time.perf_counter()
         self.started_at = time.time()
         self.status: SaveStatus = "queued"
         self.safe: Future[None] = Future()
         self.staged: Future[None] = Future()
         self.staged.add_done_callback(self._staged_is_safe)
         self.committed: Future[CheckpointInfo] = Future()
-        self.unsettled: CheckpointInfo | None = None
-        self.clock = StageClock()
         self.scope: anyio.CancelScope | None = None
         self.cancel_requested = False
         self.ration: Ration | None = None
@@ -229,17 +190,6 @@ class Save:
         self.replanned = False
         self.captured_seconds: float | None = None
         self.staged_seconds: float | None = None
-        self.durable_seconds: float | None = None
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since ``save`` was called."""
-        return time.perf_counter() - self.began
-
-    @property
-    def name(self) -> str:
-        """The exact name of the checkpoint."""
-        return str(self.id)
 
     def report(self) -> SaveReport:
         """Seconds and bytes until now."""
@@ -260,6 +210,42 @@ class Save:
             resolve(self.safe, None)
         else:
             fail(self.safe, error)
+
+    def take_up(self, state: PlannedState) -> None:
+        """Takes the state and the plan that the copy goes by."""
+        self.captured, self.program = state.captured, state.program
+        self.cargo = state.program.cargo
+
+    def contents(self) -> Contents:
+        """See :class:`~ckpipe.delivery.Delivery`."""
+        captured, request = self.captured, self.request
+        assert captured is not None
+        rows = tuple(
+            TensorRow(
+                leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
+                leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+            )
+            for leaf in captured.tensors
+        )  # fmt: skip
+        return Contents(
+            captured.tree,
+            rows,
+            tuple(captured.values),
+            datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
+            {
+                "ckpipe": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            request.metadata,
+            request.metrics,
+            request.final,
+        )
+
+    def settle(self, info: CheckpointInfo) -> None:
+        """See :class:`~ckpipe.delivery.Delivery`."""
+        self.status = "committed"
+        resolve(self.committed, info)
 
     def note(self, filled: FilledBlock) -> None:
         """Notes a block that is filled, and is in use by the stages after the copy."""

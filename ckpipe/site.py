@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,18 +14,17 @@ import torch
 
 from ckpipe.agreements import agree
 from ckpipe.arena import Arena
-from ckpipe.backend import Backend, UploadLimits
+from ckpipe.backend import UploadLimits
 from ckpipe.budget import ByteBudget, Ration
+from ckpipe.cargo import Cargo
 from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
+from ckpipe.delivery import Depot
 from ckpipe.discovery import check_not_deleted
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
-from ckpipe.events import EventBus
-from ckpipe.leases import leased, under_lease
+from ckpipe.leases import under_lease
 from ckpipe.lock import StateLock
 from ckpipe.planning import LocalPlanner, Planner
-from ckpipe.pruning import Facts, decide_on, prune
-from ckpipe.retention import Decision, Rule
 from ckpipe.saving import Program, Save, SkipSave
 from ckpipe.structure import Captured
 from ckpipe.types import CheckpointId
@@ -44,49 +41,27 @@ AVAILABLE_SHARE = 0.4
 """The largest share of the available host memory that staging takes by itself."""
 
 
-@dataclass(slots=True)
-class Site:
+@dataclass(slots=True, kw_only=True)
+class Site(Depot):
     """Backend, memory, lock and cached plan of one pipeline.
 
     Args:
-        backend: Where checkpoints go; open.
-        patient: The same store, each request tried again after an error that may pass.
         settings: The settings.
         lock: Keeps trainers and copies apart.
-        events: Where events go.
         arena: Host memory.
         budget: How much of it saves may hold.
         planner: Makes plans.
-        rank: This process's rank.
-        world_size: How many ranks save together.
         attempt: The name of this launch.
     """
 
-    backend: Backend
-    patient: Backend
     settings: Settings
     lock: StateLock
-    events: EventBus
     arena: Arena
     budget: ByteBudget
     planner: Planner
-    rank: int
-    world_size: int
     attempt: str
-    resumed_from: str | None = None
     program: Program | None = None
     recent_blocks: list[int] = field(default_factory=list)
-    rule: Rule | None = None
-    facts: Facts = field(default_factory=dict)
-    deleted: set[CheckpointId] = field(default_factory=set)
-    loading: Counter[str] = field(default_factory=Counter)
-
-    def protected(self) -> dict[str, str]:
-        """Ids that retention must not remove, each with its reason."""
-        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
-        if self.resumed_from is not None:
-            kept[self.resumed_from] = "this run resumed from it"
-        return kept
 
     async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
         """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
@@ -106,45 +81,12 @@ class Site:
         finally:
             self.loading[str(id)] -= 1
 
-    async def protected_by_all(self) -> dict[str, str]:
-        """Ids that retention must not remove, also since others are loading them.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        leases = await leased(self.patient)
-        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
-
-    async def decide(self) -> Decision:
-        """What :meth:`prune` would do, and why.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        return await decide_on(self.patient, self.rule, await self.protected_by_all(), self.facts)
-
-    async def prune(self) -> Decision:
-        """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
-
-        Raises:
-            StoreError: If the store failed; pruning again goes on where it stopped.
-        """
-        sweep_after = timedelta(seconds=self.settings.retention.sweep_after_seconds)
-        return await prune(
-            self.patient,
-            self.rule,
-            await self.protected_by_all(),
-            self.facts,
-            self.deleted,
-            sweep_after=sweep_after,
-        )
-
     def make_program(self, captured: Captured) -> Program:
         """Plans a captured state; blocking, for a worker thread."""
         with collector_paused():
             plan = self.planner.plan(captured, rank=self.rank, world_size=self.world_size)
             blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
-            return Program(plan, blocks, [entry.nbytes for entry in plan.layout.entries])
+            return Program(plan, blocks, Cargo(plan.files, plan.layout, blocks))
 
     async def reserve(self, save: Save, blocks: int) -> None:
         """Gives a save its ration of staging memory, for a file image of so many blocks.

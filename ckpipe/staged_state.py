@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ckpipe.cargo import file_rows
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.filling import Filling, contiguous_stride, with_lazy_bits
 from ckpipe.load_planning import entry_table
 from ckpipe.manifest import Bundle, Part, Structure, TensorRow
-from ckpipe.planning import file_rows
 from ckpipe.rebuild import Rebuild
 from ckpipe.saved_state import state_of_part
 from ckpipe.saving import FilledBlock, Save
@@ -126,7 +126,7 @@ def lent_state(save: Save, held: Sequence[FilledBlock]) -> Any:
     headers = [0] * len(program.plan.files)
     part = Part(
         rank=save.rank, structure=0, layout=0, values=tuple(captured.values),
-        files=file_rows(program.plan, headers), checksums=(), token="", started="", writer={},
+        files=file_rows(program.plan.files, headers), checksums=(), token="", started="", writer={},
     )  # fmt: skip
     structure = Structure(captured.tree, rows, len(captured.values))
     bundle = Bundle("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))

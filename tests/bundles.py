@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from ckpipe.cargo import file_rows
 from ckpipe.checksum import CHUNK_BYTES, crc32c
 from ckpipe.data_file import encode_header
 from ckpipe.drafting import Source
 from ckpipe.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
-from ckpipe.planning import LocalPlanner, RankPlan, file_rows
+from ckpipe.planning import LocalPlanner, RankPlan
 from ckpipe.sealed_json import seal, unseal
 from ckpipe.structure import Captured, capture
 from ckpipe.tensors import TensorLeaf
@@ -83,7 +84,7 @@ def manifest_of(
         structure=0,
         layout=0,
         values=tuple(held.values),
-        files=file_rows(plan, [crc32c(file.header) for file in plan.files]),
+        files=file_rows(plan.files, [crc32c(file.header) for file in plan.files]),
         checksums=_checksums(plan, list(images.values())),
         token=f"{rank:032x}",
         started="2026-11-21T03:42:05.123+00:00",

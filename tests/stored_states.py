@@ -10,12 +10,13 @@ import torch
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
+from ckpipe.cargo import file_rows
 from ckpipe.checksum import ChunkSums, crc32c
 from ckpipe.copying import fill_block, plan_blocks
 from ckpipe.keys import LabelFilter
 from ckpipe.manifest import Bundle, BundleKind, Part, Structure, TensorRow
 from ckpipe.object_names import data_file_key
-from ckpipe.planning import LocalPlanner, RankPlan, file_rows
+from ckpipe.planning import LocalPlanner, RankPlan
 from ckpipe.restore import LoadRequest, restore
 from ckpipe.structure import Captured, capture
 from ckpipe.testing import MemoryBackend
@@ -73,7 +74,7 @@ def _bundle(
         structure=0,
         layout=0,
         values=tuple(captured.values),
-        files=file_rows(plan, [crc32c(file.header) for file in plan.files]),
+        files=file_rows(plan.files, [crc32c(file.header) for file in plan.files]),
         checksums=tuple(sums.finished()),
         token="token",
         started="2026-11-21T03:42:05Z",

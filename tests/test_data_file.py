@@ -23,7 +23,7 @@ from ckpipe.data_file import (
     entry_size_bound,
     header_size_bound,
 )
-from ckpipe.dtypes import ITEM_BYTES, stored_as
+from ckpipe.dtypes import stored_as
 from ckpipe.errors import (
     CorruptCheckpoint,
     DuplicateName,
@@ -32,6 +32,7 @@ from ckpipe.errors import (
     OversizedMetadata,
     TruncatedObject,
 )
+from ckpipe.item_sizes import STORED_ITEM_BYTES
 from ckpipe.planning import LocalPlanner
 from ckpipe.structure import capture
 
@@ -48,8 +49,8 @@ def tables(draw: st.DrawFn) -> list[Row]:
     rows: list[Row] = []
     offset = 0
     for name in draw(st.lists(names, unique=True, max_size=8)):
-        dtype, shape = draw(st.sampled_from(sorted(ITEM_BYTES))), draw(shapes)
-        nbytes = torch.Size(shape).numel() * ITEM_BYTES[dtype]
+        dtype, shape = draw(st.sampled_from(sorted(STORED_ITEM_BYTES))), draw(shapes)
+        nbytes = torch.Size(shape).numel() * STORED_ITEM_BYTES[dtype]
         rows.append((name, dtype, shape, offset, nbytes))
         offset += nbytes
     return rows

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import platform
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import anyio.to_thread
-import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import PutMode
+from ckpipe.cargo import file_rows
 from ckpipe.collector import collector_paused
 from ckpipe.completion import ascend
+from ckpipe.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotFound, StoreError
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.keys import Json, decode_float
-from ckpipe.manifest import Bundle, BundleKind, Part, Structure, TensorRow
+from ckpipe.manifest import Bundle, BundleKind, Part, Structure
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.object_names import index_key, manifest_key
-from ckpipe.planning import file_rows
-from ckpipe.retrying import Tries, policy_of
-from ckpipe.saving import Save, StoredFiles, resolve
-from ckpipe.site import Site
+from ckpipe.retrying import Tries, telling
 from ckpipe.types import CheckpointInfo
-from ckpipe.version import __version__
 
 _OTHERS = "whether all other ranks have committed is for the store to say"
 
 
 async def run(
-    save: Save,
-    site: Site,
+    save: Delivery[B],
+    depot: Depot,
     inbox: MemoryObjectReceiveStream[StoredFiles],
     sums: MemoryObjectReceiveStream[list[int]],
     out: MemoryObjectSendStream[CheckpointInfo],
@@ -53,47 +49,47 @@ async def run(
         async for stored in inbox:
             checksums = await sums.receive()
             with save.clock.timing("commit"):
-                token = secrets.token_hex(16)
-                data = await anyio.to_thread.run_sync(_encode, save, site, stored, checksums, token)
-                await _create(save, site, data, token)
-            info = _commit(save, site, len(data))
-            if site.world_size > 1:
+                part, data = await anyio.to_thread.run_sync(
+                    _drawn_up, save, depot, stored, checksums
+                )
+                await _create(save, depot, data, part.token)
+            info = _commit(save, depot, part, len(data))
+            if depot.world_size > 1:
                 with save.clock.timing("complete"):
-                    if not await _completed(save, site, info):
+                    if not await _completed(save, depot, info):
                         continue
             await out.send(info)
 
 
-def _commit(save: Save, site: Site, metadata_bytes: int) -> CheckpointInfo:
+def _commit(save: Delivery[B], depot: Depot, part: Part, metadata_bytes: int) -> CheckpointInfo:
     """Tells everybody that this rank's part is durable."""
-    info = _info(save, site)
+    info = _info(save, depot)
     save.durable_seconds = save.elapsed
-    save.status = "committed"
-    size = metadata_bytes + (save.program.plan.size if save.program else 0)
-    if site.world_size == 1:
-        site.facts[info.id] = (_metrics(save.request.metrics), save.request.final)
+    size = metadata_bytes + (save.cargo.size if save.cargo else 0)
+    if depot.world_size == 1:
+        depot.facts[info.id] = (_metrics(part.metrics), part.final)
     else:
         save.unsettled = info
-    resolve(save.committed, info)
+    save.settle(info)
     where = (save.name, save.id.step, save.rank)
-    site.events.emit(RankCommitted(*where, save.durable_seconds, size))
+    depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
     if info.complete:
-        site.events.emit(Completed(*where, info))
+        depot.events.emit(Completed(*where, info))
     return info
 
 
-async def _completed(save: Save, site: Site, info: CheckpointInfo) -> bool:
+async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> bool:
     """Completes the checkpoint if this was the last commit; True if this rank wrote the index."""
-    outcome = await ascend(site.patient, save.id, save.rank, site.world_size)
+    outcome = await ascend(depot.patient, save.id, save.rank, depot.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
     if outcome.complete:
         whole = replace(info, complete=True, reason="")
-        site.events.emit(Completed(save.name, save.id.step, save.rank, whole))
+        depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
     if outcome.index is None:
         return False
     parts = outcome.index.parts
-    site.facts[info.id] = (_metrics(parts[0].metrics), any(part.final for part in parts))
+    depot.facts[info.id] = (_metrics(parts[0].metrics), any(part.final for part in parts))
     return True
 
 
@@ -101,75 +97,66 @@ def _metrics(metrics: Mapping[str, Json]) -> dict[str, float]:
     return {name: decode_float(value) for name, value in metrics.items()}
 
 
-def _info(save: Save, site: Site) -> CheckpointInfo:
+def _info(save: Delivery[B], depot: Depot) -> CheckpointInfo:
     id = save.id
     info = CheckpointInfo(str(id), id.step, id.attempt, id.count, complete=False, reason=_OTHERS)
-    if site.world_size > 1:
+    if depot.world_size > 1:
         return info
     return replace(info, complete=True, reason="", saved_at=datetime.now(UTC))
 
 
-def _kind(site: Site) -> BundleKind:
+def _kind(depot: Depot) -> BundleKind:
     """What a rank commits: with others a manifest, alone the index."""
-    return "manifest" if site.world_size > 1 else "index"
+    return "manifest" if depot.world_size > 1 else "index"
 
 
-def _key(save: Save, site: Site) -> str:
-    return manifest_key(save.id, save.rank) if site.world_size > 1 else index_key(save.id)
+def _key(save: Delivery[B], depot: Depot) -> str:
+    return manifest_key(save.id, save.rank) if depot.world_size > 1 else index_key(save.id)
 
 
-def _encode(save: Save, site: Site, stored: StoredFiles, checksums: list[int], token: str) -> bytes:
-    captured, program = save.captured, save.program
-    assert captured is not None
-    assert program is not None
-    rows = tuple(
-        TensorRow(
-            leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
-            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
-        )
-        for leaf in captured.tensors
-    )  # fmt: skip
+def _drawn_up(
+    save: Delivery[B], depot: Depot, stored: StoredFiles, checksums: list[int]
+) -> tuple[Part, bytes]:
+    """This rank's part of the checkpoint, and the object that holds it."""
+    contents, cargo = save.contents(), save.cargo
+    assert cargo is not None
     part = Part(
         rank=save.rank,
         structure=0,
         layout=0,
-        values=tuple(captured.values),
-        files=file_rows(program.plan, stored.header_sums),
+        values=contents.values,
+        files=file_rows(cargo.files, stored.header_sums),
         checksums=tuple(checksums),
-        token=token,
-        started=datetime.fromtimestamp(save.started_at, UTC).isoformat(timespec="milliseconds"),
-        writer={
-            "ckpipe": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        metadata=save.request.metadata,
-        metrics=save.request.metrics,
-        resumed_from=site.resumed_from,
-        final=save.request.final,
+        token=secrets.token_hex(16),
+        started=contents.started,
+        writer=contents.writer,
+        metadata=contents.metadata,
+        metrics=contents.metrics,
+        resumed_from=depot.resumed_from,
+        final=contents.final,
     )
-    structure = Structure(captured.tree, rows, len(captured.values))
-    bundle = Bundle(
-        _kind(site), save.id, site.world_size, (structure,), (program.plan.layout,), (part,)
-    )
+    structure = Structure(contents.tree, contents.tensors, len(contents.values))
+    bundle = Bundle(_kind(depot), save.id, depot.world_size, (structure,), (cargo.layout,), (part,))
     with collector_paused():
-        return encode_bundle(bundle)
+        return part, encode_bundle(bundle)
 
 
-async def _create(save: Save, site: Site, data: bytes, token: str) -> None:
+async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> None:
     """Creates this rank's object once, and finds out what became of it if the answer was lost."""
-    key = _key(save, site)
-    tries = Tries(policy_of(site.settings.upload, site.events, save.id, save.rank))
+    key = _key(save, depot)
+    tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
     while True:
         try:
-            return await tries.once(lambda: site.backend.put(key, data, PutMode.CREATE))
+            return await tries.once(lambda: depot.backend.put(key, data, PutMode.CREATE))
         except StoreError as error:
-            if await _landed(save, site, key, token, error):
+            if await _landed(save, depot, key, token, error):
                 return None
             await tries.wait_after(error)
 
 
-async def _landed(save: Save, site: Site, key: str, token: str, cause: BaseException) -> bool:
+async def _landed(
+    save: Delivery[B], depot: Depot, key: str, token: str, cause: BaseException
+) -> bool:
     """Reads the object back: True if it is ours, False if there is none.
 
     Raises:
@@ -177,9 +164,9 @@ async def _landed(save: Save, site: Site, key: str, token: str, cause: BaseExcep
         CommitUnknown: If it cannot be read.
     """
     try:
-        found = await site.patient.get(key, max_bytes=MAX_STORED_BYTES)
+        found = await depot.patient.get(key, max_bytes=MAX_STORED_BYTES)
         bundle = await anyio.to_thread.run_sync(
-            lambda: decode_bundle(found, key=key, id=save.id, kind=_kind(site))
+            lambda: decode_bundle(found, key=key, id=save.id, kind=_kind(depot))
         )
     except ObjectNotFound:
         return False

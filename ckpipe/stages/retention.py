@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from ckpipe.delivery import B, Delivery, Depot
 from ckpipe.events import Pruned
-from ckpipe.saving import Save
-from ckpipe.site import Site
 from ckpipe.types import CheckpointInfo
 
 
-async def run(save: Save, site: Site, inbox: MemoryObjectReceiveStream[CheckpointInfo]) -> None:
+async def run(
+    save: Delivery[B], depot: Depot, inbox: MemoryObjectReceiveStream[CheckpointInfo]
+) -> None:
     """Prunes after each checkpoint whose index this rank created; the save is through by then.
 
     Raises:
@@ -18,10 +19,10 @@ async def run(save: Save, site: Site, inbox: MemoryObjectReceiveStream[Checkpoin
     """
     async with inbox:
         async for _ in inbox:
-            if site.rule is None:
+            if depot.rule is None:
                 continue
             with save.clock.timing("retention"):
-                decision = await site.prune()
+                decision = await depot.prune()
             for name in decision.remove:
                 reason = decision.reasons[name]
-                site.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
+                depot.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))

@@ -7,12 +7,12 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.checksum import ChunkSums, chunk_spans, crc32c
-from ckpipe.saving import FilledBlock, Save
+from ckpipe.delivery import B, Delivery, Filled
 
 
 async def run(
-    save: Save,
-    inbox: MemoryObjectReceiveStream[FilledBlock],
+    save: Delivery[B],
+    inbox: MemoryObjectReceiveStream[B],
     out: MemoryObjectSendStream[list[int]],
 ) -> None:
     """Computes the checksum of every mebibyte of every entry, in the order of the entries."""
@@ -26,19 +26,19 @@ async def run(
             for piece in pieces:
                 sums.add(*piece)
         await checkpoint_if_cancelled()  # the stream ends early if the copy failed
-        if save.program is not None:
+        if save.cargo is not None:
             sums = sums or _sums_of(save)
             await out.send(sums.finished())
 
 
-def _sums_of(save: Save) -> ChunkSums:
-    assert save.program is not None
-    return ChunkSums(save.program.sizes)
+def _sums_of(save: Delivery[B]) -> ChunkSums:
+    assert save.cargo is not None
+    return ChunkSums(save.cargo.entry_sizes)
 
 
-def checksum_block(filled: FilledBlock) -> list[tuple[int, int, int, int]]:
+def checksum_block(filled: Filled) -> list[tuple[int, int, int, int]]:
     """The checksums of the pieces of entries in a block: entry, start, end and CRC-32C."""
-    view = filled.block.view
+    view = filled.data
     return [
         (span.entry, lo, hi, crc32c(view[span.at + lo - span.lo : span.at + hi - span.lo]))
         for span in filled.plan.spans

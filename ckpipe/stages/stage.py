@@ -67,7 +67,7 @@ async def copy(
     """
     async with inbox, to_serialize, to_upload:
         async for state in inbox:
-            save.captured, save.program = state.captured, state.program
+            save.take_up(state)
             outlet = Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
             copiers = _copiers(save, state, outlet)
             try:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from typing import Generic
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import Upload
+from ckpipe.cargo import Cargo
 from ckpipe.checksum import crc32c
+from ckpipe.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.errors import CkpipeError, ObjectExists, StoreError
 from ckpipe.events import BlockUploaded
 from ckpipe.object_names import data_file_key
-from ckpipe.retrying import policy_of, retrying
-from ckpipe.saving import FilledBlock, Program, Save, StoredFiles
-from ckpipe.site import Site
+from ckpipe.retrying import retrying, telling
 
 logger = logging.getLogger("ckpipe")
 
@@ -26,9 +27,9 @@ ABORT_SECONDS = 15.0
 
 
 async def run(
-    save: Save,
-    site: Site,
-    inbox: MemoryObjectReceiveStream[FilledBlock],
+    save: Delivery[B],
+    depot: Depot,
+    inbox: MemoryObjectReceiveStream[B],
     out: MemoryObjectSendStream[StoredFiles],
 ) -> None:
     """Uploads all data files. If it fails, what was uploaded is given up again.
@@ -36,46 +37,46 @@ async def run(
     Raises:
         StoreError: If the store failed and retries did not help.
     """
-    files = _Files(save, site)
+    files = _Files(save, depot)
     async with inbox, out:
         try:
             async with anyio.create_task_group() as lanes:
-                for lane in range(site.settings.upload.lanes):
+                for lane in range(depot.lanes):
                     lanes.start_soon(_lane, files, inbox.clone(), name=f"upload lane {lane}")
             await checkpoint_if_cancelled()  # the stream ends early if the copy failed
-            if save.program is None:
+            if save.cargo is None:
                 return  # the save was given up before there was a plan
             await files.complete()
-            await out.send(StoredFiles([crc32c(file.header) for file in save.program.plan.files]))
+            await out.send(StoredFiles([crc32c(file.header) for file in save.cargo.files]))
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await files.abort()
             raise
 
 
-async def _lane(files: _Files, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
+async def _lane(files: _Files[B], inbox: MemoryObjectReceiveStream[B]) -> None:
     async with inbox:
         async for filled in inbox:
             await files.write(filled)
 
 
-class _Files:
+class _Files(Generic[B]):
     """The data files of one save on their way."""
 
-    def __init__(self, save: Save, site: Site) -> None:
-        self._save, self._site = save, site
+    def __init__(self, save: Delivery[B], depot: Depot) -> None:
+        self._save, self._depot = save, depot
         self._uploads: dict[int, Upload] = {}
         self._opening = anyio.Lock()
         self._written: Counter[int] = Counter()
         self._bytes = 0
-        self._policy = policy_of(site.settings.upload, site.events, save.id, save.rank)
+        self._policy = telling(depot.retry, depot.events, save.id, save.rank)
 
     @property
-    def _program(self) -> Program:
-        assert self._save.program is not None
-        return self._save.program
+    def _cargo(self) -> Cargo:
+        assert self._save.cargo is not None
+        return self._save.cargo
 
-    async def write(self, filled: FilledBlock) -> None:
+    async def write(self, filled: B) -> None:
         plan, save = filled.plan, self._save
         upload = await self._upload(plan.file)
         with save.clock.timing("upload", plan.nbytes):
@@ -83,21 +84,21 @@ class _Files:
         save.release(filled)
         self._written[plan.file] += 1
         self._bytes += plan.nbytes
-        total = self._program.plan.size
-        self._site.events.emit(
+        total = self._cargo.size
+        self._depot.events.emit(
             BlockUploaded(save.name, save.id.step, save.rank, plan.nbytes, self._bytes, total)
         )
 
     async def _upload(self, number: int) -> Upload:
         async with self._opening:
             if number not in self._uploads:
-                file = self._program.plan.files[number]
+                file = self._cargo.files[number]
                 key = data_file_key(self._save.id, file.name)
-                block_bytes = self._site.arena.block_bytes
+                block_bytes = self._depot.block_bytes
                 with self._save.clock.timing("upload"):
                     self._uploads[number] = await retrying(
                         self._policy,
-                        lambda: self._site.backend.open_upload(
+                        lambda: self._depot.backend.open_upload(
                             key, size=file.size, block_bytes=block_bytes
                         ),
                     )
@@ -105,7 +106,7 @@ class _Files:
 
     async def complete(self) -> None:
         """Makes every file durable, one after the other."""
-        blocks = Counter(block.file for block in self._program.blocks)
+        blocks = Counter(block.file for block in self._cargo.blocks)
         if self._written != blocks:  # no assert: this must hold under python -O too
             raise AssertionError("a block was never written")
         for number, upload in list(self._uploads.items()):
@@ -114,7 +115,7 @@ class _Files:
             del self._uploads[number]
 
     async def _complete(self, number: int, upload: Upload) -> None:
-        file = self._program.plan.files[number]
+        file = self._cargo.files[number]
         key = data_file_key(self._save.id, file.name)
         failed = False
 
@@ -136,7 +137,7 @@ class _Files:
         The name is ours alone and objects are never partial, so what is there is what we wrote.
         """
         try:
-            return (await self._site.patient.stat(key)).size == size
+            return (await self._depot.patient.stat(key)).size == size
         except StoreError:
             return False
 

@@ -1,0 +1,226 @@
+"""A save from its copy on, as the stages see it that bring it to the store.
+
+Nothing here refers to the trainer's objects or to torch, so these stages run as well in a process
+that has neither.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+from ckpipe.backend import Backend
+from ckpipe.cargo import BlockPlace, Cargo
+from ckpipe.events import EventBus
+from ckpipe.keys import Json
+from ckpipe.leases import leased
+from ckpipe.manifest import TensorRow
+from ckpipe.pruning import Facts, decide_on, prune
+from ckpipe.retention import Decision, Rule
+from ckpipe.retrying import RetryPolicy
+from ckpipe.types import CheckpointId, CheckpointInfo, StageReport
+
+
+class Filled(Protocol):
+    """A block of a data file, in host memory."""
+
+    @property
+    def plan(self) -> BlockPlace:
+        """Where it belongs."""
+        ...
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes."""
+        ...
+
+
+B = TypeVar("B", bound=Filled)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """All data files are durable.
+
+    Args:
+        header_sums: CRC-32C of each file's header.
+    """
+
+    header_sums: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a manifest says besides where bytes lie.
+
+    Args:
+        tree: The root node of the structure.
+        tensors: The tensors that the tree's numbers point to.
+        values: The inline values, encoded.
+        started: When the save began, ISO 8601 in UTC.
+        writer: Versions of ckpipe, torch and Python.
+        metadata: What the user gave to ``save``.
+        metrics: What the user gave to ``save``; non-finite floats encoded.
+        final: Whether it is the run's final checkpoint.
+    """
+
+    tree: list[Any]
+    tensors: tuple[TensorRow, ...]
+    values: tuple[Json, ...]
+    started: str
+    writer: Mapping[str, str]
+    metadata: Mapping[str, Json]
+    metrics: Mapping[str, Json]
+    final: bool
+
+
+@dataclass(slots=True)
+class StageClock:
+    """When the stages of a save began and ended, and how much went through them."""
+
+    zero: float = field(default_factory=time.perf_counter)
+    began: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    def touch(self, stage: str, nbytes: int = 0) -> None:
+        """Notes that a stage is at work now, and has moved so many bytes more."""
+        now = time.perf_counter()
+        self.began.setdefault(stage, now)
+        self.ended[stage] = now
+        self.bytes[stage] = self.bytes.get(stage, 0) + nbytes
+
+    @contextmanager
+    def timing(self, stage: str, nbytes: int = 0) -> Iterator[None]:
+        """Notes when a stage's work begins and ends."""
+        self.touch(stage)
+        try:
+            yield
+        finally:
+            self.touch(stage, nbytes)
+
+    def reports(self) -> dict[str, StageReport]:
+        """The report of each stage that has begun."""
+        return {
+            stage: StageReport(self.ended[stage] - began, self.bytes[stage], began - self.zero)
+            for stage, began in self.began.items()
+        }
+
+
+class Delivery(abc.ABC, Generic[B]):
+    """One save on its way to the store.
+
+    Args:
+        id: The checkpoint.
+        rank: The rank.
+        began: When ``save`` was called, by ``time.perf_counter``.
+    """
+
+    def __init__(self, id: CheckpointId, rank: int, began: float) -> None:
+        self.id, self.rank, self.began = id, rank, began
+        self.clock = StageClock(began)
+        self.cargo: Cargo | None = None
+        """What is to be stored; None until that is planned."""
+        self.durable_seconds: float | None = None
+        self.unsettled: CheckpointInfo | None = None
+        """The checkpoint, once this rank has committed and while others may not have."""
+
+    @property
+    def name(self) -> str:
+        """The exact name of the checkpoint."""
+        return str(self.id)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since ``save`` was called."""
+        return time.perf_counter() - self.began
+
+    @abc.abstractmethod
+    def release(self, filled: B) -> None:
+        """Takes a block back from one of the two stages that use it."""
+
+    @abc.abstractmethod
+    def contents(self) -> Contents:
+        """What the manifest says; called in a worker thread once all blocks are there."""
+
+    @abc.abstractmethod
+    def settle(self, info: CheckpointInfo) -> None:
+        """Tells everybody that this rank's part is durable."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Depot:
+    """What the stages work with that bring saves to the store.
+
+    Args:
+        backend: Where checkpoints go; open.
+        patient: The same store, each request tried again after an error that may pass.
+        events: Where events go.
+        rank: This process's rank.
+        world_size: How many ranks save together.
+        block_bytes: The size of all blocks of a file but the last.
+        lanes: Blocks of one save under way to the store at the same time.
+        retry: How often and how long to try.
+        sweep_after: How long the mark of a deleted checkpoint stays.
+        rule: Which checkpoints to keep; None for all.
+    """
+
+    backend: Backend
+    patient: Backend
+    events: EventBus
+    rank: int
+    world_size: int
+    block_bytes: int
+    lanes: int
+    retry: RetryPolicy
+    sweep_after: timedelta
+    rule: Rule | None = None
+    resumed_from: str | None = None
+    facts: Facts = field(default_factory=dict)
+    deleted: set[CheckpointId] = field(default_factory=set)
+    loading: Counter[str] = field(default_factory=Counter)
+
+    def protected(self) -> dict[str, str]:
+        """Ids that retention must not remove, each with its reason."""
+        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
+        if self.resumed_from is not None:
+            kept[self.resumed_from] = "this run resumed from it"
+        return kept
+
+    async def protected_by_all(self) -> dict[str, str]:
+        """Ids that retention must not remove, also since others are loading them.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        leases = await leased(self.patient)
+        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
+
+    async def decide(self) -> Decision:
+        """What :meth:`prune` would do, and why.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        return await decide_on(self.patient, self.rule, await self.protected_by_all(), self.facts)
+
+    async def prune(self) -> Decision:
+        """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
+
+        Raises:
+            StoreError: If the store failed; pruning again goes on where it stopped.
+        """
+        protected = await self.protected_by_all()
+        return await prune(
+            self.patient, self.rule, protected, self.facts, self.deleted,
+            sweep_after=self.sweep_after,
+        )  # fmt: skip
+
+
+__all__ = ["Contents", "Delivery", "Depot", "Filled", "StageClock", "StoredFiles"]

@@ -1,0 +1,54 @@
+"""The second half of a save: from blocks that are filled to a checkpoint that counts.
+
+::
+
+    filled ──┬──▶ serialize ──sums──┐
+             └──▶ upload (lanes)    │
+                     │ stored       │
+                     ▼              ▼
+                   commit ◀─────────┘──complete──▶ retention
+
+It runs beside the first half, or in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from anyio import create_memory_object_stream, create_task_group
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from ckpipe.delivery import Delivery, Depot, Filled, StoredFiles
+from ckpipe.stages import commit, retention, serialize, upload
+from ckpipe.types import CheckpointInfo
+
+B = TypeVar("B", bound=Filled)
+
+
+async def run_delivery(
+    save: Delivery[B],
+    depot: Depot,
+    unsummed: MemoryObjectReceiveStream[B],
+    filled: MemoryObjectReceiveStream[B],
+) -> None:
+    """Runs the last four stages of a save; when this returns, retention is through too.
+
+    Args:
+        save: The save.
+        depot: What the stages work with.
+        unsummed: All of its blocks, for their checksums.
+        filled: The same blocks, for the store.
+
+    Raises:
+        ExceptionGroup: What went wrong in a stage.
+    """
+    sums_out, sums = create_memory_object_stream[list[int]](0)
+    stored_out, stored = create_memory_object_stream[StoredFiles](0)
+    complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
+    async with create_task_group() as tasks:
+        tasks.start_soon(serialize.run, save, unsummed, sums_out, name=f"serialize {save.name}")
+        tasks.start_soon(upload.run, save, depot, filled, stored_out, name=f"upload {save.name}")
+        tasks.start_soon(
+            commit.run, save, depot, stored, sums, complete_out, name=f"commit {save.name}"
+        )
+        tasks.start_soon(retention.run, save, depot, complete, name=f"retention {save.name}")
