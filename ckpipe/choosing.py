@@ -1,63 +1,57 @@
-"""Which checkpoints a load takes, the same on all ranks."""
+"""Which checkpoint a load takes, the same on all ranks."""
 
 from __future__ import annotations
 
 from ckpipe.agreements import agree, agreed
 from ckpipe.discovery import discover
-from ckpipe.errors import CheckpointIncomplete, InvalidManifest, UnsupportedTopology
+from ckpipe.errors import CheckpointIncomplete, InvalidManifest
 from ckpipe.healing import find_healed, newest_healed
 from ckpipe.site import Site
 from ckpipe.types import CheckpointInfo
 
 
-async def choices(
-    site: Site, which: int | str | None, call: int, *, fallback: bool
-) -> list[CheckpointInfo]:
-    """The checkpoints to try, the best first; none if none was named and there is none.
-
-    Without a name, the first of many ranks that looks decides for all: a checkpoint that becomes
-    complete between the looks of two ranks does not part them.
+async def first_choice(
+    site: Site, which: int | str | None, question: str | None
+) -> CheckpointInfo | None:
+    """The checkpoint to load; None if none was named and there is none.
 
     Args:
         site: Where to look.
-        which: The step or id that was named.
-        call: How often a load without a name was called before in this attempt.
-        fallback: Whether older ones than the first may be tried.
+        which: The step or id that was named; None for the newest.
+        question: What many ranks agree on it under: the first that looks decides for all, so that
+            a checkpoint that becomes complete between the looks of two ranks does not part them.
+            None lets each look for itself.
 
     Raises:
         CheckpointNotFound: If the one named is absent or incomplete, or the one that the ranks
             agreed on is gone.
-        UnsupportedTopology: If many ranks are to fall back.
         StoreError: If the store failed.
     """
-    if fallback and site.world_size > 1:
-        raise UnsupportedTopology(
-            "Ranks cannot fall back from a damaged checkpoint together",
-            rank=site.rank,
-            hint="Load without fallback, and name an older step on all ranks if that fails",
-        )
-    if which is not None:
-        first = await find_healed(site.patient, which)
-    elif site.world_size == 1:
-        found = await newest_healed(site.patient)
-        if found is None:
-            return []
-        first = found
-    else:
-        together = await _agreed_on(site, f"load-{call}")
-        return [] if together is None else [together]
-    if not fallback:
-        return [first]
-    complete = [each for each in await discover(site.patient) if each.complete]
-    ids = [each.id for each in complete]
-    return complete[ids.index(first.id) :] if first.id in ids else [first]
+    if site.world_size == 1 or question is None:
+        return await _found(site, which)
+    return await _agreed_on(site, which, question)
 
 
-async def _agreed_on(site: Site, question: str) -> CheckpointInfo | None:
+async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
+    """The complete checkpoints that are older than one, the newest first.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    return [each for each in await discover(site.patient) if each.complete and each.key < info.key]
+
+
+async def _found(site: Site, which: int | str | None) -> CheckpointInfo | None:
+    if which is None:
+        return await newest_healed(site.patient)
+    return await find_healed(site.patient, which)
+
+
+async def _agreed_on(site: Site, which: int | str | None, question: str) -> CheckpointInfo | None:
     decided = await agreed(site.patient, site.attempt, question)
     if decided is None:
-        newest = await newest_healed(site.patient)
-        proposal = None if newest is None else newest.id
+        found = await _found(site, which)
+        proposal = None if found is None else found.id
         decided = (await agree(site.patient, site.attempt, question, proposal),)
     (name,) = decided
     if name is None:

@@ -16,37 +16,34 @@ from ckpipe.attempts import open_attempt
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget
 from ckpipe.cadence import Cadence
-from ckpipe.choosing import choices
-from ckpipe.discovery import read_index
 from ckpipe.errors import (
-    CheckpointIncomplete,
     CkpipeError,
-    CorruptCheckpoint,
     DrainTimeout,
     SaveCancelled,
     SaveSkipped,
     StoreError,
     UsageError,
 )
-from ckpipe.events import CheckpointDamaged, EventBus, SaveFailed, SaveStarted
+from ckpipe.events import EventBus, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.following import Follower
 from ckpipe.hooks import Hooks
 from ckpipe.housekeeping import Housekeeping
 from ckpipe.leases import Lease
+from ckpipe.loading import Loading
 from ckpipe.lock import StateLock
 from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
 from ckpipe.registry import create_backend, scheme_of
-from ckpipe.restore import LoadRequest, restore
+from ckpipe.restore import LoadRequest
 from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
 from ckpipe.site import Site, block_size, initial_budget, make_planner
 from ckpipe.topology import Topology
-from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
+from ckpipe.types import CheckpointId, LoadResult
 
 logger = logging.getLogger("ckpipe")
 
@@ -75,7 +72,7 @@ class Engine(Housekeeping):
         self._site: Site | None = None
         self._active: dict[Save, anyio.Event] = {}
         self._counts: Counter[int] = Counter()
-        self._next_step = self._loads = 0
+        self._next_step = 0
         self._stop = anyio.Event()
         self._background: list[Exception] = []
         self._saved_final = False
@@ -99,7 +96,7 @@ class Engine(Housekeeping):
                 patient, self._settings.attempt_id, rank=self._topology.rank, meeting=meeting
             )
             self._site = self._make_site(backend, patient, attempt)
-            self._follower = Follower(self._site)
+            self._follower, self._loading = Follower(self._site), Loading(self._site)
             lease = Lease(patient, attempt.partition("Z-")[2])
             try:
                 async with anyio.create_task_group() as self._tasks:
@@ -327,52 +324,10 @@ class Engine(Housekeeping):
         """Loads a checkpoint; None if none was named and there is none."""
         for save in [each for each in self._active if not each.staged.done()]:
             await _quietly(save)
-        tried: list[CorruptCheckpoint] = []
-        call = self._loads
-        self._loads += which is None
-        for info in await choices(self.site, which, call, fallback=fallback):
-            try:
-                return await self._load(info, request)
-            except CheckpointIncomplete:
-                if which is not None or self.site.world_size > 1:
-                    raise
-                # It was the newest, and was deleted between the list and the lease.
-                return await self.load(None, request, fallback=fallback)
-            except CorruptCheckpoint as error:
-                error.located(step=info.step)
-                if not fallback:
-                    raise
-                tried.append(error)
-                self._tell_damaged(info, error)
-        if tried:
-            tried[0].add_note(f"None of the {len(tried)} checkpoints that could serve is whole")
-            raise tried[0]
-        return None
-
-    def _tell_damaged(self, info: CheckpointInfo, error: CorruptCheckpoint) -> None:
-        told = f"{type(error).__name__}: {error}"
-        self._events.emit(CheckpointDamaged(info.id, info.step, self.site.rank, told))
-        warnings.warn(f"{info.id} is damaged: {told}", RuntimeWarning, stacklevel=2)
-
-    async def _load(self, info: CheckpointInfo, request: LoadRequest) -> LoadResult:
-        site = self.site
-
-        async def work() -> LoadResult:
-            bundle = await read_index(site.patient, info.key)
-            return await restore(
-                site.patient,
-                bundle,
-                request,
-                site.arena,
-                lanes=self._settings.load.lanes,
-                rank=site.rank,
-                world_size=site.world_size,
-            )
-
-        result = await site.reading(info.key, work)
-        site.resumed_from = info.id
-        self._next_step = info.step + 1
-        self.cadence.begin_at(info.step)
+        result = await self._loading.load(which, request, fallback=fallback)
+        if result is not None:
+            self._next_step = result.step + 1
+            self.cadence.begin_at(result.step)
         return result
 
     def is_writing(self, id: CheckpointId) -> bool:

@@ -93,6 +93,11 @@ def agreement_key(attempt: str, question: str) -> str:
     return f"{ATTEMPTS}{launch_id(attempt)}/agreed/{question}"
 
 
+def votes_prefix(attempt: str, question: str) -> str:
+    """What the votes of the ranks of an attempt on a question begin with."""
+    return f"{agreement_key(attempt, question)}.votes/"
+
+
 def launch_id(attempt: str) -> str:
     """The id of the launch in the name of an attempt."""
     return attempt.partition("Z-")[2]

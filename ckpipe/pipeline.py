@@ -180,7 +180,8 @@ class Pipeline:
             exclude: Globs of labels to leave as they are.
             strict: Whether keys of plain containers must be the same on both sides.
             cast: Whether tensors may change their dtype on the way.
-            fallback: Whether to go on to the next older checkpoint if one is damaged.
+            fallback: Whether to go on to the next older checkpoint if one is damaged. Of several
+                ranks all call alike, and damage that one finds counts for all.
             per_rank: What becomes of values that were different on each rank, if the number of
                 ranks is another now: an error, or what the target has, or those of rank 0, or
                 what a function makes of a label and the values in the order of ranks.
@@ -195,6 +196,8 @@ class Pipeline:
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` says whether
                 parts of it had been loaded by then.
             UnsupportedVersion: If it is of a newer format.
+            UnsupportedTopology: With ``fallback``, if other ranks do not say in time whether the
+                checkpoint is whole for them.
             StoreError: If the store failed.
         """
         request = self._core.load_request(

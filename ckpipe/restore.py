@@ -8,7 +8,8 @@ verified before it reaches a tensor. *Apply* puts everything else in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,41 @@ class _Matched:
     unexpected: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyLoad:
+    """A load whose bytes are all read and verified: tensors in place are filled.
+
+    Args:
+        bundle: The checkpoint's index.
+        rank: The rank that loads.
+        matched: What fits where.
+        stages: Reports of what was done.
+        tally: What was read.
+        started: When the load began.
+    """
+
+    bundle: Bundle
+    rank: int
+    matched: _Matched
+    stages: Mapping[str, StageReport]
+    tally: ReadTally
+    started: float
+
+    async def apply(self) -> LoadResult:
+        """Puts everything else in place: objects get their state, and values are replaced.
+
+        Raises:
+            CkpipeError: If an object refuses its state.
+        """
+        began = time.perf_counter()
+        with _located(self.bundle, self.rank):
+            state = await anyio.to_thread.run_sync(_apply, self.matched)
+        ended = time.perf_counter()
+        stages = {**self.stages, "apply": StageReport(ended - began)}
+        report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
+        return _result(self.bundle, self.matched, state, report)
+
+
 async def restore(
     backend: Backend,
     bundle: Bundle,
@@ -78,7 +114,24 @@ async def restore(
     rank: int = 0,
     world_size: int = 1,
 ) -> LoadResult:
-    """Loads a checkpoint of any number of ranks as one rank of any number.
+    """Loads a checkpoint; both halves of a load, and all that :func:`read_all` takes and raises."""
+    ready = await read_all(
+        backend, bundle, request, arena, lanes=lanes, rank=rank, world_size=world_size
+    )
+    return await ready.apply()
+
+
+async def read_all(
+    backend: Backend,
+    bundle: Bundle,
+    request: LoadRequest,
+    arena: Arena,
+    *,
+    lanes: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> ReadyLoad:
+    """Reads a checkpoint of any number of ranks as one rank of any number.
 
     Nothing of the target is changed before everything was found to fit, and no byte reaches it
     unverified.
@@ -102,26 +155,25 @@ async def restore(
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    try:
+    in_place = request.into is not None
+    with _located(bundle, rank):
         matched = await anyio.to_thread.run_sync(_match, bundle, request, rank, world_size)
         read_from = time.perf_counter()
-        tally = await _read(
-            backend, bundle, matched, arena, lanes, in_place=request.into is not None
-        )
-        apply_from = time.perf_counter()
-        state = await anyio.to_thread.run_sync(_apply, matched)
+        tally = await _read(backend, bundle, matched, arena, lanes, in_place=in_place)
+    stages = {
+        "match": StageReport(read_from - started),
+        "read": StageReport(time.perf_counter() - read_from, tally.bytes),
+    }
+    return ReadyLoad(bundle, rank, matched, stages, tally, started)
+
+
+@contextmanager
+def _located(bundle: Bundle, rank: int) -> Iterator[None]:
+    try:
+        yield
     except CkpipeError as error:
         error.located(step=bundle.id.step, rank=rank)
         raise
-    ended = time.perf_counter()
-    stages = {
-        "match": StageReport(read_from - started),
-        "read": StageReport(apply_from - read_from, tally.bytes),
-        "apply": StageReport(ended - apply_from),
-    }
-    return _result(
-        bundle, matched, state, LoadReport(stages, ended - started, tally.bytes, tally.reads)
-    )
 
 
 def _match(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> _Matched:

@@ -136,6 +136,10 @@ class Load(_Group):
     lanes: int = Field(6, ge=1)
     """Reads under way at the same time. Each holds a block of staging memory."""
 
+    agreement_timeout_seconds: float = Field(600.0, gt=0)
+    """How long a load with ``fallback`` waits, after its own reading, until the other ranks have
+    said whether the checkpoint is whole for them, in seconds."""
+
 
 class Lock(_Group):
     """How long trainer and pipeline wait for each other."""

@@ -153,12 +153,14 @@ class LoadReport:
         seconds: From the call of ``load`` until the state was in place.
         bytes: Bytes read from data files.
         reads: Requests for ranges of data files.
+        damaged: Ids of newer checkpoints that ``fallback`` passed over, each with what is wrong.
     """
 
     stages: Mapping[str, StageReport]
     seconds: float
     bytes: int
     reads: int
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ SETTINGS = """
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds
-    load.lanes lock.timeout_seconds lock.max_step_wait_seconds
+    load.lanes load.agreement_timeout_seconds lock.timeout_seconds lock.max_step_wait_seconds
     plan.replicated retention.keep_last retention.rules retention.sweep_after_seconds
     preemption.enabled preemption.signals preemption.grace_seconds backends
 """

@@ -15,7 +15,7 @@ from ranks import one_rank, open_rank, ranks, settle
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.agreements import agree, agreed
-from ckpipe.choosing import choices
+from ckpipe.choosing import first_choice
 from ckpipe.discovery import NO_INDEX
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation
@@ -46,8 +46,8 @@ def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.Checkpo
 def chosen(pipeline: ckpipe.SyncPipeline, call: int) -> str | None:
     """What the ranks agree to load at their so-manieth call of ``load()``."""
     core = pipeline._core
-    found = core.submit(choices, core.engine.site, None, call, fallback=False).result()
-    return found[0].id if found else None
+    found = core.submit(first_choice, core.engine.site, None, f"load-{call}").result()
+    return found.id if found else None
 
 
 def test_checkpoint_is_complete_when_the_last_rank_has_committed(store: Stores) -> None:
@@ -286,11 +286,6 @@ def test_nothing_to_load_is_agreed_on_too(store: Stores) -> None:
         assert world[0].load() is None
         save_all(world, 1)
         assert world[1].load() is None
-
-
-def test_falling_back_together_is_refused(store: Stores) -> None:
-    with ranks(store.url, 2) as world, pytest.raises(errors.UnsupportedTopology, match="fall back"):
-        world[0].load(fallback=True)
 
 
 async def test_first_of_many_racers_decides() -> None:

@@ -1,0 +1,189 @@
+"""Falling back from damaged checkpoints on several ranks: all take the same, and say why."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pipelines import Stores, same, stores
+from ranks import ranks, settle
+
+import ckpipe
+from ckpipe import ballots, errors, events, group_tree
+from ckpipe.ballots import Ballot
+from ckpipe.object_names import ATTEMPTS
+from ckpipe.testing import MemoryBackend
+
+FAST: dict[str, Any] = {
+    "upload": {"backoff_seconds": 0, "retries": 2},
+    "staging": {"block_bytes": 65536},
+}
+Result = ckpipe.types.LoadResult | BaseException | None
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def state(rank: int, step: int) -> dict[str, Any]:
+    return {"mine": torch.full((100,), rank * 100 + step), "rank": rank}
+
+
+def save_steps(store: Stores, size: int, steps: list[int]) -> list[str]:
+    """Saves some steps with all ranks; the ids of the checkpoints."""
+    with ranks(store.url, size, attempt_id="before", **FAST) as world:
+        found = []
+        for step in steps:
+            for rank, pipeline in enumerate(world):
+                found.append(pipeline.save(state(rank, step), step=step).wait().id)
+                settle(pipeline)
+    return found[::size]
+
+
+def damage(store: Stores, name: str, rank: int) -> None:
+    """Flips a bit of what a rank wrote."""
+    (key,) = [
+        key
+        for key in store.memory._store.objects
+        if key.startswith(f"{name}/rank-{rank:05d}") and key.endswith(".safetensors")
+    ]
+    found = store.memory._store.objects[key]
+    flipped = bytearray(found.data)
+    flipped[-5] ^= 4
+    store.memory._store.objects[key] = type(found)(bytes(flipped), found.modified)
+
+
+def load_all(world: list[ckpipe.SyncPipeline], *targets: Any) -> list[Result]:
+    """Loads on all ranks at once; what each got, or what it raised."""
+
+    def load(pipeline: ckpipe.SyncPipeline, target: Any) -> Result:
+        try:
+            return pipeline.load(target, fallback=True)
+        except errors.CkpipeError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(len(world)) as pool:
+        return list(pool.map(load, world, targets or [None] * len(world)))
+
+
+def test_damage_on_one_rank_sends_all_to_the_next_older_one(store: Stores) -> None:
+    names = save_steps(store, 3, [1, 2, 3])
+    damage(store, names[2], 1)
+    damage(store, names[1], 2)
+    seen: list[events.Event] = []
+    with ranks(store.url, 3, **FAST) as world:
+        for pipeline in world:
+            pipeline.events.add(seen.append)
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            results = load_all(world)
+        for rank, result in enumerate(results):
+            assert isinstance(result, ckpipe.types.LoadResult)
+            assert result.step == 1
+            assert same(result.state, state(rank, 1))
+            assert result.report is not None
+            assert list(result.report.damaged) == [names[2], names[1]]
+            assert result.report.damaged[names[2]].startswith("rank 1 found ChecksumMismatch")
+            assert "rank-00002" in result.report.damaged[names[1]]
+        told = {(each.rank, each.id) for each in seen if type(each) is events.CheckpointDamaged}
+        assert told == set(itertools.product(range(3), names[1:]))
+        # The next save of all ranks says what it came from.
+        assert {pipeline._core.engine.site.resumed_from for pipeline in world} == {names[0]}
+
+
+def test_what_is_whole_is_taken_and_leaves_no_votes(store: Stores) -> None:
+    save_steps(store, 2, [1, 2])
+    with ranks(store.url, 2, **FAST) as world:
+        for number in range(2):
+            steps = [getattr(each, "step", each) for each in load_all(world)]
+            assert steps == [2, 2], number
+    assert not [key for key in store.memory._store.objects if ".votes/" in key]
+
+
+def test_objects_get_their_state_only_from_what_is_whole_everywhere(store: Stores) -> None:
+    class Part:
+        def __init__(self) -> None:
+            self.loaded: list[int] = []
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded.append(state["step"])
+
+        step = 0
+
+    with ranks(store.url, 2, attempt_id="before", **FAST) as world:
+        for step in (1, 2):
+            for rank, pipeline in enumerate(world):
+                part = Part()
+                part.step = step
+                name = pipeline.save({"part": part, **state(rank, step)}, step=step).wait().id
+                settle(pipeline)
+    damage(store, name, 0)
+    parts = [Part(), Part()]
+    targets = [{"part": part, **state(9, 9)} for part in parts]
+    with ranks(store.url, 2, **FAST) as world:
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            results = load_all(world, *targets)
+        assert [getattr(each, "step", each) for each in results] == [1, 1]
+    assert [part.loaded for part in parts] == [[1], [1]]
+
+
+def test_all_damaged_raises_on_all_ranks(store: Stores) -> None:
+    names = save_steps(store, 2, [1, 2])
+    damage(store, names[0], 0)
+    damage(store, names[1], 0)
+    with ranks(store.url, 2, **FAST) as world:
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            results = load_all(world)
+        for result in results:
+            assert isinstance(result, errors.CorruptCheckpoint)
+            assert "None of the 2" in result.__notes__[0]
+
+
+def test_a_rank_that_is_dead_is_named_after_a_while(store: Stores) -> None:
+    save_steps(store, 3, [1])
+    soon = {"load": {"agreement_timeout_seconds": 0.05}}
+    with ranks(store.url, 3, **FAST, **soon) as world:
+        results = load_all(world[:2])
+    for result in results:
+        assert isinstance(result, errors.UnsupportedTopology)
+        assert "Ranks 2 did not say" in str(result)
+
+
+def test_a_target_that_does_not_fit_one_rank_is_its_own_affair(store: Stores) -> None:
+    save_steps(store, 2, [1])
+    with ranks(store.url, 2, **FAST) as world:
+        wrong, right = load_all(world, {"other": torch.zeros(1)}, state(1, 0))
+    assert isinstance(wrong, errors.StructureMismatch)
+    assert getattr(right, "step", right) == 1
+
+
+@hypothesis_settings(max_examples=40)
+@given(st.data())
+async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 30))
+    votes = data.draw(st.lists(st.integers(0, 10**12), min_size=size, max_size=size))
+    order = data.draw(st.permutations(range(size)))
+    backend = MemoryBackend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_tree, "GROUP_SIZE", 3)
+        patch.setattr(ballots, "GROUP_SIZE", 3)
+        seen = []
+        for rank in order:
+            ballot = Ballot(backend, "s-Z-a", "question", rank, size)
+            seen.append(await ballot.cast(votes[rank]))
+            assert (await ballot.votes())[rank] == votes[rank]
+        assert seen == [None] * (size - 1) + [max(votes)]
+        assert await ballot.votes() == dict(enumerate(votes))
+        await ballot.clear()
+        assert [each async for each in backend.list(ATTEMPTS)] == []
