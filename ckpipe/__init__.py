@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ckpipe.planning import Planner as Planner
     from ckpipe.registered_types import register_type as register_type
     from ckpipe.registry import register_backend as register_backend
+    from ckpipe.reports import LoadReport as LoadReport
+    from ckpipe.reports import SaveReport as SaveReport
     from ckpipe.retention import KeepBest as KeepBest
     from ckpipe.retention import KeepEvery as KeepEvery
     from ckpipe.retention import KeepIf as KeepIf
@@ -35,9 +37,7 @@ if TYPE_CHECKING:
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.sync import SyncPipeline as SyncPipeline
     from ckpipe.types import CheckpointInfo as CheckpointInfo
-    from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
-    from ckpipe.types import SaveReport as SaveReport
     from ckpipe.types import VerifyResult as VerifyResult
 
 _HOMES = {
@@ -56,6 +56,8 @@ _HOMES = {
     "Planner": "planning",
     "register_type": "registered_types",
     "register_backend": "registry",
+    "LoadReport": "reports",
+    "SaveReport": "reports",
     "KeepBest": "retention",
     "KeepEvery": "retention",
     "KeepIf": "retention",
@@ -66,9 +68,7 @@ _HOMES = {
     "RngState": "state_helpers",
     "SyncPipeline": "sync",
     "CheckpointInfo": "types",
-    "LoadReport": "types",
     "LoadResult": "types",
-    "SaveReport": "types",
     "VerifyResult": "types",
 }
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -222,6 +224,7 @@ class BlockCopiers:
         def fill() -> None:
             fill_block(piece.work, self._leaves, piece.filled.block)
 
+        piece.filled.began = piece.filled.began or time.perf_counter()
         devices = self._devices_of(piece.work)
         if devices:
             return self._devices.launch(devices, fill)
@@ -236,6 +239,7 @@ class BlockCopiers:
 
     def _done(self, piece: Piece) -> None:
         if piece.last:
+            piece.filled.ended, piece.filled.copier = time.perf_counter(), threading.get_ident()
             self._loop.call_soon_threadsafe(self._out, piece.filled)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import abc
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,9 +21,11 @@ from ckpipe.keys import Json
 from ckpipe.leases import leased
 from ckpipe.manifest import TensorRow
 from ckpipe.pruning import Facts, decide_on, prune
+from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.retrying import RetryPolicy
-from ckpipe.types import CheckpointId, CheckpointInfo, StageReport
+from ckpipe.save_clock import StageClock
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 
 class Filled(Protocol):
@@ -80,39 +81,6 @@ class Contents:
     final: bool
 
 
-@dataclass(slots=True)
-class StageClock:
-    """When the stages of a save began and ended, and how much went through them."""
-
-    zero: float = field(default_factory=time.perf_counter)
-    began: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, float] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-
-    def touch(self, stage: str, nbytes: int = 0) -> None:
-        """Notes that a stage is at work now, and has moved so many bytes more."""
-        now = time.perf_counter()
-        self.began.setdefault(stage, now)
-        self.ended[stage] = now
-        self.bytes[stage] = self.bytes.get(stage, 0) + nbytes
-
-    @contextmanager
-    def timing(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Notes when a stage's work begins and ends."""
-        self.touch(stage)
-        try:
-            yield
-        finally:
-            self.touch(stage, nbytes)
-
-    def reports(self) -> dict[str, StageReport]:
-        """The report of each stage that has begun."""
-        return {
-            stage: StageReport(self.ended[stage] - began, self.bytes[stage], began - self.zero)
-            for stage, began in self.began.items()
-        }
-
-
 class Delivery(abc.ABC, Generic[B]):
     """One save on its way to the store.
 
@@ -127,6 +95,10 @@ class Delivery(abc.ABC, Generic[B]):
         self.clock = StageClock(began)
         self.cargo: Cargo | None = None
         """What is to be stored; None until that is planned."""
+        self.replanned = False
+        """Whether a plan had to be made."""
+        self.captured_seconds: float | None = None
+        self.staged_seconds: float | None = None
         self.durable_seconds: float | None = None
         self.unsettled: CheckpointInfo | None = None
         """The checkpoint, once this rank has committed and while others may not have."""
@@ -140,6 +112,20 @@ class Delivery(abc.ABC, Generic[B]):
     def elapsed(self) -> float:
         """Seconds since ``save`` was called."""
         return time.perf_counter() - self.began
+
+    def report(self) -> SaveReport:
+        """How the save has spent its time until now; for any thread."""
+        cargo = self.cargo
+        return SaveReport(
+            stages=self.clock.stages(),
+            staged_seconds=self.staged_seconds,
+            durable_seconds=self.durable_seconds,
+            bytes=cargo.size if cargo else 0,
+            tensors=len(cargo.layout.chunks) if cargo else 0,
+            planned=self.replanned,
+            captured_seconds=self.captured_seconds,
+            blocks=self.clock.blocks(),
+        )
 
     @abc.abstractmethod
     def release(self, filled: B) -> None:
@@ -169,6 +155,7 @@ class Depot:
         retry: How often and how long to try.
         sweep_after: How long the mark of a deleted checkpoint stays.
         rule: Which checkpoints to keep; None for all.
+        keep_reports: Whether manifests keep the reports of their saves.
     """
 
     backend: Backend
@@ -181,6 +168,7 @@ class Depot:
     retry: RetryPolicy
     sweep_after: timedelta
     rule: Rule | None = None
+    keep_reports: bool = True
     resumed_from: str | None = None
     facts: Facts = field(default_factory=dict)
     deleted: set[CheckpointId] = field(default_factory=set)
@@ -223,4 +211,4 @@ class Depot:
         )  # fmt: skip
 
 
-__all__ = ["Contents", "Delivery", "Depot", "Filled", "StageClock", "StoredFiles"]
+__all__ = ["Contents", "Delivery", "Depot", "Filled", "StoredFiles"]

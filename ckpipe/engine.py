@@ -135,6 +135,7 @@ class Engine(Housekeeping):
             lanes=self._settings.upload.lanes,
             retry=logging_policy(self._settings.upload),
             sweep_after=self._settings.retention.sweep_after,
+            keep_reports=self._settings.keep_reports,
         )
 
     # Saves

@@ -12,9 +12,10 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.loop_thread import wait_for
+from ckpipe.reports import SaveReport
 from ckpipe.saving import Save
 from ckpipe.staged_state import lent_state
-from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
+from ckpipe.types import CheckpointInfo, SaveStatus
 
 if TYPE_CHECKING:
     from ckpipe.pipeline_core import PipelineCore
@@ -43,7 +44,7 @@ class _Handle:
 
     @property
     def report(self) -> SaveReport:
-        """Seconds and bytes of each stage, until now."""
+        """Seconds, bytes and waits of each stage and the way of each block, until now."""
         return self._save.report()
 
     def _result(self, future: Future[T]) -> T:

@@ -199,6 +199,8 @@ class Bundle:
         parts: One for each rank, in the order of ranks.
         group: Level and number of a group object; None for others.
         per_rank: In an index, for each structure what is not common to its ranks.
+        report: In what a single rank wrote, how its save spent its time, if that is kept: as
+            :meth:`ckpipe.reports.SaveReport.to_data` makes it, and not validated.
     """
 
     kind: BundleKind
@@ -209,3 +211,4 @@ class Bundle:
     parts: tuple[Part, ...]
     group: tuple[int, int] | None = None
     per_rank: tuple[PerRank, ...] = ()
+    report: Mapping[str, Any] | None = None

@@ -74,6 +74,8 @@ def encode_bundle(bundle: Bundle) -> bytes:
             document["per_rank"] = [
                 {"tensors": each.tensors, "values": each.values} for each in bundle.per_rank
             ]
+        if bundle.report is not None:
+            document["report"] = bundle.report
         return seal(document)
     except RecursionError:
         raise UnsupportedState(
@@ -198,6 +200,7 @@ def _decode(document: Mapping[str, Json], id: CheckpointId, kind: BundleKind) ->
         _decode_parts(document),
         _decode_group(document) if kind == "group" else None,
         _decode_per_rank(document, len(structures)) if kind == "index" else (),
+        _decode_report(document),
     )
 
 
@@ -293,6 +296,12 @@ def _decode_per_rank(document: Mapping[str, Json], structures: int) -> tuple[Per
         )
     except ValueError as error:
         raise InvalidManifest(f"What differs between ranks is malformed: {error}") from None
+
+
+def _decode_report(document: Mapping[str, Json]) -> Mapping[str, Any] | None:
+    """The report as it is: what only tells of the past must not keep a checkpoint from loading."""
+    found = document.get("report")
+    return found if isinstance(found, dict) else None
 
 
 def _list(document: Mapping[str, Json], name: str) -> list[Any]:

@@ -27,13 +27,14 @@ from ckpipe.matching import Matching
 from ckpipe.per_rank import PerRankPolicy
 from ckpipe.reading import Reader, ReadTally, lane_buffers
 from ckpipe.rebuild import Make, Rebuild
+from ckpipe.reports import LoadReport, StageReport
 from ckpipe.saved_state import fitted, labels_of, state_for, without
 from ckpipe.selecting import pruned
 from ckpipe.sources import Sources
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
 from ckpipe.trees import shared_containers
-from ckpipe.types import LoadReport, LoadResult, StageReport, VerifyResult
+from ckpipe.types import LoadResult, VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class ReadyLoad:
         with _located(self.bundle, self.rank):
             state = await anyio.to_thread.run_sync(_apply, self.matched)
         ended = time.perf_counter()
-        stages = {**self.stages, "apply": StageReport(ended - began)}
+        stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
         report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
         return _result(self.bundle, self.matched, state, report)
 
@@ -162,7 +163,7 @@ async def read_all(
         tally = await _read(backend, bundle, matched, arena, lanes, in_place=in_place)
     stages = {
         "match": StageReport(read_from - started),
-        "read": StageReport(time.perf_counter() - read_from, tally.bytes),
+        "read": StageReport(time.perf_counter() - read_from, tally.bytes, read_from - started),
     }
     return ReadyLoad(bundle, rank, matched, stages, tally, started)
 

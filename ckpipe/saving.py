@@ -26,7 +26,7 @@ from ckpipe.lock import CaptureToken, Fence, StateLock
 from ckpipe.manifest import TensorRow
 from ckpipe.planning import RankPlan
 from ckpipe.structure import Captured
-from ckpipe.types import CheckpointId, CheckpointInfo, SaveReport, SaveStatus
+from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
 
 
@@ -150,11 +150,23 @@ class PlannedState:
 
 @dataclass(eq=False, slots=True)
 class FilledBlock:
-    """A block of a data file, in host memory, which two stages need at the same time."""
+    """A block of a data file, in host memory, which two stages need at the same time.
+
+    Args:
+        plan: What it holds.
+        block: The memory.
+        users: How many stages still need it.
+        began: When the first of it was copied, by ``time.perf_counter``.
+        ended: When all of it was.
+        copier: The thread that copied the last of it.
+    """
 
     plan: BlockPlan
     block: Block
     users: int = 2
+    began: float = 0.0
+    ended: float = 0.0
+    copier: int = 0
 
     @property
     def data(self) -> memoryview:
@@ -187,22 +199,6 @@ class Save(Delivery[FilledBlock]):
         self.blocks: list[Block] = []
         self.captured: Captured | None = None
         self.program: Program | None = None
-        self.replanned = False
-        self.captured_seconds: float | None = None
-        self.staged_seconds: float | None = None
-
-    def report(self) -> SaveReport:
-        """Seconds and bytes until now."""
-        plan = self.program.plan if self.program else None
-        return SaveReport(
-            stages=self.clock.reports(),
-            staged_seconds=self.staged_seconds,
-            durable_seconds=self.durable_seconds,
-            bytes=plan.size if plan else 0,
-            tensors=len(plan.layout.chunks) if plan else 0,
-            planned=self.replanned,
-            captured_seconds=self.captured_seconds,
-        )
 
     def _staged_is_safe(self, staged: Future[None]) -> None:
         error = staged.exception()
@@ -250,6 +246,7 @@ class Save(Delivery[FilledBlock]):
     def note(self, filled: FilledBlock) -> None:
         """Notes a block that is filled, and is in use by the stages after the copy."""
         self._in_use[filled.block] = filled
+        self.clock.copied(filled.plan, filled.began, filled.ended, filled.copier)
         self._copied.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
 
     def release(self, filled: FilledBlock) -> None:

@@ -264,6 +264,10 @@ class Settings(BaseSettings):
     """Whether objects of types that ckpipe does not know are saved and loaded by pickle, which
     runs code from the file. Needed at both ends."""
 
+    keep_reports: bool = True
+    """Whether each rank's manifest keeps the report of its save, which ``ckpipe timeline`` shows.
+    It costs no request, and some kilobytes for each gibibyte."""
+
     staging: Staging = Staging()
     """Host memory for saves on their way."""
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from ckpipe.reports import LoadReport
+
 SaveStatus = Literal[
     "queued", "capturing", "staged", "uploading", "committed", "skipped", "failed", "cancelled"
 ]
@@ -103,64 +105,6 @@ class Committed:
     info: CheckpointInfo
     rank: int
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """How one stage of a save or load spent its time.
-
-    Args:
-        seconds: From when the stage began to when it ended; stages overlap.
-        bytes: Bytes that went through it.
-        began: When it began, in seconds after the call.
-    """
-
-    seconds: float
-    bytes: int = 0
-    began: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """Seconds and bytes of one save.
-
-    Args:
-        stages: A report for each stage that ran, by name.
-        staged_seconds: From the call of ``save`` until the whole state was copied.
-        durable_seconds: From the call of ``save`` until the commit; None until then.
-        bytes: Size of the data files.
-        tensors: How many tensors were saved.
-        planned: Whether the plan had to be made; False if the last one still fitted.
-        captured_seconds: With ``until="captured"``, from the call of ``save`` until forward and
-            backward could go on; else None.
-    """
-
-    stages: Mapping[str, StageReport]
-    staged_seconds: float | None
-    durable_seconds: float | None
-    bytes: int
-    tensors: int
-    planned: bool
-    captured_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """Seconds and bytes of one load.
-
-    Args:
-        stages: A report for each stage, by name.
-        seconds: From the call of ``load`` until the state was in place.
-        bytes: Bytes read from data files.
-        reads: Requests for ranges of data files.
-        damaged: Ids of newer checkpoints that ``fallback`` passed over, each with what is wrong.
-    """
-
-    stages: Mapping[str, StageReport]
-    seconds: float
-    bytes: int
-    reads: int
-    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,11 @@ def _drawn_up(
         final=contents.final,
     )
     structure = Structure(contents.tree, contents.tensors, len(contents.values))
-    bundle = Bundle(_kind(depot), save.id, depot.world_size, (structure,), (cargo.layout,), (part,))
+    report = save.report().to_data() if depot.keep_reports else None
+    bundle = Bundle(
+        _kind(depot), save.id, depot.world_size, (structure,), (cargo.layout,), (part,),
+        report=report,
+    )  # fmt: skip
     with collector_paused():
         return part, encode_bundle(bundle)
 

@@ -20,7 +20,7 @@ async def run(
     async with inbox, out:
         async for filled in inbox:
             sums = sums or _sums_of(save)
-            with save.clock.timing("serialize", filled.plan.nbytes):
+            with save.clock.summing(filled.plan):
                 pieces = await anyio.to_thread.run_sync(checksum_block, filled)
             save.release(filled)
             for piece in pieces:

@@ -42,7 +42,7 @@ async def run(
         try:
             async with anyio.create_task_group() as lanes:
                 for lane in range(depot.lanes):
-                    lanes.start_soon(_lane, files, inbox.clone(), name=f"upload lane {lane}")
+                    lanes.start_soon(_lane, files, lane, inbox.clone(), name=f"upload lane {lane}")
             await checkpoint_if_cancelled()  # the stream ends early if the copy failed
             if save.cargo is None:
                 return  # the save was given up before there was a plan
@@ -54,10 +54,10 @@ async def run(
             raise
 
 
-async def _lane(files: _Files[B], inbox: MemoryObjectReceiveStream[B]) -> None:
+async def _lane(files: _Files[B], lane: int, inbox: MemoryObjectReceiveStream[B]) -> None:
     async with inbox:
         async for filled in inbox:
-            await files.write(filled)
+            await files.write(filled, lane)
 
 
 class _Files(Generic[B]):
@@ -76,10 +76,10 @@ class _Files(Generic[B]):
         assert self._save.cargo is not None
         return self._save.cargo
 
-    async def write(self, filled: B) -> None:
+    async def write(self, filled: B, lane: int) -> None:
         plan, save = filled.plan, self._save
         upload = await self._upload(plan.file)
-        with save.clock.timing("upload", plan.nbytes):
+        with save.clock.uploading(plan, lane):
             await retrying(self._policy, lambda: upload.write(plan.offset, filled.data))
         save.release(filled)
         self._written[plan.file] += 1

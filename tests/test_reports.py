@@ -1,0 +1,228 @@
+"""Reports of saves and loads: their arithmetic, their plain form, and what a real save tells."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe.cargo import BlockPlace
+from ckpipe.errors import InvalidManifest
+from ckpipe.reports import (
+    MAX_BLOCKS,
+    BlockReport,
+    LoadReport,
+    SaveReport,
+    StageReport,
+    busy_seconds,
+    save_report_from_data,
+    size_text,
+)
+from ckpipe.save_clock import StageClock
+
+times = st.integers(0, 10**9).map(lambda micros: micros / 1e6)
+spans = st.none() | st.tuples(times, times)
+counts = st.integers(0, (1 << 62) - 1)
+small = st.integers(0, 1000)
+stage_reports = st.builds(StageReport, times, counts, times, times)
+block_reports = st.builds(BlockReport, counts, counts, counts, spans, spans, spans, small, small)
+save_reports = st.builds(
+    SaveReport,
+    st.dictionaries(st.text(), stage_reports),
+    st.none() | times,
+    st.none() | times,
+    counts,
+    counts,
+    st.booleans(),
+    st.none() | times,
+    st.lists(block_reports).map(tuple),
+)
+
+
+def made(**stages: StageReport) -> SaveReport:
+    return SaveReport(stages, 0.5, 2.0, 10**9, 3, planned=False)
+
+
+@settings(max_examples=40)
+@given(save_reports)
+def test_the_plain_form_is_json_and_reads_back(report: SaveReport) -> None:
+    again = save_report_from_data(json.loads(json.dumps(report.to_data(), allow_nan=False)))
+    assert again == report
+    assert again.blocks == report.blocks
+
+
+@given(save_reports, st.data())
+def test_a_spoilt_report_is_refused_or_read_but_never_breaks(
+    report: SaveReport, data: st.DataObject
+) -> None:
+    plain = report.to_data()
+    target: Any = plain
+    while True:
+        key = data.draw(
+            st.sampled_from(sorted(target))
+            if isinstance(target, dict)
+            else st.integers(0, len(target) - 1)
+        )
+        if not (isinstance(target[key], dict | list) and target[key] and data.draw(st.booleans())):
+            break
+        target = target[key]
+    target[key] = data.draw(st.sampled_from([None, -1, 1e300, "x", [], {}, True, [[]], [1, 2, 3]]))
+    try:
+        again = save_report_from_data(json.loads(json.dumps(plain)))
+    except InvalidManifest:
+        return
+    json.dumps(again.to_data(), allow_nan=False)
+    assert repr(again)
+
+
+def test_of_very_many_blocks_every_nth_is_written() -> None:
+    blocks = tuple(BlockReport(0, number, 1) for number in range(2 * MAX_BLOCKS + 1))
+    data = SaveReport({}, None, None, 0, 0, planned=True, blocks=blocks).to_data()["blocks"]
+    assert data["of"] == 2 * MAX_BLOCKS + 1
+    assert data["offset"][:3] == [0, 3, 6]
+    assert MAX_BLOCKS / 2 < len(data["offset"]) <= MAX_BLOCKS
+
+
+def test_the_bottleneck_is_what_was_at_work_longest() -> None:
+    copy, upload = StageReport(1.9, 10**9, 0.0, 1.5), StageReport(1.5, 10**9, 0.1, 0.0)
+    report = made(stage=copy, upload=upload)
+    assert report.bottleneck == "The upload took longest: 1.5 of 2 s (667 MB/s)"
+    assert repr(report) == (
+        "<SaveReport 1 GB in 3 tensors, staged in 0.5 s, durable in 2 s: "
+        "The upload took longest: 1.5 of 2 s (667 MB/s)>"
+    )
+    held_up = made(stage=copy, lock=StageReport(1.2))
+    assert held_up.bottleneck.startswith("Waiting for trainers to let go of the state lock")
+    assert made().bottleneck == ""
+    load = LoadReport({"read": StageReport(0.5, 10**6), "match": StageReport(0.6)}, 1.1, 10**6, 4)
+    assert load.bottleneck == "Matching the checkpoint with the target took longest: 0.6 of 1.1 s"
+    assert load.to_data()["stages"]["read"]["bytes"] == 10**6
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple)))
+def test_busy_is_the_time_that_spans_cover(found: list[Any]) -> None:
+    ticks = {tick for began, ended in found for tick in range(began, ended)}
+    assert busy_seconds(found) == len(ticks)
+
+
+def test_sizes_for_people() -> None:
+    assert [size_text(n) for n in (0, 999, 1000, 1_490_000_000)] == [
+        "0 B", "999 B", "1 kB", "1.49 GB",
+    ]  # fmt: skip
+
+
+def test_a_save_tells_of_every_block(tmp_path: Path) -> None:
+    small_blocks = {"block_bytes": 65536}
+    state = {"a": torch.ones(200_000), "b": torch.zeros(7)}
+    with ckpipe.SyncPipeline(tmp_path, staging=small_blocks, upload={"lanes": 3}) as pipeline:
+        handle = pipeline.save(state, step=0)
+        handle.wait()
+        report = handle.report
+        result = pipeline.load(state)
+    assert sum(block.bytes for block in report.blocks) == report.bytes
+    at = sorted(block.offset for block in report.blocks)
+    assert at == [65536 * number for number in range(len(at))]
+    for block in report.blocks:
+        assert block.copied is not None
+        assert block.summed is not None
+        assert block.uploaded is not None
+        assert 0 <= block.copied[0] <= block.copied[1] <= block.uploaded[0] <= block.uploaded[1]
+        assert block.copied[1] <= block.summed[0] <= block.summed[1]
+        assert block.uploaded[1] <= report.durable_seconds  # type: ignore[operator]
+        assert 0 <= block.lane < 3
+    for stage in report.stages.values():
+        assert 0 <= stage.waited <= stage.seconds
+    assert report.bottleneck
+    assert result is not None
+    assert result.report is not None
+    assert result.report.bottleneck
+    reads = result.report.stages
+    assert reads["match"].began <= reads["read"].began <= reads["apply"].began
+
+
+def test_a_stage_that_has_nothing_to_do_waits() -> None:
+    with stores() as store:
+        staging = {"block_bytes": 65536, "bytes": 65536}
+        with ckpipe.SyncPipeline(store.url, staging=staging) as pipeline:
+            reports = _save_with_a_stuck_upload(store, pipeline)
+    stuck, done = reports
+    assert stuck.stages["stage"].waited > 0
+    assert stuck.stages["upload"].waited < stuck.stages["upload"].seconds
+    assert done.stages["stage"].waited >= stuck.stages["stage"].waited
+    assert done.stages["upload"].busy > done.stages["stage"].busy
+    assert done.bottleneck.startswith("The upload")
+
+
+def _save_with_a_stuck_upload(
+    store: Stores, pipeline: ckpipe.SyncPipeline
+) -> tuple[SaveReport, SaveReport]:
+    """Reports of a save whose copy waits for a store that holds its first block, and of its end."""
+    store.slow.hold("write")
+    handle = None
+    begun = threading.Event()
+
+    def save() -> None:
+        nonlocal handle
+        begun.set()
+        handle = pipeline.save({"a": torch.ones(100_000)}, step=0)
+
+    trainer = threading.Thread(target=save)
+    trainer.start()
+    begun.wait(30)
+    (active,) = _active(pipeline)
+    stuck = active.report()
+    while not stuck.bottleneck.startswith("The upload") or not stuck.stages["stage"].waited:
+        stuck = active.report()
+    store.slow.release()
+    trainer.join()
+    assert handle is not None
+    handle.wait()
+    return stuck, handle.report
+
+
+def _active(pipeline: ckpipe.SyncPipeline) -> list[Any]:
+    while not (found := list(pipeline._core.engine._active)):
+        pass
+    return found
+
+
+def test_what_one_process_has_noted_another_takes_over() -> None:
+    plans = [BlockPlace(0, 0, 10, ()), BlockPlace(0, 4096, 20, ())]
+    one, two = StageClock(5.0), StageClock(6.0)
+    with one.timing("lock"):
+        one.copied(plans[0], one.zero + 1, one.zero + 2, thread=7)
+        one.copied(plans[1], one.zero + 2, one.zero + 3, thread=8)
+    with two.uploading(plans[1], lane=2):
+        pass
+    with two.summing(plans[0]):
+        pass
+    two.absorb(json.loads(json.dumps(one.to_data())))
+    assert two.zero == one.zero
+    assert two.stages().keys() == {"lock", "upload", "serialize"}
+    found = {block.offset: block for block in two.blocks()}
+    assert found[0].copied == pytest.approx((1.0, 2.0))
+    assert found[0].summed is not None
+    assert found[0].uploaded is None
+    assert (found[4096].bytes, found[4096].copier, found[4096].lane) == (20, 1, 2)
+    assert found[4096].copied == pytest.approx((2.0, 3.0))
+
+
+def test_blocks_are_remembered_in_little_memory() -> None:
+    clock = StageClock(5.0)
+    plans = [BlockPlace(0, 4096 * number, 4096, ()) for number in range(5000)]
+    for plan in plans:
+        clock.copied(plan, 1.0, 2.0, thread=1)
+        with clock.uploading(plan, lane=1):
+            pass
+    arrays = sum(map(sys.getsizeof, (clock._sizes, clock._times, clock._places)))
+    assert arrays < 5000 * 100
+    assert len(clock.blocks()) == 5000
