@@ -20,6 +20,7 @@ from ckpipe.events import EventBus
 from ckpipe.keys import Json
 from ckpipe.leases import leased
 from ckpipe.manifest import TensorRow
+from ckpipe.pace import Pace
 from ckpipe.pruning import Facts, decide_on, prune
 from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
@@ -156,6 +157,7 @@ class Depot:
         sweep_after: How long the mark of a deleted checkpoint stays.
         rule: Which checkpoints to keep; None for all.
         keep_reports: Whether manifests keep the reports of their saves.
+        pace: Gives writes of blocks their turns, of all saves together.
     """
 
     backend: Backend
@@ -173,6 +175,7 @@ class Depot:
     facts: Facts = field(default_factory=dict)
     deleted: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
+    pace: Pace = field(default_factory=Pace)
 
     def protected(self) -> dict[str, str]:
         """Ids that retention must not remove, each with its reason."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload
+from ckpipe.pace import Pace
 from ckpipe.retrying import RetryPolicy, retrying
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ class PatientBackend(Backend):
     A request whose answer was lost may have taken effect before it is tried again. So a
     create-only put may meet its own object and raise :class:`~ckpipe.errors.ObjectExists`; who
     cares reads back what is there. An upload that was opened belongs to its caller, who has
-    retries of its own.
+    retries of its own. Reads of large objects are fewer at a time while the store throttles.
 
     Args:
         inner: The backend that does the work.
@@ -28,6 +30,7 @@ class PatientBackend(Backend):
 
     def __init__(self, inner: Backend, policy: RetryPolicy) -> None:
         self._inner, self._policy = inner, policy
+        self._reading = replace(policy, pace=Pace())
         self.limits = inner.limits
 
     def __repr__(self) -> str:
@@ -48,7 +51,7 @@ class PatientBackend(Backend):
         return await self._try(lambda: self._inner.get(key, max_bytes=max_bytes))
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        await self._try(lambda: self._inner.read_into(key, offset, buffer))
+        await retrying(self._reading, lambda: self._inner.read_into(key, offset, buffer))
 
     async def view(self, key: str, offset: int, size: int) -> memoryview | None:
         return await self._try(lambda: self._inner.view(key, offset, size))

@@ -16,6 +16,7 @@ import anyio
 
 from ckpipe.errors import CkpipeError, StoreUnavailable, Throttled
 from ckpipe.events import EventBus, Retrying
+from ckpipe.pace import Pace
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class RetryPolicy:
         attempt_timeout_seconds: How long one try may take.
         deadline_seconds: How long all tries may take together; None for as long as they do.
         on_retry: Told of each error that is tried again, with the seconds until then.
+        pace: Gives each try its turn, so that a store that throttles gets fewer at a time; None
+            for those that are few anyway.
     """
 
     retries: int
@@ -45,6 +48,7 @@ class RetryPolicy:
     attempt_timeout_seconds: float
     deadline_seconds: float | None = None
     on_retry: Callable[[CkpipeError, float], None] = lambda error, seconds: None
+    pace: Pace | None = None
 
     def pause(self, failures: int, error: CkpipeError) -> float:
         """Seconds to wait after so many failures, at least what the store asked for."""
@@ -66,11 +70,17 @@ class Tries:
         self._failures = 0
 
     async def once(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Runs an operation once, for as long as one try may take.
+        """Runs an operation once, when it is its turn, for as long as one try may take.
 
         Raises:
             StoreUnavailable: If it took too long.
         """
+        if self._policy.pace is None:
+            return await self._bounded(operation)
+        async with self._policy.pace.turn():
+            return await self._bounded(operation)
+
+    async def _bounded(self, operation: Callable[[], Awaitable[T]]) -> T:
         limit = self._policy.attempt_timeout_seconds
         try:
             with anyio.fail_after(limit):

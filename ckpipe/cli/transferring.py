@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ from ckpipe.discovery import discover, read_index
 from ckpipe.errors import UsageError
 from ckpipe.inspection import data_bytes
 from ckpipe.opening import Access, open_store
+from ckpipe.pace import Pace
 from ckpipe.retrying import logging_policy
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo
@@ -74,7 +75,7 @@ async def _copied(
         place,
         info.key,
         CopySettings(
-            logging_policy(settings.upload),
+            replace(logging_policy(settings.upload), pace=Pace()),
             settings.upload.lanes,
             settings.staging.block_bytes,
             meter.advance,

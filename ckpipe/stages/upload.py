@@ -1,4 +1,7 @@
-"""Stage 5: writes blocks to the store in parallel lanes, each straight from host memory."""
+"""Stage 5: writes blocks to the store in parallel lanes, each straight from host memory.
+
+While the store throttles, fewer of them write at a time, of all saves together.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,7 @@ class _Files(Generic[B]):
         self._written: Counter[int] = Counter()
         self._bytes = 0
         self._policy = telling(depot.retry, depot.events, save.id, save.rank)
+        self._writing = replace(self._policy, pace=depot.pace)
 
     @property
     def _cargo(self) -> Cargo:
@@ -80,7 +84,7 @@ class _Files(Generic[B]):
         plan, save = filled.plan, self._save
         upload = await self._upload(plan.file)
         with save.clock.uploading(plan, lane):
-            await retrying(self._policy, lambda: upload.write(plan.offset, filled.data))
+            await retrying(self._writing, lambda: upload.write(plan.offset, filled.data))
         save.release(filled)
         self._written[plan.file] += 1
         self._bytes += plan.nbytes
