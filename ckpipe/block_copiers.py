@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import anyio
@@ -26,6 +27,7 @@ from ckpipe.copying import BlockPlan, fill_block, tensors_of
 from ckpipe.errors import StateChanged
 from ckpipe.lock import Fence
 from ckpipe.saving import FilledBlock, Turn
+from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
 
 
@@ -116,7 +118,7 @@ class BlockCopiers:
 
     Args:
         turn: The hold of the lock under which they read.
-        leaves: The tensors.
+        state: What they read.
         devices: What queues copies from devices.
         out: Called on the running loop with each block that is filled.
         threads: How many threads share the work, at the most.
@@ -125,19 +127,20 @@ class BlockCopiers:
     def __init__(
         self,
         turn: Turn,
-        leaves: Sequence[TensorLeaf],
+        state: Captured,
         devices: DeviceCopies,
         out: Callable[[FilledBlock], object],
         *,
         threads: int,
     ) -> None:
-        self._turn, self._leaves, self._devices, self._out = turn, leaves, devices, out
-        self._on_devices = any(devices.serves(leaf.device) for leaf in leaves)
+        self._turn, self._state, self._devices, self._out = turn, state, devices, out
+        self._on_devices = any(map(devices.serves, {leaf.device for leaf in state.tensors}))
         self.threads = 1 if self._on_devices else threads
         self._places = anyio.Semaphore(self.threads)
         self._ready: deque[Piece] = deque()
         self._loop = asyncio.get_running_loop()
-        self._versions: list[tuple[TensorLeaf, int]] | None = None
+        self._watched: list[int] = []
+        self._versions: list[int] | None = None
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Takes pieces to be worked off by copiers that are started afterwards."""
@@ -155,14 +158,16 @@ class BlockCopiers:
             for _ in range(min(self.threads, len(self._ready))):
                 tasks.start_soon(self.copy)
 
-    def defer(self, leaves: Iterable[TensorLeaf], grace: float) -> None:
+    def defer(self, tensors: Iterable[int], grace: float) -> None:
         """Says that all further pieces are deferred; for any thread.
 
         Args:
-            leaves: The tensors that they read, and that nobody may change without the lock.
+            tensors: The numbers of the tensors that they read, and that nobody may change
+                without the lock.
             grace: Seconds that a trainer waits for them.
         """
-        self._versions = [(leaf, _version(leaf)) for leaf in leaves]
+        self._watched = sorted(tensors)
+        self._versions = self._versions_now()
         self._turn.defer(grace)
 
     def let_go(self, ends: Sequence[Fence] = ()) -> None:
@@ -180,11 +185,20 @@ class BlockCopiers:
         if self._versions is None:
             return
         with self._turn.reading():
-            for leaf, version in self._versions:
-                if _version(leaf) != version:
-                    raise _changed_beside(leaf)
+            for number, before, now in zip(
+                self._watched, self._versions, self._versions_now(), strict=True
+            ):
+                if now != before:
+                    raise _changed_beside(self._state.tensors[number])
             self._turn.let_go(ends)
         self._versions = None
+
+    def _versions_now(self) -> list[int]:
+        """How often each of the watched tensors was changed in place, as far as torch counts it."""
+        watched = [self._state.memory[number] for number in self._watched]
+        if any(map(torch.Tensor.is_inference, watched)):
+            return [-1 if each.is_inference() else each._version for each in watched]
+        return list(map(attrgetter("_version"), watched))
 
     def _run(self) -> None:
         launched: list[tuple[Piece, Sequence[CopyEnd]]] = []
@@ -222,7 +236,7 @@ class BlockCopiers:
 
     def _fill(self, piece: Piece) -> Sequence[CopyEnd]:
         def fill() -> None:
-            fill_block(piece.work, self._leaves, piece.filled.block)
+            fill_block(piece.work, self._state, piece.filled.block)
 
         piece.filled.began = piece.filled.began or time.perf_counter()
         devices = self._devices_of(piece.work)
@@ -234,18 +248,13 @@ class BlockCopiers:
     def _devices_of(self, work: BlockPlan) -> set[str]:
         if not self._on_devices:
             return set()
-        places = {self._leaves[number].device for number in tensors_of(work)}
+        places = {self._state.tensors[number].device for number in tensors_of(work)}
         return {place for place in places if self._devices.serves(place)}
 
     def _done(self, piece: Piece) -> None:
         if piece.last:
             piece.filled.ended, piece.filled.copier = time.perf_counter(), threading.get_ident()
             self._loop.call_soon_threadsafe(self._out, piece.filled)
-
-
-def _version(leaf: TensorLeaf) -> int:
-    """How often the tensor was changed in place, as far as torch counts it."""
-    return -1 if leaf.tensor.is_inference() else leaf.tensor._version
 
 
 def _changed_beside(leaf: TensorLeaf) -> StateChanged:

@@ -22,6 +22,7 @@ from ckpipe.drafting import Source
 from ckpipe.dtypes import DTYPES
 from ckpipe.planning import RankPlan
 from ckpipe.raw_memory import copy_bytes
+from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
 
 SMALL_BYTES = 32 << 10
@@ -196,7 +197,11 @@ def _gather(steps: list[Step], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
 
 
 def _is_small(step: Copy, leaf: TensorLeaf) -> bool:
-    return step.flat and leaf.nbytes <= SMALL_BYTES and step.hi - step.lo == leaf.tensor.numel()
+    return (
+        step.flat
+        and leaf.nbytes <= SMALL_BYTES
+        and (step.hi - step.lo) * leaf.itemsize == leaf.nbytes
+    )
 
 
 def _continues(step: Copy, last: Copy, leaves: Sequence[TensorLeaf]) -> bool:
@@ -244,18 +249,19 @@ def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]
     return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
 
 
-def fill_block(plan: BlockPlan, leaves: Sequence[TensorLeaf], block: Block) -> None:
+def fill_block(plan: BlockPlan, state: Captured, block: Block) -> None:
     """Fills a block; copies from a device may still be on their way when it returns."""
+    leaves, memory = state.tensors, state.memory
     for step in plan.steps:
         match step:
             case Copy(flat=True):
                 leaf = leaves[step.tensor]
-                item = leaf.tensor.itemsize
+                item = leaf.itemsize
                 _move(block, step.at, leaf.address + step.lo * item, (step.hi - step.lo) * item)
             case Copy():
-                _copy(step, leaves[step.tensor].tensor, block.tensor)
+                _copy(step, memory[step.tensor], block.tensor)
             case Gather():
-                parts = [leaves[number].tensor.view(-1) for number in step.tensors]
+                parts = [memory[number].view(-1) for number in step.tensors]
                 target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
                 torch.cat(parts, out=target)
             case CopyWindow():
@@ -264,7 +270,9 @@ def fill_block(plan: BlockPlan, leaves: Sequence[TensorLeaf], block: Block) -> N
                     _move(block, step.at, leaf.address + step.lo, step.hi - step.lo)
                 else:
                     target = block.tensor[step.at : step.at + step.hi - step.lo]
-                    target.copy_(_memory(leaf.tensor)[step.lo : step.hi], non_blocking=True)
+                    target.copy_(
+                        _bytes_from(memory[step.tensor])[step.lo : step.hi], non_blocking=True
+                    )
             case Fill():
                 block.view[step.at : step.at + len(step.data)] = step.data
 
@@ -297,7 +305,7 @@ def _narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int])
     return tensor
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_from(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes from a tensor's first element to the end of its storage."""
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.itemsize

@@ -132,14 +132,12 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> Draft:
         (view.address, view.window) == (low, high - low)
         and view.contiguous
         and not view.lazy
-        and all(
-            (leaves[number].address - low) % leaves[number].tensor.itemsize == 0 for number in group
-        )
+        and all((leaves[number].address - low) % leaves[number].itemsize == 0 for number in group)
     )
     if covered:
         source = Source(cover, 0, None, view.window)
         return _logical(view.label, view, view.shape, _members(leaves, group, low), source)
-    largest = max(leaves[number].tensor.itemsize for number in group)
+    largest = max(leaves[number].itemsize for number in group)
     start = low - low % largest
     return Draft(
         f"{leaves[group[0]].label}~window",
@@ -157,7 +155,7 @@ def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Me
     for number in group:
         leaf = leaves[number]
         offset = leaf.address - start
-        if offset % leaf.tensor.itemsize:
+        if offset % leaf.itemsize:
             raise UnsupportedState(
                 "This tensor shares bytes with others, at an offset unfit for its dtype",
                 key=leaf.label,

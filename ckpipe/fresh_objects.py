@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ckpipe.containers import FACTORIES
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.manifest import TensorRow
-from ckpipe.structure import FACTORIES, Node
+from ckpipe.structure import Node
 from ckpipe.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
 from ckpipe.values import plain_numpy_dtype, resolve_class
 

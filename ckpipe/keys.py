@@ -135,6 +135,7 @@ class LabelFilter:
     def __init__(self, include: list[str] | None = None, exclude: list[str] | None = None) -> None:
         self._include, self._exclude = include, exclude or []
         self.selects_all = include is None and not exclude
+        self.patterns = (None if include is None else tuple(include), tuple(self._exclude))
 
     def __call__(self, label: str) -> bool:
         if self.selects_all:

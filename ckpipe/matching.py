@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpipe.containers import is_stateful
 from ckpipe.errors import StructureMismatch
 from ckpipe.keys import LabelFilter, encode_key, join
 from ckpipe.live_tensors import misfit
@@ -25,7 +26,7 @@ from ckpipe.rebuild import Make, Rebuild
 from ckpipe.registered_types import registered_as, registered_for
 from ckpipe.selecting import any_selected
 from ckpipe.stateful_objects import check_stateful, hint_for, mismatch
-from ckpipe.structure import Node, is_stateful
+from ckpipe.structure import Node
 from ckpipe.targets import Targets
 from ckpipe.trees import children_of, leaf_labels
 from ckpipe.user_code import user_code

@@ -74,7 +74,7 @@ class OwnedMemory:
         """Whether all bytes of a leaf, and all between them, are owned."""
         if (leaf.device, leaf.address, leaf.window) in self._exact:
             return True
-        item = leaf.tensor.itemsize
+        item = leaf.itemsize
         if (leaf.device, leaf.address, leaf.shape, leaf.stride, item) in self._views:
             return True
         ranges = self._ranges

@@ -79,6 +79,10 @@ def fingerprint(captured: Captured) -> Hashable:
     That is: the layouts of tensors, with mesh and placements; who shares which bytes; and what is
     said to be replicated.
     """
+    return captured.derived(_fingerprint)
+
+
+def _fingerprint(captured: Captured) -> Hashable:
     leaves = captured.tensors
     groups = []
     for group in alias_groups(leaves):

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpipe.containers import is_stateful
 from ckpipe.keys import Json, LabelFilter
 from ckpipe.manifest import Bundle, TensorRow
 from ckpipe.merged_trees import Member, MergedTree, Origin, paths
 from ckpipe.merging import differ_privately
 from ckpipe.per_rank import PerRankItems, PerRankPolicy
 from ckpipe.stateful_objects import live_state
-from ckpipe.structure import Node, is_stateful
+from ckpipe.structure import Node
 from ckpipe.trees import MAPPINGS, children_of
 
 

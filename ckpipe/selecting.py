@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpipe.containers import is_stateful
 from ckpipe.keys import LabelFilter, join
-from ckpipe.structure import ABSENT, Node, is_stateful
+from ckpipe.structure import ABSENT, Node
 from ckpipe.trees import MAPPINGS, SETS, children_of
 
 

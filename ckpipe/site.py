@@ -27,6 +27,7 @@ from ckpipe.lock import StateLock
 from ckpipe.planning import LocalPlanner, Planner
 from ckpipe.saving import Program, Save, SkipSave
 from ckpipe.structure import Captured
+from ckpipe.trail import Trail
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Site(Depot):
     planner: Planner
     attempt: str
     program: Program | None = None
+    trail: Trail | None = None
     recent_blocks: list[int] = field(default_factory=list)
 
     async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:

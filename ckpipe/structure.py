@@ -12,39 +12,37 @@ node of the tree is a list whose first item says what it is::
     ["shared", 0, node] … ["ref", 0]      one container that stands in two places, or in itself
     ["absent"]                            an element that include or exclude left out
 
-The walk looks at every leaf each time and keeps nothing from one save to the next, so it cannot
-go stale; it reads no tensor's bytes.
+The walk reads no tensor's bytes. It looks at every leaf each time; what it keeps for the next time
+(see :mod:`ckpipe.trail`) is how to look faster, never what was seen.
 """
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import pickle
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from ckpipe.containers import IMMUTABLE, Contents, contents_of, kind_of
 from ckpipe.dtensors import Shardings, is_dtensor_type
 from ckpipe.errors import UnsupportedState
 from ckpipe.keys import Json, LabelFilter, encode_key, join, unique_label
-from ckpipe.registered_types import registered_for
 from ckpipe.replication import ReplicatedTest, replicated_test
-from ckpipe.tensors import WRAPPER_MARKS, TensorLeaf, numpy_leaf, tensor_leaf
-from ckpipe.user_code import user_code
+from ckpipe.tensors import TensorLeaf, attributes_of, leaf_of
 from ckpipe.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
 Node = list[Any]
+T = TypeVar("T")
 ABSENT: Node = ["absent"]
 
 
 @dataclass(slots=True)
 class Captured:
-    """A state taken apart.
+    """A state taken apart: its structure, and what only this save has.
 
     Args:
         tree: The root node.
@@ -52,12 +50,34 @@ class Captured:
         values: The inline values, encoded.
         replicated: The numbers of the plain tensors of which an object in the state says that
             all ranks hold them alike; see :mod:`ckpipe.replication`.
+        memory: For each leaf its bytes, as a plain tensor on the same memory.
     """
 
     tree: Node
     tensors: list[TensorLeaf]
     values: list[Json]
     replicated: frozenset[int] = frozenset()
+    memory: list[torch.Tensor] = field(default_factory=list)
+    _derived: dict[Hashable, Any] = field(default_factory=dict)
+
+    def derived(self, make: Callable[[Captured], T]) -> T:
+        """What a function makes of the structure, made once for all captures that share it.
+
+        Args:
+            make: A function of tree, leaves and replicas alone.
+        """
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        made: T = self._derived[make]
+        return made
+
+    def again(self, values: list[Json], memory: list[torch.Tensor]) -> Captured:
+        """A state of the very same structure, with other values and perhaps other bytes."""
+        return Captured(self.tree, self.tensors, values, self.replicated, memory, self._derived)
+
+    def forget_memory(self) -> None:
+        """Lets go of the tensors; what was made of them stays."""
+        self.memory = []
 
 
 def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
@@ -71,32 +91,96 @@ def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = F
     Raises:
         UnsupportedState: Names the first object that cannot be saved, by its label.
     """
-    walk = _Walk(select or LabelFilter(), pickling=pickling)
+    return walk(state, select or LabelFilter(), pickling=pickling).captured
+
+
+Met = tuple[type[Any], Node | None]
+
+
+@dataclass(slots=True)
+class Passage:
+    """A container as the walk went through it.
+
+    Args:
+        kind: Its kind.
+        type: Its class.
+        label: Its label.
+        keys: The keys of its children; None where they are counted.
+        head: What else belongs to it.
+        met: For each child the passage through it, or if it is a leaf its class and its node,
+            which is None if it was left out.
+        replicas: Whether it says which tensors are replicated.
+        claimed: What it was asked of: labels from it on, and the numbers of the tensors.
+    """
+
+    kind: str
+    type: type[Any]
+    label: str
+    keys: list[Any] | None
+    head: Json
+    met: list[Passage | Met] = field(default_factory=list)
+    replicas: bool = False
+    claimed: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Walked:
+    """A walk that is over.
+
+    Args:
+        captured: What it found.
+        root: Stands around the state, which is its only child.
+        attributes: Of tensors that have attributes, the number and the passage through those.
+        objects: For each leaf, the tensor or array as it stands in the state.
+        repeatable: Whether a state that is met in the same way has the same tree: no container
+            stands in two places, and nothing was pickled.
+    """
+
+    captured: Captured
+    root: Passage
+    attributes: list[tuple[int, Passage]]
+    objects: list[Any]
+    repeatable: bool
+
+
+def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
+    """Takes a state apart like :func:`capture`, and tells how.
+
+    Raises:
+        UnsupportedState: Names the first object that cannot be saved, by its label.
+    """
+    root = Passage("root", object, "", None, None)
+    going = _Walk(select, pickling=pickling, met=root.met)
     try:
-        tree = walk.node(state, "")
+        tree = going.node(state, "")
     except RecursionError:
         raise UnsupportedState(
             "The state is nested too deeply", hint="Flatten it, or raise sys.setrecursionlimit"
         ) from None
-    walk.mark_shared()
-    return Captured(tree or ["absent"], walk.tensors, walk.values, frozenset(walk.replicated))
-
-
-def is_stateful(obj: Any) -> bool:
-    """Whether an object is saved by its ``state_dict`` and loaded by its ``load_state_dict``."""
-    return callable(getattr(obj, "state_dict", None)) and callable(
-        getattr(obj, "load_state_dict", None)
+    going.mark_shared()
+    captured = Captured(
+        tree or ["absent"],
+        going.leaves,
+        going.values,
+        frozenset(going.replicated),
+        going.memory,
     )
+    return Walked(captured, root, going.attributes, going.objects, going.repeatable)
 
 
 @dataclass(slots=True)
 class _Walk:
     select: LabelFilter
     pickling: bool
-    tensors: list[TensorLeaf] = field(default_factory=list)
+    met: list[Passage | Met]
+    leaves: list[TensorLeaf] = field(default_factory=list)
+    memory: list[torch.Tensor] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     values: list[Json] = field(default_factory=list)
     replicated: set[int] = field(default_factory=set)
-    _claims: list[tuple[str, ReplicatedTest]] = field(default_factory=list)
+    attributes: list[tuple[int, Passage]] = field(default_factory=list)
+    repeatable: bool = True
+    _claims: list[tuple[Passage, ReplicatedTest]] = field(default_factory=list)
     _shardings: Shardings = field(default_factory=Shardings)
     _labels: set[str] = field(default_factory=set)
     _nodes: dict[int, Node] = field(default_factory=dict)
@@ -109,17 +193,21 @@ class _Walk:
         """The node of an object; None if nothing of it is selected."""
         kind = type(obj)
         if kind is torch.Tensor or kind is torch.nn.Parameter or kind is np.ndarray:
-            return self.tensor(obj, label)
+            return self.met_leaf(kind, self.tensor(obj, label))
         if kind in PLAIN_VALUES:
-            return self.value(obj, label)
+            return self.met_leaf(kind, self.value(obj, label))
         if is_dtensor_type(kind):
-            return self.tensor(obj, label)
-        handler = _CONTAINERS.get(kind) or _handler_for(obj)
-        if handler is not None:
-            return self.container(obj, label, handler)
+            return self.met_leaf(kind, self.tensor(obj, label))
+        container = kind_of(obj)
+        if container is not None:
+            return self.container(container, obj, label)
         if isinstance(obj, torch.Tensor | np.ndarray):
-            return self.tensor(obj, label)
-        return self.value(obj, label)
+            return self.met_leaf(kind, self.tensor(obj, label))
+        return self.met_leaf(kind, self.value(obj, label))
+
+    def met_leaf(self, kind: type[Any], node: Node | None) -> Node | None:
+        self.met.append((kind, node))
+        return node
 
     def tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> Node | None:
         number = self._tensor_numbers.get(id(obj))
@@ -127,38 +215,35 @@ class _Walk:
             if not self.select(label):
                 return None
             number = self._new_tensor(obj, label)
-        if self._claims and any(is_so(_below(label, top)) for top, is_so in self._claims):
-            self.replicated.add(number)
+        for passage, is_replicated in self._claims:
+            below = _below(label, passage.label)
+            passage.claimed.append((below, number))
+            if is_replicated(below):
+                self.replicated.add(number)
         return ["tensor", number]
 
     def _new_tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> int:
         name = unique_label(label, self._labels)
-        if isinstance(obj, np.ndarray):
-            leaf = numpy_leaf(obj, name)
-        else:
-            leaf = tensor_leaf(obj, name, self._shardings)
-        number = self._tensor_numbers[id(obj)] = len(self.tensors)
-        self._alive.append(obj)
-        self.tensors.append(leaf)
-        attributes = getattr(obj, "__dict__", None)
-        if attributes and leaf.sharding is not None:
-            attributes = {k: v for k, v in attributes.items() if k not in WRAPPER_MARKS}
+        leaf, memory = leaf_of(obj, name, self._shardings)
+        number = self._tensor_numbers[id(obj)] = len(self.leaves)
+        self.objects.append(obj)
+        self.leaves.append(leaf)
+        self.memory.append(memory)
+        attributes = attributes_of(obj, leaf)
         if attributes:
-            leaf.attributes = self.node(dict(attributes), join(label, "__dict__"))
+            leaf.attributes = self._attributes(attributes, number, join(label, "__dict__"))
         return number
 
-    def claimed(self, obj: Any, label: str) -> Node | None:
-        """The node of what an object's ``state_dict`` returns, with what it says of replicas."""
-        is_replicated = replicated_test(obj)
-        with user_code("state_dict", label):
-            state = obj.state_dict()
-        if is_replicated is None:
-            return self.node(state, label)
-        self._claims.append((label, is_replicated))
+    def _attributes(self, attributes: dict[str, Any], number: int, label: str) -> Node | None:
+        met, self.met = self.met, []
         try:
-            return self.node(state, label)
+            node = self.node(attributes, label)
+            (passage,) = self.met
         finally:
-            self._claims.pop()
+            self.met = met
+        assert isinstance(passage, Passage)
+        self.attributes.append((number, passage))
+        return node
 
     def value(self, value: Any, label: str) -> Node | None:
         if not self.select(label):
@@ -171,6 +256,7 @@ class _Walk:
         return ["value", len(self.values) - 1]
 
     def _pickled(self, obj: Any, label: str) -> Json:
+        self.repeatable = False
         kind = class_path(type(obj))
         if not self.pickling:
             raise UnsupportedState(
@@ -186,38 +272,48 @@ class _Walk:
                 f"An object of type {kind} cannot be pickled: {error}", key=label or None
             ) from error
 
-    def container(self, obj: Any, label: str, handler: _Handler) -> Node | None:
+    def container(self, kind: str, obj: Any, label: str) -> Node | None:
         """Walks a container once; where it stands again, a reference stands instead.
 
         An immutable container is a reference only inside itself, where a copy would not end.
         """
         key = id(obj)
         if key in self._nodes:
+            self.repeatable = False
             number = self._referenced.setdefault(key, len(self._referenced))
             return ["ref", number]
         node: Node = []
         self._nodes[key] = node
         self._alive.append(obj)
-        filled = handler(self, obj, label)
-        if key not in self._referenced and (filled is None or type(obj) in _IMMUTABLE):
+        filled = self._inside(kind, obj, label)
+        if key not in self._referenced and (filled is None or type(obj) in IMMUTABLE):
             del self._nodes[key]
         if filled is None and key not in self._referenced:
             return None
         node[:] = ABSENT if filled is None else filled
         return node
 
-    def children(self, items: Iterable[Any], label: str) -> list[Node] | None:
-        """The nodes of a sequence's elements; None if there are some and none is selected."""
-        nodes = [self.node(item, join(label, index)) for index, item in enumerate(items)]
-        if nodes and all(node is None for node in nodes):
-            return None
-        return [list(ABSENT) if node is None else node for node in nodes]
+    def _inside(self, kind: str, obj: Any, label: str) -> Node | None:
+        is_replicated = replicated_test(obj) if kind == "stateful" else None
+        contents = contents_of(kind, obj, label)
+        passage = Passage(kind, type(obj), label, contents.keys, contents.head)
+        self.met.append(passage)
+        met, self.met = self.met, passage.met
+        if is_replicated is not None:
+            passage.replicas = True
+            self._claims.append((passage, is_replicated))
+        try:
+            return _BUILDERS[kind](self, kind, contents, passage)
+        finally:
+            self.met = met
+            if is_replicated is not None:
+                self._claims.pop()
 
-    def items(self, pairs: Iterable[tuple[Any, Any]], label: str) -> tuple[list[Json], list[Node]]:
+    def items(self, contents: Contents, label: str) -> tuple[list[Json], list[Node]]:
         """The encoded keys and the nodes of a mapping's selected items."""
         keys: list[Json] = []
         nodes: list[Node] = []
-        for key, item in pairs:
+        for key, item in zip(contents.keys or (), contents.children, strict=False):
             encoded = key if type(key) is str else encode_key(key, label)
             node = self.node(item, join(label, key))
             if node is not None:
@@ -236,133 +332,90 @@ def _below(label: str, top: str) -> str:
     return label[len(top) + 1 :] if top else label
 
 
-_Handler = Callable[[_Walk, Any, str], Node | None]
+_Builder = Callable[[_Walk, str, Contents, Passage], Node | None]
 
 
-def _mapping(tag: str) -> _Handler:
-    def handle(walk: _Walk, obj: Mapping[Any, Any], label: str) -> Node | None:
-        keys, nodes = walk.items(obj.items(), label)
-        if obj and not keys:
-            return None
-        return [tag, keys, nodes]
-
-    return handle
+def _mapping(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    keys, nodes = walk.items(contents, passage.label)
+    return None if contents.keys and not keys else [kind, keys, nodes]
 
 
-def _sequence(tag: str) -> _Handler:
-    def handle(walk: _Walk, obj: Iterable[Any], label: str) -> Node | None:
-        nodes = walk.children(obj, label)
-        return None if nodes is None else [tag, nodes]
-
-    return handle
-
-
-def _ordered_dict(walk: _Walk, obj: OrderedDict[Any, Any], label: str) -> Node | None:
-    # A module's state_dict carries the versions of its parts in an attribute.
-    keys, nodes = walk.items(obj.items(), label)
-    if obj and not keys:
+def _ordered_dict(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    node = _mapping(walk, kind, contents, passage)
+    if not contents.head:
+        return node
+    if node is None:
+        passage.met.append((dict, None))
         return None
-    node: Node = ["ordered_dict", keys, nodes]
-    if vars(obj):
-        extra = walk.node(dict(vars(obj)), join(label, "__dict__"))
-        if extra is not None:
-            node.append(extra)
+    extra = walk.node(contents.children[-1], join(passage.label, "__dict__"))
+    if extra is not None:
+        node.append(extra)
     return node
 
 
-def _default_dict(walk: _Walk, obj: defaultdict[Any, Any], label: str) -> Node | None:
-    factory = obj.default_factory
-    if factory is not None and factory not in FACTORIES.values():
-        raise UnsupportedState(
-            f"A defaultdict has the factory {factory!r:.100}",
-            key=label or None,
-            hint="Factories that can be saved are " + ", ".join(FACTORIES),
-        )
-    keys, nodes = walk.items(obj.items(), label)
-    name = next((name for name, each in FACTORIES.items() if each is factory), None)
-    return None if obj and not keys else ["default_dict", keys, nodes, name]
+def _default_dict(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    node = _mapping(walk, kind, contents, passage)
+    return None if node is None else [*node, contents.head]
 
 
-FACTORIES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (list, dict, set, int, float, str, tuple, bool, bytes)
-}
-"""The factories a defaultdict may have."""
-
-
-def _deque(walk: _Walk, obj: deque[Any], label: str) -> Node | None:
-    nodes = walk.children(obj, label)
-    return None if nodes is None else ["deque", nodes, obj.maxlen]
-
-
-def _set(walk: _Walk, obj: set[Any] | frozenset[Any], label: str) -> Node | None:
-    # Sorted by their form, so that equal sets make equal trees.
-    members = sorted(obj, key=lambda member: repr(encode_key(member, label)))
-    if not walk.select(label):
+def _sequence(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    """The nodes of a sequence's elements; None if there are some and none is selected."""
+    label = passage.label
+    nodes = [walk.node(item, join(label, n)) for n, item in enumerate(contents.children)]
+    if nodes and all(node is None for node in nodes):
         return None
-    return [type(obj).__name__, [encode_key(member, label) for member in members]]
+    return [kind, [list(ABSENT) if node is None else node for node in nodes]]
 
 
-def _named_tuple(walk: _Walk, obj: Any, label: str) -> Node | None:
-    keys, nodes = walk.items(zip(obj._fields, obj, strict=True), label)
-    if len(keys) < len(obj):
+def _deque(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    node = _sequence(walk, kind, contents, passage)
+    return None if node is None else [*node, contents.head]
+
+
+def _set(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    return [kind, contents.head] if walk.select(passage.label) else None
+
+
+def _named_tuple(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    fields = contents.keys or []
+    keys, nodes = walk.items(contents, passage.label)
+    if len(keys) < len(fields):
         kept = dict(zip(keys, nodes, strict=True))
         if not kept:
             return None
-        nodes = [kept.get(name, list(ABSENT)) for name in obj._fields]
-    return ["named_tuple", class_path(type(obj)), list(obj._fields), nodes]
+        nodes = [kept.get(name, list(ABSENT)) for name in fields]
+    return [kind, contents.head, fields, nodes]
 
 
-def _dataclass(walk: _Walk, obj: Any, label: str) -> Node | None:
-    keys, nodes = walk.items(_attributes(obj), label)
-    return ["dataclass", class_path(type(obj)), keys, nodes]
+def _dataclass(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    keys, nodes = walk.items(contents, passage.label)
+    return [kind, contents.head, keys, nodes]
 
 
-def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
-    names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
-    for name in names:
-        yield name, getattr(obj, name)
-    for name, value in getattr(obj, "__dict__", {}).items():
-        if name not in names:
-            yield name, value
+def _stateful(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    node = walk.node(contents.children[0], passage.label)
+    return None if node is None else [kind, node]
 
 
-def _stateful(walk: _Walk, obj: Any, label: str) -> Node | None:
-    node = walk.claimed(obj, label)
-    return None if node is None else ["stateful", node]
+def _registered(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    node = walk.node(contents.children[0], passage.label)
+    return None if node is None else [kind, contents.head, node]
 
 
-def _registered(walk: _Walk, obj: Any, label: str) -> Node | None:
-    known = registered_for(type(obj))
-    assert known is not None
-    with user_code("to_state", label):
-        state = known.to_state(obj)
-    node = walk.node(state, label)
-    return None if node is None else ["registered", known.name, node]
-
-
-_CONTAINERS: dict[type[Any], _Handler] = {
-    dict: _mapping("dict"),
-    list: _sequence("list"),
-    tuple: _sequence("tuple"),
-    OrderedDict: _ordered_dict,
-    defaultdict: _default_dict,
-    deque: _deque,
-    set: _set,
-    frozenset: _set,
+_BUILDERS: dict[str, _Builder] = {
+    "dict": _mapping,
+    "ordered_dict": _ordered_dict,
+    "default_dict": _default_dict,
+    "list": _sequence,
+    "tuple": _sequence,
+    "deque": _deque,
+    "set": _set,
+    "frozenset": _set,
+    "named_tuple": _named_tuple,
+    "dataclass": _dataclass,
+    "stateful": _stateful,
+    "registered": _registered,
 }
 
-_IMMUTABLE = frozenset((tuple, frozenset, set))
 
-
-def _handler_for(obj: Any) -> _Handler | None:
-    if registered_for(type(obj)) is not None:
-        return _registered
-    if isinstance(obj, type):
-        return None
-    if not isinstance(obj, torch.Tensor) and is_stateful(obj):
-        return _stateful
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return _named_tuple
-    if dataclasses.is_dataclass(obj):
-        return _dataclass
-    return None
+__all__ = ["ABSENT", "Captured", "Node", "Passage", "Walked", "capture", "walk"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ckpipe.dtensors import Shardings, is_dtensor_type, local_part
-from ckpipe.dtypes import NAMES
+from ckpipe.dtypes import DTYPES, NAMES
 from ckpipe.errors import UnsupportedState
 from ckpipe.placements import Sharding
 from ckpipe.values import class_path
@@ -25,11 +25,13 @@ PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "su
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """One tensor of a captured state; of a DTensor, its local part on this rank.
+    """What is known of one tensor of a state; of a DTensor, of its local part on this rank.
+
+    It does not hold the tensor, and is not changed after the walk: captures of states that are
+    alike share their leaves.
 
     Args:
         label: Its unique label.
-        tensor: The tensor, detached; for a numpy array, a view of its memory.
         dtype: Its dtype's name.
         shape: Its shape in elements.
         stride: Its strides in elements.
@@ -47,7 +49,6 @@ class TensorLeaf:
     """
 
     label: str
-    tensor: torch.Tensor
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,6 +65,11 @@ class TensorLeaf:
     sharding: Sharding | None = None
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
     def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole, which for a DTensor is more than this rank's part."""
         return self.shape if self.sharding is None else self.sharding.shape
@@ -76,7 +82,30 @@ class TensorLeaf:
         )  # fmt: skip
 
 
-def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = None) -> TensorLeaf:
+Leaf = tuple[TensorLeaf, torch.Tensor]
+"""What is known of a tensor, and a detached plain tensor on its memory."""
+
+
+def leaf_of(
+    obj: torch.Tensor | np.ndarray[Any, Any], label: str, shardings: Shardings | None = None
+) -> Leaf:
+    """Takes note of a tensor or numpy array; see :func:`tensor_leaf` and :func:`numpy_leaf`."""
+    if isinstance(obj, np.ndarray):
+        return numpy_leaf(obj, label)
+    return tensor_leaf(obj, label, shardings)
+
+
+def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
+    """What a program has set on a tensor besides what the leaf says."""
+    attributes = getattr(obj, "__dict__", None)
+    if not attributes:
+        return {}
+    if leaf.sharding is None:
+        return dict(attributes)
+    return {name: each for name, each in attributes.items() if name not in WRAPPER_MARKS}
+
+
+def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = None) -> Leaf:
     """Takes note of a tensor.
 
     Args:
@@ -88,7 +117,7 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
         UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
             than DTensor, or a DTensor with a placement such as ``Partial``.
     """
-    if type(tensor) not in _PLAIN_TYPES and is_dtensor_type(type(tensor)):
+    if type(tensor) not in PLAIN_TYPES and is_dtensor_type(type(tensor)):
         return _dtensor_leaf(tensor, label, shardings or Shardings())
     dtype, device = NAMES.get(tensor.dtype), tensor.device
     refused = _why_refused(tensor, dtype)
@@ -105,25 +134,26 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
     shape, stride = tuple(plain.shape), plain.stride()
     nbytes, contiguous = plain.nbytes, plain.is_contiguous()
     window = nbytes if contiguous else _window(shape, stride, plain.itemsize)
-    return TensorLeaf(
-        label, plain, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
+    leaf = TensorLeaf(
+        label, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
         requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
+    return leaf, plain
 
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> TensorLeaf:
+def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> Leaf:
     sharding = shardings.of(tensor, label)
-    leaf = tensor_leaf(local_part(tensor), label)
+    leaf, memory = tensor_leaf(local_part(tensor), label)
     leaf.sharding, leaf.requires_grad = sharding, tensor.requires_grad
     # Of a class that is no plain tensor, parameters and buffers are told by these marks alone.
     if getattr(tensor, "_is_param", False):
         leaf.kind = PARAMETER
     elif getattr(tensor, "_is_buffer", False):
         leaf.kind, leaf.detail = BUFFER, _persistence(tensor)
-    return leaf
+    return leaf, memory
 
 
 WRAPPER_MARKS = frozenset(("_is_param", "_is_buffer", "persistent"))
@@ -163,7 +193,7 @@ def _persistence(tensor: torch.Tensor) -> str:
     return "persistent" if getattr(tensor, "persistent", True) else "transient"
 
 
-def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> TensorLeaf:
+def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
     """Takes note of a numpy array; a dtype that torch lacks is seen as bytes.
 
     Raises:
@@ -177,11 +207,12 @@ def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> TensorLeaf:
         )
     tensor = _as_tensor(array)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return TensorLeaf(
-        label, tensor, NAMES[tensor.dtype], shape, stride, "cpu", NUMPY, array.dtype.str,
+    leaf = TensorLeaf(
+        label, NAMES[tensor.dtype], shape, stride, "cpu", NUMPY, array.dtype.str,
         False, "", tensor.data_ptr(), _window(shape, stride, tensor.itemsize),
         tensor.numel() * tensor.itemsize, tensor.is_contiguous(),
     )  # fmt: skip
+    return leaf, tensor
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

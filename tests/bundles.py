@@ -15,7 +15,6 @@ from ckpipe.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
 from ckpipe.planning import LocalPlanner, RankPlan
 from ckpipe.sealed_json import seal, unseal
 from ckpipe.structure import Captured, capture
-from ckpipe.tensors import TensorLeaf
 from ckpipe.types import CheckpointId
 
 ID = CheckpointId("20261121T034205123Z-golden", 500, 0)
@@ -137,21 +136,22 @@ def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
             begin = len(file.header) + plan.layout.entries[number].offset
             for source in plan.sources[number]:
                 at = begin + source.offset
-                data = _source_bytes(captured.tensors[source.tensor], source)
+                data = _source_bytes(captured, source)
                 image[at : at + source.nbytes] = data
         assert len(image) == file.size
         images[file.name] = bytes(image)
     return images
 
 
-def _source_bytes(leaf: TensorLeaf, source: Source) -> bytes:
+def _source_bytes(captured: Captured, source: Source) -> bytes:
+    leaf, memory = captured.tensors[source.tensor], captured.memory[source.tensor]
     if source.skip is None:
-        tensor = leaf.tensor.resolve_conj().resolve_neg()
+        tensor = memory.resolve_conj().resolve_neg()
         if source.part is not None:
             tensor = tensor[tuple(map(slice, *source.part))]
         tensor = tensor.contiguous()
         return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    storage = leaf.tensor.untyped_storage()
+    storage = memory.untyped_storage()
     begin = leaf.address - storage.data_ptr() + source.skip
     return bytes(storage[begin : begin + source.nbytes])
 

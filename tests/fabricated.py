@@ -55,7 +55,7 @@ def held_by(rank: int, tensors: Iterable[Tensor]) -> list[TensorLeaf]:
             address += data.nbytes + GAP
         leaves.append(
             TensorLeaf(
-                each.label, data, each.dtype, tuple(data.shape), data.stride(), "cpu", "tensor",
+                each.label, each.dtype, tuple(data.shape), data.stride(), "cpu", "tensor",
                 None, False, "", places[each.label], data.nbytes, data.nbytes, True, None, spread,
             )
         )  # fmt: skip

@@ -62,12 +62,10 @@ def _rank(
     entries: list[EntryRow] = []
     chunks: list[ChunkRow] = []
     data = bytearray()
-    order = sorted(
-        range(len(structure.tensors)), key=lambda n: -captured.tensors[n].tensor.itemsize
-    )
+    order = sorted(range(len(structure.tensors)), key=lambda n: -captured.tensors[n].itemsize)
     rows = {}
     for number in order:
-        row, tensor = structure.tensors[number], captured.tensors[number].tensor
+        row, tensor = structure.tensors[number], captured.memory[number]
         own: list[ChunkRow] = []
         parts: Sequence[tuple[Box | None, int]] = boxes.get(row.label, [(None, rank)])
         for box, owner in parts:

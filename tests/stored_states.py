@@ -48,7 +48,7 @@ def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearr
     images = [bytearray(file.size) for file in plan.files]
     block = Arena(BLOCK_BYTES).take()
     for step in plan_blocks(plan, captured.tensors, BLOCK_BYTES):
-        fill_block(step, captured.tensors, block)
+        fill_block(step, captured, block)
         images[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
     for number, entry in enumerate(plan.layout.entries):
         begin = len(plan.files[entry.file].header) + entry.offset

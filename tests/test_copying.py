@@ -34,7 +34,7 @@ def images(captured: Captured, plan: RankPlan, block_bytes: int) -> list[bytes]:
     block = ARENA.take()
     for step in plan_blocks(plan, captured.tensors, block_bytes):
         block.tensor[:block_bytes].fill_(0xA5)
-        fill_block(step, captured.tensors, block)
+        fill_block(step, captured, block)
         assert step.offset == written[step.file]
         made[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
         rest = block.view[step.nbytes : block_bytes]
@@ -59,7 +59,7 @@ def read_back(captured: Captured, plan: RankPlan, files: list[bytes], number: in
     entry = plan.layout.entries[chunk.entry]
     start = len(plan.files[entry.file].header) + entry.offset
     raw = bytearray(files[entry.file][start + chunk.offset : start + entry.nbytes])
-    shape, dtype = leaf.shape, leaf.tensor.dtype
+    shape, dtype = leaf.shape, captured.memory[number].dtype
     if not leaf.nbytes:
         return torch.empty(shape, dtype=dtype)
     whole = len(raw) // dtype.itemsize * dtype.itemsize
@@ -67,7 +67,7 @@ def read_back(captured: Captured, plan: RankPlan, files: list[bytes], number: in
     if chunk.stride is not None:
         flat = flat.as_strided(shape, chunk.stride)
     else:
-        flat = flat[: leaf.tensor.numel()].view(shape)
+        flat = flat[: leaf.nbytes // leaf.itemsize].view(shape)
     in_group = any(source.skip is not None for source in plan.sources[chunk.entry]) or (
         plan.sources[chunk.entry] and plan.sources[chunk.entry][0].tensor != number
     )

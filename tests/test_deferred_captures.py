@@ -158,9 +158,9 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
     device = SlowDevice()
     out: list[FilledBlock] = []
     turn = Turn(lock, lock.acquire_capture(thread=-1))
-    copiers = BlockCopiers(turn, captured.tensors, device, out.append, threads=4)
+    copiers = BlockCopiers(turn, captured, device, out.append, threads=4)
     assert copiers.threads == 1
-    copiers.defer([captured.tensors[0]], 60)
+    copiers.defer([0], 60)
     copiers.add(late)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(copiers.finish)
@@ -184,9 +184,9 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
     device = SlowDevice()
     out: list[FilledBlock] = []
     turn = Turn(lock, lock.acquire_capture(thread=-1))
-    copiers = BlockCopiers(turn, captured.tensors, device, out.append, threads=1)
-    copiers.defer(captured.tensors, 60)
-    captured.tensors[0].tensor.add_(1)
+    copiers = BlockCopiers(turn, captured, device, out.append, threads=1)
+    copiers.defer(range(len(captured.tensors)), 60)
+    captured.memory[0].add_(1)
     copiers.add(late)
     failed: list[BaseException] = []
 

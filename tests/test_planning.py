@@ -31,7 +31,7 @@ def touched(leaf: TensorLeaf) -> set[int]:
         shape = [1] * len(leaf.shape)
         shape[dim] = n
         places = places + (torch.arange(n) * step).view(shape)
-    item = leaf.tensor.itemsize
+    item = leaf.itemsize
     starts = {leaf.address + place * item for place in places.flatten().tolist()}
     return {start + byte for start in starts for byte in range(item)}
 
@@ -79,7 +79,7 @@ def test_every_tensor_finds_its_elements_in_its_entry(spec: Spec) -> None:
     for chunk, leaf in zip(plan.layout.chunks, captured.tensors, strict=True):
         assert chunk.entry is not None
         entry = plan.layout.entries[chunk.entry]
-        assert chunk.offset % leaf.tensor.itemsize == 0
+        assert chunk.offset % leaf.itemsize == 0
         extent = leaf.nbytes if chunk.stride is None else leaf.window
         assert 0 <= chunk.offset <= chunk.offset + extent <= entry.nbytes
 
@@ -95,7 +95,7 @@ def test_entries_leave_no_holes_and_the_largest_items_come_first(spec: Spec) -> 
             assert entry.offset == end
             end += entry.nbytes
             whole = [source for source in sources if source.skip is None]
-            item = captured.tensors[whole[0].tensor].tensor.itemsize if whole else 1
+            item = captured.tensors[whole[0].tensor].itemsize if whole else 1
             assert entry.offset % item == 0
             items.append(item)
         assert file.size == len(file.header) + end
@@ -153,7 +153,7 @@ def test_giving_up_sharing_changes_the_fingerprint(spec: Spec) -> None:
         label = captured.tensors[group[0]].label
         leaf = captured.tensors[group[0]]
         # Same strides, in memory of its own: nothing but the sharing is another.
-        own = torch.empty(leaf.window, dtype=torch.uint8).view(leaf.tensor.dtype)
+        own = torch.empty(leaf.window, dtype=torch.uint8).view(captured.memory[group[0]].dtype)
         alone = own.as_strided(leaf.shape, leaf.stride)
         alone = alone.conj() if "c" in leaf.lazy else alone
         alone = torch._neg_view(alone) if "n" in leaf.lazy else alone

@@ -211,7 +211,7 @@ def test_endless_nesting_is_refused() -> None:
 
 
 def groups(*tensors: torch.Tensor) -> list[list[int]]:
-    return alias_groups([tensor_leaf(each, str(n)) for n, each in enumerate(tensors)])
+    return alias_groups([tensor_leaf(each, str(n))[0] for n, each in enumerate(tensors)])
 
 
 def test_overlapping_views_are_one_group_and_neighbours_are_none() -> None:

@@ -18,7 +18,9 @@ from ckpipe.events import Staged
 from ckpipe.ownership import owned_leaves
 from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn, resolve
 from ckpipe.site import Site
-from ckpipe.structure import Captured, capture
+from ckpipe.structure import Captured
+from ckpipe.structure import walk as walk_state
+from ckpipe.trail import trail_of
 
 MAX_COPIERS = 4
 """Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
@@ -45,8 +47,14 @@ async def walk(
 
 def _walk(save: Save, site: Site, turn: Turn) -> Captured:
     pickling = site.settings.pickle == "allow"
+    state, select = save.request.state, save.request.select
     with turn.here(), torch.no_grad(), collector_paused():
-        return capture(save.request.state, select=save.request.select, pickling=pickling)
+        captured = None if site.trail is None else site.trail.follow(state, select)
+        if captured is None:
+            walked = walk_state(state, select, pickling=pickling)
+            site.trail = trail_of(walked, select)
+            captured = walked.captured
+        return captured
 
 
 async def copy(
@@ -89,7 +97,7 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
 
     streams = SideStreams(save.request.fences)
     threads = min(MAX_COPIERS, torch.get_num_threads())
-    return BlockCopiers(state.turn, state.captured.tensors, streams, out, threads=threads)
+    return BlockCopiers(state.turn, state.captured, streams, out, threads=threads)
 
 
 async def _copy_at_once(
@@ -121,8 +129,7 @@ async def _copy_beside_training(
     soon, late, owned = await anyio.to_thread.run_sync(_divide, save, state)
     copiers.add(soon)
     await copiers.finish()
-    leaves = [state.captured.tensors[number] for number in owned]
-    copiers.defer(leaves, site.settings.lock.max_step_wait_seconds)
+    copiers.defer(owned, site.settings.lock.max_step_wait_seconds)
     save.captured_seconds = save.elapsed
     resolve(save.safe, None)
     copiers.add(late)
@@ -147,8 +154,7 @@ def _divide(save: Save, state: PlannedState) -> tuple[list[Piece], list[Piece], 
 def _staged(save: Save, site: Site, state: PlannedState) -> None:
     save.staged_seconds = save.elapsed
     save.status = "uploading" if site.settings.staging.overlap else "staged"
-    for leaf in state.captured.tensors:
-        del leaf.tensor
+    state.captured.forget_memory()
     save.forget_state()
     resolve(save.staged, None)
     size = state.program.plan.size

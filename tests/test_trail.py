@@ -1,0 +1,383 @@
+"""A trail finds what a walk would find, and refuses where it would find something else.
+
+Whatever changes from one save to the next, following the trail of the first state through the
+second has to give exactly what a walk over the second gives, or nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpipe.errors import UnsupportedState
+from ckpipe.keys import LabelFilter
+from ckpipe.planning import fingerprint
+from ckpipe.structure import Captured, capture, walk
+from ckpipe.tensors import TensorLeaf
+from ckpipe.trail import Trail, trail_of
+
+ALL = LabelFilter()
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@dataclass
+class Box:
+    inside: Any
+
+
+class Holder:
+    """An object with a state_dict."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def state_dict(self) -> Any:
+        return {"inside": self.inside}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inside = state["inside"]
+
+
+class Vouching(Holder):
+    """One that says which of its tensors are replicated."""
+
+    endings: tuple[str, ...] = ("1",)
+
+    def __ckpipe_replicated__(self, label: str) -> bool:
+        return label.endswith(self.endings)
+
+
+class Tagged(torch.Tensor):
+    """A subclass of tensors."""
+
+
+def trail_through(state: Any, select: LabelFilter = ALL) -> Trail:
+    with torch.no_grad():
+        trail = trail_of(walk(state, select, pickling=False), select)
+    assert trail is not None
+    return trail
+
+
+def followed(trail: Trail, state: Any, select: LabelFilter = ALL) -> Captured | None:
+    with torch.no_grad():
+        return trail.follow(state, select)
+
+
+def told(captured: Captured) -> Any:
+    """All that a save makes use of."""
+    leaves = [
+        [getattr(leaf, each.name) for each in fields(TensorLeaf)] for leaf in captured.tensors
+    ]
+    places = [
+        (each.data_ptr(), each.shape, each.stride(), each.dtype, each.requires_grad, type(each))
+        for each in captured.memory
+    ]
+    return repr((captured.tree, captured.values, captured.replicated, leaves, places))
+
+
+def assert_alike(found: Captured, state: Any, select: LabelFilter = ALL) -> None:
+    with torch.no_grad():
+        expected = capture(state, select=select)
+    # Arrays that torch cannot see are copied, to memory that is another each time.
+    assert told(found) == told(expected)
+    assert fingerprint(found) == fingerprint(expected)
+
+
+# ---- what is followed ----
+
+
+def training() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "average": nn.Parameter(torch.zeros(3))}
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.ones(3, 4)).square().sum().backward()
+    state["optimizer"].step()
+    state["optimizer"].param_groups[0]["lr"] *= 0.5
+
+
+def test_a_state_that_goes_on_training_is_followed() -> None:
+    state = training()
+    trail = trail_through(state)
+    for _ in range(3):
+        train(state)
+        found = followed(trail, state)
+        assert found is not None
+        assert_alike(found, state)
+
+
+def test_what_does_not_change_is_shared() -> None:
+    state = training()
+    trail = trail_through(state)
+    first, second = followed(trail, state), followed(trail, state)
+    assert first is not None
+    assert second is not None
+    assert first.tensors is second.tensors
+    assert fingerprint(first) is fingerprint(second)
+    first.forget_memory()
+    assert len(second.memory) == len(second.tensors)
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    state: dict[str, Any] = {"a": torch.zeros(3), "b": np.ones(2), "c": nn.Parameter(torch.ones(2))}
+    alive = [weakref.ref(each) for each in state.values()]
+    trail = trail_through(state)
+    assert followed(trail, state) is not None
+    state.clear()
+    assert [each() for each in alive] == [None, None, None]
+
+
+def test_tensors_that_have_moved_are_found_where_they_are() -> None:
+    state: dict[str, Any] = {"a": torch.arange(6.0), "b": torch.ones(2), "c": np.ones(3)}
+    trail = trail_through(state)
+    state["a"] = state["a"].clone()
+    state["c"] = state["c"].copy()
+    found = followed(trail, state)
+    assert found is not None
+    assert_alike(found, state)
+
+
+def test_tensors_that_have_come_to_share_memory_have_another_fingerprint() -> None:
+    flat = torch.zeros(12)
+    state = {"a": flat[:4], "b": flat[6:10]}
+    trail = trail_through(state)
+    before = fingerprint(capture(state))
+    state["b"] = flat[2:6]
+    found = followed(trail, state)
+    assert found is not None
+    assert_alike(found, state)
+    assert fingerprint(found) != before
+
+
+# ---- what is refused, or found all the same ----
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.zeros(2, 3, dtype=torch.complex64),
+        "b": torch.ones(3, 3),
+        "p": nn.Parameter(torch.ones(4)),
+        "t": torch.ones(2).as_subclass(Tagged),
+    }
+
+
+def changed(state: dict[str, Any], key: str, how: Callable[[Any], Any]) -> dict[str, Any]:
+    return state | {key: how(state[key])}
+
+
+def having(tensor: torch.Tensor, **attributes: Any) -> torch.Tensor:
+    for name, each in attributes.items():
+        setattr(tensor, name, each)
+    return tensor
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "resized": lambda s: changed(s, "b", lambda t: t.resize_(3, 2)),
+    "replaced": lambda s: changed(s, "b", torch.zeros_like),
+    "another shape": lambda s: changed(s, "b", lambda t: torch.zeros(4)),
+    "transposed in place": lambda s: changed(s, "b", lambda t: t.t_()),
+    "added": lambda s: s | {"z": torch.zeros(1)},
+    "dropped": lambda s: {key: each for key, each in s.items() if key != "b"},
+    "renamed": lambda s: {("c" if key == "b" else key): each for key, each in s.items()},
+    "in another order": lambda s: dict(reversed(s.items())),
+    "tied": lambda s: changed(s, "b", lambda t: t) | {"p": s["b"]},
+    "met twice": lambda s: s | {"t": s["b"]},
+    "retyped": lambda s: changed(s, "b", lambda t: t.double()),
+    "retyped in place": lambda s: changed(s, "b", lambda t: having(t, data=t.half())),
+    "conjugated": lambda s: changed(s, "a", torch.conj),
+    "negated": lambda s: changed(s, "b", torch._neg_view),
+    "a gradient": lambda s: changed(s, "b", lambda t: t.requires_grad_()),
+    "no gradient": lambda s: changed(s, "p", lambda t: t.requires_grad_(False)),
+    "no parameter": lambda s: changed(s, "p", lambda t: t.data),
+    "a subclass": lambda s: changed(s, "b", lambda t: t.as_subclass(Tagged)),
+    "no subclass": lambda s: changed(s, "t", lambda t: t.as_subclass(torch.Tensor)),
+    "an attribute": lambda s: changed(s, "b", lambda t: having(t, note=1)),
+    "another attribute": lambda s: changed(s, "t", lambda t: having(t, more=1)),
+    "a number": lambda s: changed(s, "b", lambda t: 3),
+    "a container": lambda s: changed(s, "b", lambda t: [t]),
+    "an array": lambda s: changed(s, "b", lambda t: t.numpy()),
+    "a view of it": lambda s: changed(s, "b", lambda t: t[1:]),
+    "another class": OrderedDict,
+    "set to other memory": lambda s: changed(s, "b", lambda t: t.set_(torch.zeros(9)[:4])),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_of_a_tensor_is_seen(name: str) -> None:
+    state = tensors()
+    trail = trail_through(state)
+    state = CHANGES[name](state)
+    found = followed(trail, state)
+    if found is not None:
+        assert_alike(found, state)
+
+
+@pytest.mark.parametrize("name", ["replaced", "set to other memory"])
+def test_a_change_of_nothing_but_memory_is_followed(name: str) -> None:
+    state = {"b": torch.ones(4), "c": torch.ones(1)}
+    trail = trail_through(state)
+    assert followed(trail, CHANGES[name](state)) is not None
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.zeros(3, 3).to_sparse(), torch.zeros(3, 3, device="meta")], ids=["sparse", "meta"]
+)
+def test_what_cannot_be_saved_is_refused(odd: torch.Tensor) -> None:
+    trail = trail_through({"b": torch.zeros(3, 3)})
+    assert followed(trail, {"b": odd}) is None
+    with pytest.raises(UnsupportedState):
+        capture({"b": odd})
+
+
+def test_attributes_of_tensors_are_looked_at() -> None:
+    state = {"b": torch.zeros(3), "c": nn.Buffer(torch.zeros(2))}
+    state["b"].note = {"deep": torch.ones(2), "n": 1}  # type: ignore[attr-defined]
+    trail = trail_through(state)
+    state["b"].note["n"] = 2  # type: ignore[attr-defined]
+    found = followed(trail, state)
+    assert found is not None
+    assert_alike(found, state)
+    state["b"].note["deep"] = torch.ones(3)  # type: ignore[attr-defined]
+    assert followed(trail, state) is None
+    del state["b"].note  # type: ignore[attr-defined]
+    assert followed(trail, state) is None
+
+
+def test_a_container_in_two_places_has_no_trail() -> None:
+    shared = [torch.zeros(2)]
+    assert trail_of(walk([shared, shared], ALL, pickling=False), ALL) is None
+    trail = trail_through([shared, [torch.zeros(2)]])
+    assert followed(trail, [shared, shared]) is None
+
+
+def test_pickled_objects_have_no_trail() -> None:
+    assert trail_of(walk([object], ALL, pickling=True), ALL) is None
+
+
+def test_the_selection_belongs_to_the_trail() -> None:
+    state: dict[str, Any] = {"a": torch.zeros(2), "b": {"c": torch.zeros(3)}, "n": 1}
+    only = LabelFilter(["a", "n"])
+    trail = trail_through(state, only)
+    assert followed(trail, state) is None
+    state["n"] = 2
+    found = followed(trail, state, LabelFilter(["a", "n"]))
+    assert found is not None
+    assert_alike(found, state, only)
+    state["b"]["c"] = state["a"]  # now it is met where it was selected before
+    found = followed(trail, state, only)
+    assert found is None
+
+
+def test_what_is_said_of_replicas_is_asked_again() -> None:
+    holder = Vouching([torch.zeros(1), torch.ones(2)])
+    trail = trail_through(holder)
+    found = followed(trail, holder)
+    assert found is not None
+    assert found.replicated == {1}
+    holder.endings = ("0",)
+    assert followed(trail, holder) is None
+
+
+def test_errors_of_the_users_code_pass() -> None:
+    class Failing(Holder):
+        def state_dict(self) -> Any:
+            if self.inside is None:
+                raise KeyError("lost")
+            return super().state_dict()
+
+    holder = Failing(1)
+    trail = trail_through(holder)
+    holder.inside = None
+    with pytest.raises(KeyError, match="lost"):
+        followed(trail, holder)
+
+
+# ---- anything that may become anything ----
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.0, -0.0, 1.0, float("nan")]),
+    st.sampled_from(["", "1", "a", b"", b"1", torch.float32, Color.RED, Color.BLUE]),
+    st.sampled_from([np.float32(1), np.int64(1)]),
+)  # fmt: skip
+KEYS = st.one_of(
+    st.sampled_from(["a", "b", "1", "a.b"]), st.integers(0, 1), st.booleans(), st.none(),
+    st.sampled_from([0.0, -0.0, 1.0, (1, "a"), (True, "a"), (1.0, "a")]),
+)  # fmt: skip
+POOL = torch.arange(64, dtype=torch.float32)
+OBJECTS = (torch.zeros(3), torch.ones(3), nn.Parameter(torch.zeros(3)), np.zeros(3))
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> Any:
+    what = draw(st.integers(0, 5))
+    if what == 0:
+        return OBJECTS[draw(st.integers(0, len(OBJECTS) - 1))]
+    if what == 1:
+        shape = draw(st.sampled_from([(2,), (2, 2), (), (0,)]))
+        stride = draw(st.sampled_from([(1, 2), (2, 1), (1, 1)]))[: len(shape)]
+        return POOL.as_strided(shape, stride, draw(st.integers(0, 3)))
+    if what == 2:
+        return torch.zeros(2, dtype=draw(st.sampled_from([torch.float32, torch.int32])))
+    return draw(VALUES)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inner, max_size=3)
+    mappings = st.dictionaries(KEYS, inner, max_size=3)
+    return st.one_of(
+        lists, mappings, lists.map(tuple), lists.map(deque),
+        mappings.map(OrderedDict), mappings.map(lambda each: defaultdict(list, each)),
+        st.sets(KEYS, max_size=2), inner.map(Box), inner.map(Holder), inner.map(Vouching),
+        st.tuples(inner, inner).map(lambda each: Pair(*each)),
+    )  # fmt: skip
+
+
+STATES = st.recursive(leaves(), nested, max_leaves=8)
+
+
+@st.composite
+def two_states(draw: st.DrawFn) -> tuple[Any, Any]:
+    """A state and another that has much in common with it, or little."""
+    first = draw(STATES)
+    second = copy.copy(first) if draw(st.booleans()) else draw(STATES)
+    return [first, draw(leaves())], [second, draw(leaves())]
+
+
+@given(two_states(), st.sampled_from([ALL, LabelFilter(exclude=["*a*"]), LabelFilter(["*1"])]))
+def test_a_trail_leads_where_a_walk_would(states: tuple[Any, Any], select: LabelFilter) -> None:
+    one, other = states
+    with torch.no_grad():
+        trail = trail_of(walk(one, select, pickling=False), select)
+    if trail is None:
+        return
+    # One tensor in a place that is selected and in one that is not leads nowhere.
+    assert select is not ALL or followed(trail, one) is not None
+    for state in (one, other):
+        found = followed(trail, state, select)
+        if found is not None:
+            assert_alike(found, state, select)
