@@ -41,10 +41,24 @@ class Cadence:
 
     def due(self, step: int) -> bool:
         """Whether to save at a step."""
-        last_step, last_time = self._last
-        if self._steps is not None and step // self._steps > last_step // self._steps:
-            return True
-        return self._seconds is not None and self._clock() - last_time >= self._seconds
+        return self.is_marked(step) or self.is_overdue()
+
+    def is_marked(self, step: int) -> bool:
+        """Whether a mark has been reached or passed."""
+        return self._steps is not None and step // self._steps > self._last[0] // self._steps
+
+    def is_overdue(self) -> bool:
+        """Whether the longest time between saves is over."""
+        return self._seconds is not None and self._elapsed() >= self._seconds
+
+    def is_near(self, slack: float) -> bool:
+        """Whether the time is over in so many seconds or a tenth of it, whichever is more."""
+        if self._seconds is None:
+            return False
+        return self._elapsed() >= self._seconds - max(slack, 0.1 * self._seconds)
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._last[1]
 
     def begin_at(self, step: int) -> None:
         """Notes that the state of a step is being saved, or has been loaded."""

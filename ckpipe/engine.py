@@ -11,6 +11,8 @@ from collections import Counter
 import anyio
 from anyio.abc import TaskStatus
 
+from ckpipe.announcing import PATIENCE_SECONDS, Announcer
+from ckpipe.appointments import Diary
 from ckpipe.arena import Arena
 from ckpipe.attempts import open_attempt
 from ckpipe.backend import Backend
@@ -35,6 +37,7 @@ from ckpipe.lock import StateLock
 from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
+from ckpipe.preemption import Preemption
 from ckpipe.registry import create_backend, scheme_of
 from ckpipe.restore import LoadRequest
 from ckpipe.retrying import logging_policy
@@ -57,6 +60,7 @@ class Engine(Housekeeping):
         events: Where events go.
         topology: Which rank this is, and how many save together.
         hooks: Who is called on events.
+        preemption: Knows whether this process was told to stop.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine(Housekeeping):
         events: EventBus,
         topology: Topology,
         hooks: Hooks,
+        preemption: Preemption,
     ) -> None:
         self._settings, self._lock, self._events = settings, lock, events
         self._topology = topology
@@ -78,7 +83,8 @@ class Engine(Housekeeping):
         self._saved_final = False
         self._warming = anyio.Lock()
         self.cadence = Cadence(settings.save_every_steps, settings.save_every_seconds)
-        self.hooks = hooks
+        self.diary = Diary(2 * PATIENCE_SECONDS)
+        self.hooks, self._preemption = hooks, preemption
 
     @property
     def site(self) -> Site:
@@ -103,6 +109,9 @@ class Engine(Housekeeping):
                     # Its first object comes with the first renewal: the claim is as new as that.
                     self._tasks.start_soon(lease.keep, name="lease of the attempt")
                     await self._tasks.start(self.hooks.serve, self._background.append)
+                    if self._topology.world_size > 1:
+                        told = (self.diary, self.cadence, self._preemption)
+                        self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
                     task_status.started()
                     await self._stop.wait()
                     self._tasks.cancel_scope.cancel()
@@ -145,6 +154,7 @@ class Engine(Housekeeping):
         step = self._next_step if step is None else step
         self._next_step = step + 1
         self.cadence.begin_at(step)
+        self.diary.keep(step)
         id = CheckpointId(self.site.attempt, step, self._counts[step])
         self._counts[step] += 1
         save = Save(id, self.site.rank, request)

@@ -291,7 +291,11 @@ class Pipeline:
 
         Once :attr:`preempted`, it is True until a save has begun, and False from then on.
 
-        Takes microseconds and asks nobody. A mark that was skipped, or passed before a crash, is
+        Takes microseconds and asks nobody. Several ranks save at the same step, if all of them ask
+        after every step: by the clock of the first, and when any of them is preempted. Should they
+        come to that step before all have agreed on it, this waits for them, for a minute at most.
+
+        A mark that was skipped, or passed before a crash, is
         made up for at the next step asked about. Asking changes nothing: the answer stays yes
         until a save has begun.
 
@@ -308,6 +312,9 @@ class Pipeline:
     def preempted(self) -> bool:
         """Whether this process was told that it will be stopped, by a signal or :meth:`preempt`.
 
+        Of several ranks it is enough that one was told: then this is True on all of them after the
+        step that they agreed to save, once :meth:`should_save` has been asked about it.
+
         The first save that begins from then on waits for memory where others are skipped; after
         it :meth:`should_save` is False. Leaving the pipeline waits for saves for
         ``preemption.grace_seconds`` after the signal at most.
@@ -320,7 +327,7 @@ class Pipeline:
         May be called in any thread, for those who learn of it in another way.
 
         Raises:
-            UnsupportedTopology: If several ranks save together.
+            UnsupportedTopology: If several ranks save together and ``preemption`` is not set.
         """
         self._core.preempt()
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch.optim import Optimizer
 
 from ckpipe import cuda
+from ckpipe.announcing import END
 from ckpipe.engine import Engine
 from ckpipe.errors import (
     PipelineClosed,
@@ -32,7 +33,7 @@ from ckpipe.preemption import Preemption, SignalWatch
 from ckpipe.restore import LoadRequest
 from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
-from ckpipe.topology import ALONE, Topology, find_topology
+from ckpipe.topology import ALONE, find_topology
 from ckpipe.types import CheckpointInfo
 
 T = TypeVar("T")
@@ -115,10 +116,12 @@ class PipelineCore:
                 "A pipeline is entered once", hint="Make a new one to go on saving"
             )
         topology = self._topology = ALONE if self.settings.solo else find_topology()
-        _check_topology(self.settings, topology)
         self._process = os.getpid()
         self._loop = LoopThread("ckpipe")
-        self._engine = Engine(self.settings, self.lock, self.events, topology, self.hooks)
+        self.preemption.alone = topology.world_size == 1
+        self._engine = Engine(
+            self.settings, self.lock, self.events, topology, self.hooks, self.preemption
+        )
         try:
             self._served, _ = self._loop.portal.start_task(self._engine.serve)
         except BaseException:
@@ -258,22 +261,31 @@ class PipelineCore:
 
     def should_save(self, step: int) -> bool:
         """Whether the settings ask for a save at a step."""
-        cadence = self.engine.cadence
+        engine, together = self.engine, self._topology.world_size > 1
         _check_step(step)
+        called = engine.diary.ask(step) if together else frozenset()
+        if END in called:
+            self.preemption.arrive()
         if self.preemption.told:
             return self.preemption.wants_save
-        if not cadence.is_set and not self.settings.preemption.enabled:
+        if not engine.cadence.is_set and not self.settings.preemption.enabled:
             raise SettingsError(
                 "Nothing says when to save",
                 step=step,
                 hint="Set save_every_steps, save_every_seconds or preemption",
             )
-        return cadence.due(step)
+        if together:  # whose clocks count only as all have agreed
+            return bool(called) or engine.cadence.is_marked(step)
+        return engine.cadence.due(step)
 
     def preempt(self) -> None:
         """Has the loop told that this process will be stopped."""
-        if self._topology.world_size > 1:
-            raise _preempted_apart(self._topology)
+        if self._topology.world_size > 1 and not self.settings.preemption.enabled:
+            raise UnsupportedTopology(
+                "The other ranks do not look whether one of them is preempted",
+                rank=self._topology.rank,
+                hint="Open the pipeline with preemption=True on all ranks",
+            )
         self.preemption.tell()
 
     def load_request(
@@ -317,25 +329,6 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
         for other in failures[1:]:
             error.add_note(f"Besides: {other!r}")
         raise error
-
-
-def _preempted_apart(topology: Topology) -> UnsupportedTopology:
-    return UnsupportedTopology(
-        "Several ranks cannot agree on the step to save at when one of them is preempted",
-        rank=topology.rank,
-        hint="Have all ranks agree on it by themselves, and call save on all of them",
-    )
-
-
-def _check_topology(settings: Settings, topology: Topology) -> None:
-    if topology.world_size > 1 and settings.preemption.enabled:
-        raise _preempted_apart(topology)
-    if topology.world_size > 1 and settings.save_every_seconds is not None:
-        raise UnsupportedTopology(
-            "Clocks of several ranks do not agree on the step to save at",
-            rank=topology.rank,
-            hint="Set save_every_steps instead of save_every_seconds",
-        )
 
 
 def _check_step(step: int) -> None:

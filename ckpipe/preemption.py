@@ -30,21 +30,34 @@ class Preemption:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: float | None = None
-        self._answered = False
+        self._answered = self._arrived = False
+        self.alone = True
+        """Whether nobody has to be asked when to save. If not, all ranks leave together: what
+        this one was told counts once the step that they agreed on is there (:meth:`arrive`)."""
 
     def tell(self) -> None:
         """Notes that the process will be stopped; the first time counts."""
         if self._since is None:
             self._since = self._clock()
 
+    def arrive(self) -> None:
+        """Notes that the step has come that all ranks save at."""
+        self.tell()
+        self._arrived = True
+
     @property
-    def told(self) -> bool:
-        """Whether it was told."""
+    def signalled(self) -> bool:
+        """Whether the process is known to be stopped, by itself or by another rank."""
         return self._since is not None
 
     @property
+    def told(self) -> bool:
+        """Whether it is time to save and to leave."""
+        return self.signalled and (self.alone or self._arrived)
+
+    @property
     def wants_save(self) -> bool:
-        """Whether it was told, and no save has begun since."""
+        """Whether it is time, and no save has begun since."""
         return self.told and not self._answered
 
     def answer(self) -> bool:

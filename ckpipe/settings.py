@@ -189,7 +189,7 @@ class Retention(_Group):
 
 
 class Preemption(_Group):
-    """What to do when this process is told that it will be stopped. With one rank only."""
+    """What to do when this process, or with several ranks one of them, is to be stopped."""
 
     enabled: bool = False
     """Whether signals are watched. Also written ``preemption=True`` at the top level."""
@@ -248,8 +248,13 @@ class Settings(BaseSettings):
     """The distance of the steps at which ``should_save`` asks for a save: their multiples."""
 
     save_every_seconds: float | None = Field(None, gt=0)
-    """The longest time between saves, in seconds, as far as ``should_save`` is asked. For one
-    rank only, since the clocks of several do not agree on a step."""
+    """The longest time between saves, in seconds, as far as ``should_save`` is asked. Of several
+    ranks the first whose clock says so has all of them agree on a step."""
+
+    look_every_seconds: float = Field(1.0, gt=0)
+    """How often each of several ranks asks the store, in the background, whether another one calls
+    for a save, in seconds: with ``preemption`` all the time, with ``save_every_seconds`` when it is
+    near. One small request each; reacting takes a few times as long."""
 
     on_busy: Literal["wait", "skip", "fail"] = "wait"
     """What ``save`` does while earlier saves hold the staging memory."""

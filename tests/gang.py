@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -128,6 +129,26 @@ def barrier(case: Case) -> None:
     assert collectives() != before
 
 
+def preempted(case: Case) -> None:
+    """Takes steps together until one rank gets a signal; tells what was saved, and who handled."""
+    rank, handled = dist.get_rank(), []
+    signal.signal(signal.SIGTERM, lambda number, frame: handled.append(number))
+    before = signal.getsignal(signal.SIGTERM)
+    settings = {**SETTINGS, "look_every_seconds": 0.05}
+    with ckpipe.SyncPipeline(case["root"], preemption=True, **settings) as pipeline:
+        for step in range(10**6):
+            dist.all_reduce(torch.ones(1))
+            if rank == case["victim"] and step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if pipeline.should_save(step):
+                pipeline.save(private(rank, step), step=step).wait_complete(timeout=60)
+                tell(case, saved=step)
+            if pipeline.preempted:
+                break
+    assert signal.getsignal(signal.SIGTERM) is before
+    tell(case, handled=len(handled))
+
+
 class Net(torch.nn.Module):
     """A few layers, with a normalization that has buffers if it is asked for."""
 
@@ -191,7 +212,7 @@ def train(case: Case) -> None:
 
 
 CASES: dict[str, Callable[[Case], None]] = {
-    each.__name__: each for each in (meet, run, alone, barrier, train)
+    each.__name__: each for each in (meet, run, alone, barrier, preempted, train)
 }
 
 

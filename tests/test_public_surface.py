@@ -123,7 +123,8 @@ FUNCTIONS = {
 }
 SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
-    save_every_steps save_every_seconds on_busy on_error drain_timeout_seconds pickle keep_reports
+    save_every_steps save_every_seconds look_every_seconds on_busy on_error
+    drain_timeout_seconds pickle keep_reports
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds

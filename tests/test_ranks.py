@@ -111,11 +111,6 @@ def test_ranks_that_name_one_attempt_begin_at_one_time(store: Stores) -> None:
         assert len({pipeline._core.engine.site.attempt for pipeline in world}) == 1
 
 
-def test_saves_by_the_clock_are_refused(store: Stores) -> None:
-    with pytest.raises(errors.UnsupportedTopology, match="save_every_steps"):
-        open_rank(store.url, 0, 2, save_every_seconds=10)
-
-
 def test_no_way_to_agree_names_both_ways(store: Stores) -> None:
     with pytest.raises(errors.UnsupportedTopology) as said:
         open_rank(store.url, 1, 4, attempt_id=None)

@@ -1,0 +1,254 @@
+"""Several ranks save the same step when one of them says that it is time."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang import Gang, gang, told
+from hypothesis import given
+from hypothesis import strategies as st
+from pipelines import Stores, stores
+from ranks import ranks
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.appointments import Diary, Pace
+from ckpipe.testing import Landing
+from ckpipe.testing.wrapping import Operation
+
+LOOK: dict[str, Any] = {"look_every_seconds": 0.02, "staging": {"block_bytes": 65536}}
+TOLD: dict[str, Any] = {"preemption": {"enabled": True, "signals": []}}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Gang]:
+    with gang() as made:
+        yield made
+
+
+def agreeing(verb: str) -> Callable[[Operation], bool]:
+    """Selects operations of one kind on what ranks agree on."""
+    return lambda operation: operation.verb == verb and "/agreed/" in operation.key
+
+
+class Training:
+    """Ranks that go through their steps in threads, loosely together, until one says to stop.
+
+    Args:
+        pipelines: The pipeline of each rank.
+        most: The step to stop at in any case.
+    """
+
+    def __init__(self, pipelines: list[ckpipe.SyncPipeline], most: int = 10**6) -> None:
+        self.pipelines, self.most = pipelines, most
+        self.moved = threading.Condition()
+        self.places: list[float] = [0 for _ in pipelines]
+        self.saved: list[list[int]] = [[] for _ in pipelines]
+        self.ended = [0 for _ in pipelines]
+
+    def run(self, until: Any = None, at: Any = None) -> None:
+        """Runs all ranks to their end.
+
+        Args:
+            until: Says of a list of saved steps whether that is enough.
+            at: Called with rank and step.
+        """
+
+        def one(rank: int) -> None:
+            try:
+                self._run(rank, until or (lambda saved: False), at or (lambda rank, step: None))
+            finally:
+                self._move(rank, math.inf)
+
+        with ThreadPoolExecutor(len(self.pipelines)) as pool:
+            for each in [pool.submit(one, rank) for rank in range(len(self.pipelines))]:
+                each.result()
+
+    def _run(self, rank: int, until: Any, at: Any) -> None:
+        pipeline = self.pipelines[rank]
+        for step in range(self.most):
+            at(rank, step)
+            torch.randn(50 * (rank + 1)).sort()
+            self._move(rank, step)
+            if pipeline.should_save(step):
+                pipeline.save({"rank": rank}, step=step)
+                self.saved[rank].append(step)
+            self.ended[rank] = step
+            if pipeline.preempted or until(self.saved[rank]):
+                return
+
+    def _move(self, rank: int, place: float) -> None:
+        """Goes on to a step, no further than five before the last of all ranks."""
+        with self.moved:
+            self.places[rank] = place
+            self.moved.notify_all()
+            if place < math.inf:
+                assert self.moved.wait_for(lambda: min(self.places) > place - 5, 30)
+
+
+def test_preemption_of_one_rank_makes_all_save_the_same_step(store: Stores) -> None:
+    def preempt(rank: int, step: int) -> None:
+        if (rank, step) == (2, 30):
+            opened[2].preempt()
+            assert not opened[2].preempted, "not before all are there"
+
+    with ranks(store.url, 4, **LOOK, **TOLD) as opened:
+        training = Training(opened)
+        training.run(at=preempt)
+        (step,) = training.saved[0]
+        assert training.saved == [[step]] * 4
+        assert training.ended == [step] * 4, "all leave after the same step"
+        assert not any(pipeline.should_save(step + 1) for pipeline in opened)
+        assert opened[0].save({"rank": 0}, step=step + 5).wait().step == step + 5
+    assert step > 30
+    with ranks(store.url, 4, attempt_id="restart", **LOOK, **TOLD) as world:
+        assert [getattr(each.latest(), "step", None) for each in world] == [step] * 4
+        assert not any(pipeline.preempted for pipeline in world), "a new launch begins anew"
+    left = [key for key in store.memory._store.objects if ".votes/" in key]
+    assert left == []
+
+
+def test_clocks_are_agreed_on_again_and_again_and_after_a_resume(store: Stores) -> None:
+    every = {"save_every_seconds": 0.05, **LOOK}
+    for launch, first in (("one", 0), ("two", 3)):
+        with ranks(store.url, 3, attempt_id=launch, **every) as world:
+            assert [getattr(each.load(), "step", None) is None for each in world] == [not first] * 3
+            training = Training(world)
+            training.run(until=lambda saved: len(saved) == 2)
+            assert training.saved[0] == training.saved[1] == training.saved[2]
+            assert len(set(training.saved[0])) == 2
+    with ranks(store.url, 3, attempt_id="look", **LOOK) as world:
+        assert sum(info.complete for info in world[0].steps()) == 4
+
+
+def test_steps_and_seconds_together_part_no_ranks(store: Stores) -> None:
+    both = {"save_every_seconds": 0.1, "save_every_steps": 200, **LOOK}
+    with ranks(store.url, 2, **both) as world:
+        training = Training(world)
+        training.run(until=lambda saved: len(saved) == 6)
+        assert training.saved[0] == training.saved[1]
+
+
+def test_a_rank_that_is_silent_holds_nobody_up_for_long(store: Stores) -> None:
+    grace = {"preemption": {"enabled": True, "signals": [], "grace_seconds": 0.4}}
+    with ranks(store.url, 3, **LOOK, **grace) as world:
+        # The third one's store has gone away: it hears nothing and says nothing.
+        world[2]._core.submit(world[2]._core.engine.stop).result()
+        training = Training(world[:2])
+        training.run(at=lambda rank, step: world[0].preempt() if step == 20 else None)
+        assert len(training.saved[0]) == 1
+        assert training.saved[0] == training.saved[1]
+
+
+def test_answers_of_the_store_that_are_lost_part_no_ranks(store: Stores) -> None:
+    error = errors.StoreUnavailable("lost")
+    patient = {"upload": {"backoff_seconds": 0, "retries": 1}}
+    with ranks(store.url, 3, **LOOK, **TOLD, **patient) as world:
+        for verb in ("put", "list", "get", "stat"):
+            for landing in Landing:
+                store.faulty.fail(error, agreeing(verb), landing, times=3)
+        training = Training(world)
+        training.run(at=lambda rank, step: world[1].preempt() if step == 20 else None)
+        (step,) = training.saved[0]
+        assert training.saved == [[step]] * 3
+
+
+def test_nobody_asks_the_store_while_nothing_is_near(store: Stores) -> None:
+    with ranks(store.url, 2, save_every_seconds=1000, **LOOK) as world:
+        before = len(store.faulty.operations)
+        Training(world, most=2000).run()
+        assert len(store.faulty.operations) == before
+
+
+def test_a_process_that_gets_a_signal_takes_all_others_along(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("preempted", root, 4, victim=1) == [0] * 4
+    found = told(root, "saved")
+    assert len(found[0]) == 1
+    assert found == dict.fromkeys(range(4), found[0])
+    assert told(root, "handled") == {0: [0], 1: [1], 2: [0], 3: [0]}
+    with ckpipe.SyncPipeline(root) as pipeline:
+        newest = pipeline.latest()
+        assert newest is not None
+        assert newest.step == found[0][0]
+
+
+# The diary
+
+
+def test_a_trainer_waits_at_its_bound_until_it_is_decided() -> None:
+    diary = Diary(patience=30)
+    assert diary.ask(7) == frozenset()
+    bound = diary.promise("end", 10)
+    assert bound == 8
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(diary.ask, bound)
+        with pytest.raises(TimeoutError):
+            asked.result(0.05)
+        assert diary.decide("end", 9)
+        assert asked.result(10) == frozenset()
+    assert diary.ask(9) == diary.ask(10) == {"end"}
+    diary.keep(8)
+    assert diary.has("end")
+    diary.keep(10)
+    assert not diary.has("end")
+    assert diary.ask(11) == frozenset()
+
+
+def test_a_trainer_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
+    diary = Diary(patience=0.01)
+    diary.promise("end", 10)
+    assert diary.ask(0) == frozenset()
+    assert "did not agree" in caplog.text
+    assert not diary.decide("end", 0), "it has been left behind"
+    assert diary.decide("end", 1)
+    assert diary.ask(1) == {"end"}
+
+
+def test_the_pace_tells_how_far_ahead_a_bound_lies() -> None:
+    now = 0.0
+    pace = Pace(clock=lambda: now)
+    assert pace.ahead(100) == 1
+    for step in range(0, 50, 5):
+        pace.note(step)
+        now += 0.5
+    assert pace.ahead(3) == 30
+    assert pace.ahead(0.001) == 1
+    pace.note(3)
+    assert pace.ahead(3) == 1, "after a rollback it is measured anew"
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 9), st.integers(0, 50)))
+
+
+@given(MOVES, st.floats(0, 5))
+def test_no_rank_has_passed_what_is_decided(
+    moves: list[tuple[int, float, int]], ahead: float
+) -> None:
+    now = 0.0
+    diaries = [Diary(0, clock=lambda: now) for _ in range(4)]
+    steps, bounds = [0] * 4, dict[int, int]()
+    for rank, seconds, by in [*moves, *((rank, 1, 0) for rank in range(4))]:
+        now += seconds
+        if by == 0 and rank not in bounds:
+            bounds[rank] = diaries[rank].promise("time", ahead)
+        elif steps[rank] < bounds.get(rank, 10**9):
+            assert diaries[rank].ask(steps[rank]) == frozenset()
+            steps[rank] += max(1, by)
+    decided = max(bounds.values())
+    for rank, diary in enumerate(diaries):
+        assert diary.decide("time", decided), rank
+        assert diary.ask(decided + rank) == {"time"}
