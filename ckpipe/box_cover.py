@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from ckpipe.boxes import Box, box_volume, intersection
 
 
 class BoxIndex:
-    """Finds which of many boxes meet a region, by a sweep along one dimension.
+    """Finds which of many boxes meet a region.
 
-    Theory. The boxes are sorted by where they begin in the dimension that tells them apart best.
-    Beside each stands how far any box up to it reaches; these numbers only grow, so two binary
-    searches bound the boxes that can meet a region. The boxes of any mesh of devices form rows
-    and columns, and little is looked at in vain.
+    Theory. Few boxes are looked at one by one. Many are sorted by where they begin in the
+    dimension that tells them apart best; beside each stands how far any box up to it reaches.
+    These numbers only grow, so two binary searches bound the boxes that can meet a region, and
+    those are intersected together, as arrays. The boxes of any mesh of devices form rows and
+    columns, and little is looked at in vain.
 
     Args:
         boxes: The boxes, all of as many dimensions.
@@ -24,24 +26,43 @@ class BoxIndex:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
-        self._axis = axis = _telling_axis(boxes)
-        if axis is not None:
-            self._order = sorted(range(len(boxes)), key=lambda n: boxes[n][0][axis])
-            self._lowers = [boxes[n][0][axis] for n in self._order]
-            self._reach = list(accumulate((boxes[n][1][axis] for n in self._order), max))
+        self._bounds: _Bounds | None = None
+        if len(boxes) > _FEW and boxes[0][0]:
+            self._bounds = bounds = np.array(boxes, np.int64)
+            lowers = bounds[:, 0]
+            telling = [len(np.unique(lowers[:, axis])) for axis in range(lowers.shape[1])]
+            self._axis = axis = telling.index(max(telling))
+            self._order = order = np.argsort(lowers[:, axis], kind="stable")
+            self._lowers = lowers[order, axis]
+            self._reach = np.maximum.accumulate(bounds[order, 1, axis])
 
     def meeting(self, region: Box) -> list[tuple[int, Box]]:
         """The numbers of the boxes that meet a region, in order, and what they have of it."""
-        numbers: Sequence[int] = range(len(self._boxes))
-        if self._axis is not None:
-            stop = bisect_left(self._lowers, region[1][self._axis])
-            start = bisect_right(self._reach, region[0][self._axis])
-            numbers = sorted(self._order[start:stop])
+        if self._bounds is not None:
+            return self._meeting(self._bounds, region)
         found = []
-        for number in numbers:
-            common = intersection(region, self._boxes[number])
+        for number, box in enumerate(self._boxes):
+            common = intersection(region, box)
             if common is not None:
                 found.append((number, common))
+        return found
+
+    def _meeting(self, bounds: _Bounds, region: Box) -> list[tuple[int, Box]]:
+        stop = self._lowers.searchsorted(region[1][self._axis], "left")
+        start = self._reach.searchsorted(region[0][self._axis], "right")
+        numbers = np.sort(self._order[start:stop])
+        near = bounds[numbers]
+        common = near.copy()
+        np.maximum(near[:, 0], region[0], out=common[:, 0])
+        np.minimum(near[:, 1], region[1], out=common[:, 1])
+        meets = (common[:, 0] < common[:, 1]).all(1)
+        inside = (common == near).all((1, 2))
+        found = []
+        for number, within, (lower, upper) in zip(
+            numbers[meets].tolist(), inside[meets].tolist(), common[meets].tolist(), strict=True
+        ):
+            box = self._boxes[number] if within else (tuple(lower), tuple(upper))
+            found.append((number, box))
         return found
 
     def cover(self, region: Box) -> tuple[list[tuple[int, Box]], list[Box]]:
@@ -68,14 +89,8 @@ class BoxIndex:
         return _chosen(region, parts)
 
 
+_Bounds = np.ndarray[Any, np.dtype[np.int64]]
 _FEW = 12
-
-
-def _telling_axis(boxes: Sequence[Box]) -> int | None:
-    """The dimension in which most boxes begin differently; None if a sweep is not worth it."""
-    if len(boxes) <= _FEW or not boxes[0][0]:
-        return None
-    return max(range(len(boxes[0][0])), key=lambda axis: len({box[0][axis] for box in boxes}))
 
 
 def _chosen(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box]], list[Box]]:
@@ -116,11 +131,24 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     """
     if len(boxes) < 2:
         return True
+    if len(boxes) > _FEW and _slabs(boxes):
+        return True
     for axis in range(len(boxes[0][0])):
         groups = _shadows(boxes, axis)
         if len(groups) > 1:
             return all(disjoint(group) for group in groups if len(group) > 1)
     return not _any_overlap(list(boxes))
+
+
+def _slabs(boxes: Sequence[Box]) -> bool:
+    """Whether the boxes lie one behind the other along an axis, as those of one cut do."""
+    bounds = np.array(boxes, np.int64)
+    for axis in range(bounds.shape[2]):
+        lower, upper = bounds[:, 0, axis], bounds[:, 1, axis]
+        order = np.argsort(lower)
+        if (upper[order[:-1]] <= lower[order[1:]]).all():
+            return True
+    return False
 
 
 def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:

@@ -85,6 +85,9 @@ def flat_start(shape: Sequence[int], box: Box) -> int | None:
 
     They do if every dimension outside of the first one that is cut has a single index.
     """
+    if box[0][1:] == (0,) * (len(box[0]) - 1) and box[1][1:] == tuple(shape[1:]) and shape:
+        # A block of rows, which it nearly always is.
+        return box[0][0] * math.prod(shape[1:])
     start, step, cut = 0, 1, False
     for n, low, high in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
         if cut and high - low != 1:

@@ -25,8 +25,8 @@ from ckpipe.backend import Backend, PutMode
 from ckpipe.collector import collector_paused
 from ckpipe.errors import InvalidManifest, MissingObject, ObjectExists, ObjectNotFound
 from ckpipe.group_tree import absent_members, level_sizes, members, merged_into
-from ckpipe.manifest import Bundle
-from ckpipe.manifest_checks import check_owners
+from ckpipe.manifest import Bundle, BundleKind
+from ckpipe.manifest_checks import check_owners, known_facts
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.merging import merge
 from ckpipe.object_names import GROUP_SIZE, group_key, index_key, member_key, tombstone_key
@@ -205,7 +205,7 @@ async def _member(
         raise MissingObject("A part of the checkpoint is gone", step=id.step, key=key) from error
     kind = "group" if level else "manifest"
     bundle = await anyio.to_thread.run_sync(
-        partial(decode_bundle, data, key=key, id=id, kind="group" if level else "manifest")
+        partial(_decoded, data, key, id, "group" if level else "manifest")
     )
     place = bundle.group if level else (0, bundle.parts[0].rank)
     if place != (level, number) or bundle.world_size != world_size:
@@ -213,12 +213,18 @@ async def _member(
     return bundle
 
 
+def _decoded(data: bytes, key: str, id: CheckpointId, kind: BundleKind) -> Bundle:
+    with collector_paused():
+        # Its layouts are merged as they stand, so that no rows are needed.
+        return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0)
+
+
 def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundle, bytes]:
     with collector_paused():
         merged = merge(bundles, "group" if group else "index", group)
         if group is None:
             # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
-            check_owners(merged)
+            check_owners(merged, known_facts(merged))
         return merged, encode_bundle(merged)
 
 

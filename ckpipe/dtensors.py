@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpipe.errors import UnsupportedState
-from ckpipe.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.placements import Mesh, Placement, Sharding, mesh_of, sharding
 
 
 def is_dtensor_type(kind: type[Any]) -> bool:
@@ -58,7 +58,8 @@ class Shardings:
         known = self._meshes.get(id(device_mesh))
         if known is None:
             ranks = device_mesh.mesh
-            made = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+            data = ranks.to("cpu", torch.int64).contiguous().numpy().tobytes()
+            made = mesh_of(tuple(ranks.shape), data)
             known = self._meshes[id(device_mesh)] = (device_mesh, made)
         return known[1]
 

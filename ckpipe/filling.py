@@ -272,7 +272,7 @@ class Filling:
     def _buffer(self, entry: int) -> torch.Tensor:
         buffer = self._buffers.get(entry)
         if buffer is None:
-            nbytes = self._stored.data.entries[entry].nbytes
+            nbytes = self._stored.data.sizes[entry]
             buffer = self._buffers[entry] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self.destinations[entry].append(RawBytes(0, nbytes, buffer.data_ptr()))
         return buffer

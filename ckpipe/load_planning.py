@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpipe.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.manifest import Bundle, EntryRow, FileRow, Layout, Part
 
@@ -100,6 +102,7 @@ class EntryTable:
         files: The data files.
         ranks: For each file, the rank that wrote it.
         entries: The entries.
+        sizes: For each entry, how many bytes it has.
         entry_files: For each entry, the number of its file.
         begins: For each entry, where it begins in its file, in bytes.
         checksums: CRC-32C of every mebibyte of every entry.
@@ -109,6 +112,7 @@ class EntryTable:
     files: Sequence[FileRow]
     ranks: Sequence[int]
     entries: Sequence[EntryRow]
+    sizes: Sequence[int]
     entry_files: Sequence[int]
     begins: Sequence[int]
     checksums: Sequence[int]
@@ -131,12 +135,12 @@ class PartData(EntryTable):
         self.files = part.files
         self.ranks = [part.rank] * len(part.files)
         self.entries = layout.entries
+        self.sizes = [entry.nbytes for entry in layout.entries]
         self.entry_files = [entry.file for entry in layout.entries]
         self.checksums = part.checksums
         headers = [file.header_bytes for file in part.files]
         self.begins = [headers[entry.file] + entry.offset for entry in layout.entries]
-        counts = (chunk_count(entry.nbytes) for entry in layout.entries)
-        self.first_sums = list(accumulate(counts, initial=0))
+        self.first_sums = list(accumulate(map(chunk_count, self.sizes), initial=0))
 
     def number(self, part: int, entry: int) -> int:
         """See :meth:`EntryTable.number`."""
@@ -148,9 +152,9 @@ class PartData(EntryTable):
 
 
 class JoinedData(EntryTable):
-    """Entries of several parts, numbered as they are asked for.
+    """Entries of several parts; those of a part are numbered when the first is asked for.
 
-    A load of one rank touches few entries of few of the parts, so nothing is done for the rest.
+    A load of one rank touches few of the parts, so nothing is done for the rest.
 
     Args:
         bundle: The bundle that has the parts.
@@ -161,51 +165,32 @@ class JoinedData(EntryTable):
         self.files: list[FileRow] = []
         self.ranks: list[int] = []
         self.entries: list[EntryRow] = []
+        self.sizes: list[int] = []
         self.entry_files: list[int] = []
         self.begins: list[int] = []
         self.checksums: list[int] = []
         self.first_sums: list[int] = []
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._parts: dict[int, _JoinedPart] = {}
-        self._sums: dict[int, list[int]] = {}
+        self._bases: dict[int, int] = {}
 
     def number(self, part: int, entry: int) -> int:
         """See :meth:`EntryTable.number`."""
-        found = self._numbers.get((part, entry))
-        if found is None:
-            found = self._numbers[part, entry] = len(self.entries)
-            self._add(self._parts.get(part) or self._join(part), entry)
-        return found
+        base = self._bases.get(part)
+        return (self._join(part) if base is None else base) + entry
 
-    def _add(self, joined: _JoinedPart, entry: int) -> None:
-        part, entries, sums, numbers = joined
-        row = entries[entry]
-        number = numbers.get(row.file)
-        if number is None:
-            number = numbers[row.file] = len(self.files)
-            self.files.append(part.files[row.file])
-            self.ranks.append(part.rank)
-        self.entries.append(row)
-        self.entry_files.append(number)
-        self.begins.append(self.files[number].header_bytes + row.offset)
-        self.first_sums.append(len(self.checksums))
-        self.checksums += part.checksums[sums[entry] : sums[entry + 1]]
-
-    def _join(self, number: int) -> _JoinedPart:
+    def _join(self, number: int) -> int:
         part = self._bundle.parts[number]
-        entries = self._bundle.layouts[part.layout].entries
-        if part.layout not in self._sums:
-            counts = [chunk_count(row.nbytes) for row in entries]
-            self._sums[part.layout] = list(accumulate(counts, initial=0))
-        joined = self._parts[number] = _JoinedPart(part, entries, self._sums[part.layout], {})
-        return joined
-
-
-class _JoinedPart(NamedTuple):
-    part: Part
-    entries: tuple[EntryRow, ...]
-    first_sums: list[int]
-    files: dict[int, int]
+        base = self._bases[number] = len(self.entries)
+        data = PartData(part, self._bundle.layouts[part.layout])
+        file, checksum = len(self.files), len(self.checksums)
+        self.files += data.files
+        self.ranks += data.ranks
+        self.entries += data.entries
+        self.sizes += data.sizes
+        self.entry_files += [file + each for each in data.entry_files]
+        self.begins += data.begins
+        self.checksums += data.checksums
+        self.first_sums += [checksum + each for each in data.first_sums[:-1]]
+        return base
 
 
 def entry_table(bundle: Bundle) -> EntryTable:
@@ -234,20 +219,27 @@ class _Span:
         allowance = max(ALLOWANCE_BYTES * self.needs, self.needed // 10)
         return allowance - (self.end - self.begin - self.needed)
 
-    def add(self, need: Need, begin: int, lo: int, hi: int) -> None:
-        """Takes in a need of an entry at ``begin`` that is widened to ``[lo, hi)``."""
-        if begin + need.lo > self.need_end:
+    def add(self, entry: int, lo: int, hi: int, begin: int, end: int) -> None:
+        """Takes in a need at ``[begin, end)`` of the file, whose chunks are ``[lo, hi)``.
+
+        Args:
+            entry: The number of the entry.
+            lo: Where its chunks begin in the entry.
+            hi: Behind their last byte.
+            begin: Where the need begins in the file.
+            end: Behind its last byte.
+        """
+        if begin > self.need_end:
             self.needs += 1
-            self.needed += need.hi - need.lo
+            self.needed += end - begin
         else:
-            self.needed += max(0, begin + need.hi - self.need_end)
-        self.need_end = max(self.need_end, begin + need.hi)
-        self.end = max(self.end, begin + hi)
-        if self.parts and self.parts[-1][0] == need.entry and self.parts[-1][2] >= lo:
+            self.needed += max(0, end - self.need_end)
+        self.need_end = max(self.need_end, end)
+        if self.parts and self.parts[-1][0] == entry and self.parts[-1][2] >= lo:
             _, first, last = self.parts[-1]
-            self.parts[-1] = (need.entry, first, max(last, hi))
+            self.parts[-1] = (entry, first, max(last, hi))
         else:
-            self.parts.append((need.entry, lo, hi))
+            self.parts.append((entry, lo, hi))
 
 
 def plan_reads(data: EntryTable, needs: Iterable[Need], limits: ReadLimits) -> list[Read]:
@@ -284,21 +276,34 @@ def batched(reads: Sequence[Read], nbytes: int) -> Iterator[list[Read]]:
 
 
 def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
-    entries, begins, files = data.entries, data.begins, data.entry_files
     span: _Span | None = None
-    wanted = [need for need in needs if need.lo < need.hi]
-    wanted.sort(key=lambda need: (files[need.entry], begins[need.entry] + need.lo))
-    for need in wanted:
-        row, begin, file = entries[need.entry], begins[need.entry], files[need.entry]
-        lo = need.lo - need.lo % CHUNK_BYTES
-        hi = min(row.nbytes, -(-need.hi // CHUNK_BYTES) * CHUNK_BYTES)
-        if span is None or span.file != file or begin + lo > span.end:
+    for file, entry, lo, hi, begin, first, last in _sorted_needs(data, needs):
+        end = begin + hi - lo
+        start, stop = begin - (lo - first), end + (last - hi)
+        if span is None or span.file != file or start > span.end:
             if span is not None:
                 yield span
-            span = _Span(file, begin + lo, begin + hi)
-        span.add(need, begin, lo, hi)
+            span = _Span(file, start, stop)
+        span.add(entry, first, last, begin, end)
+        span.end = max(span.end, stop)
     if span is not None:
         yield span
+
+
+def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> Iterator[tuple[int, ...]]:
+    """What is needed, by place: file, entry, both ends, place in the file, ends of its chunks."""
+    table = np.array(list(needs), np.int64).reshape(-1, 3)
+    table = table[table[:, 1] < table[:, 2]]
+    entry, lo, hi = table.T
+    numbers = entry.tolist()
+    file = np.array([data.entry_files[n] for n in numbers], np.int64)
+    begin = np.array([data.begins[n] for n in numbers], np.int64) + lo
+    size = np.array([data.sizes[n] for n in numbers], np.int64)
+    first = lo - lo % CHUNK_BYTES
+    last = np.minimum(size, -(-hi // CHUNK_BYTES) * CHUNK_BYTES)
+    columns = (file, entry, lo, hi, begin, first, last)
+    order = np.lexsort((begin, file))
+    return zip(*(column[order].tolist() for column in columns), strict=True)
 
 
 def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:

@@ -7,7 +7,7 @@ how a bundle is written; :mod:`ckpipe.manifest_codec` writes, reads and validate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,8 +117,8 @@ class Layout:
         chunks: What the rank holds, whoever wrote it.
     """
 
-    entries: tuple[EntryRow, ...]
-    chunks: tuple[ChunkRow, ...]
+    entries: Sequence[EntryRow]
+    chunks: Sequence[ChunkRow]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@ so that whoever works with a bundle may rely on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 
-from ckpipe.boxes import Box
-from ckpipe.checksum import chunk_count
 from ckpipe.columns import MAX_NUMBER
 from ckpipe.data_file import ALIGNMENT, MAX_HEADER_BYTES
 from ckpipe.errors import (
@@ -23,8 +22,10 @@ from ckpipe.errors import (
 )
 from ckpipe.group_tree import group_ranks
 from ckpipe.item_sizes import item_bytes
-from ckpipe.manifest import Bundle, ChunkRow, EntryRow, Layout, Part, Structure, TensorRow
+from ckpipe.layout_checks import LayoutFacts, check_in_entry, own_identities
+from ckpipe.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.object_names import data_file_name
+from ckpipe.stored_layouts import chunk_columns, facts_of
 from ckpipe.tree_checks import check_tree
 
 _KINDS = frozenset(("tensor", "parameter", "buffer", "subclass", "numpy"))
@@ -44,18 +45,45 @@ def check_bundle(bundle: Bundle) -> None:
     """
     check_ranks(bundle)
     for structure in bundle.structures:
-        _check_tensors(structure)
-        check_tree(structure)
-    data_bytes = [_check_entries(layout) for layout in bundle.layouts]
-    checksums = [
-        sum(chunk_count(row.nbytes) for row in layout.entries) for layout in bundle.layouts
-    ]
+        check_structure(structure)
     for part in bundle.parts:
         _check_part(bundle, part)
-        _check_files(part, data_bytes[part.layout])
-        _check_checksums(part, checksums[part.layout])
-    _check_all_chunks(bundle)
+    facts = known_facts(bundle)
+    for part in bundle.parts:
+        known = facts[part.structure, part.layout]
+        _check_files(part, known.data_bytes)
+        _check_checksums(part, known.checksums)
+    _check_foreign(bundle, facts)
+    check_owners(bundle, facts)
     _check_per_rank(bundle)
+
+
+Facts = Mapping[tuple[int, int], LayoutFacts]
+"""What is known of layouts, by the numbers of a structure and a layout."""
+
+
+def known_facts(bundle: Bundle) -> Facts:
+    """What is known of the layouts of a bundle; each is checked, unless it was when it was read.
+
+    Raises:
+        As :func:`ckpipe.layout_checks.check_layout` does.
+    """
+    return {
+        (structure, layout): facts_of(bundle.layouts[layout], bundle.structures[structure].tensors)
+        for structure, layout in dict.fromkeys((p.structure, p.layout) for p in bundle.parts)
+    }
+
+
+def check_structure(structure: Structure) -> None:
+    """Checks that a structure agrees with itself.
+
+    Raises:
+        InvalidExtent: If a tensor has more elements than any memory holds.
+        DuplicateName: If labels or keys stand twice.
+        InvalidManifest: If anything else contradicts itself.
+    """
+    _check_tensors(structure)
+    check_tree(structure)
 
 
 def check_ranks(bundle: Bundle) -> None:
@@ -83,37 +111,29 @@ def _check_tensors(structure: Structure) -> None:
     rows = structure.tensors
     if len({row.label for row in rows}) < len(rows):
         raise DuplicateName("A label stands twice in the tensor table")
-    item_sizes = {dtype: item_bytes(dtype) for dtype in {row.dtype for row in rows}}
+    item_sizes = check_dtypes(rows)
     for name, known, found in (
-        ("dtype", {dtype for dtype, size in item_sizes.items() if size}, item_sizes.keys()),
         ("kind", _KINDS, {row.kind for row in rows}),
         ("set of lazy bits", _LAZY, {row.lazy for row in rows}),
     ):
         if not found <= known:
             raise InvalidManifest(f"A tensor has the unknown {name} {min(found - known)!r:.100}")
     for row in rows:
-        if math.prod(row.shape) * (item_sizes[row.dtype] or 1) > MAX_NUMBER:
+        if math.prod(row.shape) * item_sizes[row.dtype] > MAX_NUMBER:
             raise InvalidExtent(f"{row.label!r:.200} has more elements than any memory holds")
 
 
-def _check_entries(layout: Layout) -> list[int]:
-    """Checks that the entries fill their files one after another; returns the files' data bytes."""
-    ends: list[int] = []
-    names: set[str] = set()
-    for row in layout.entries:
-        if row.file == len(ends):
-            ends.append(0)
-            names = set()
-        if row.file != len(ends) - 1:
-            raise InvalidManifest(f"The entry {row.name!r:.200} is not in the order of files")
-        if row.offset != ends[-1]:
-            what = "overlaps" if row.offset < ends[-1] else "leaves a hole behind"
-            raise InvalidExtent(f"The entry {row.name!r:.200} {what} the one before it")
-        if row.name in names or row.name == "__metadata__":
-            raise DuplicateName(f"The name {row.name!r:.200} stands twice in a data file")
-        names.add(row.name)
-        ends[-1] += row.nbytes
-    return ends
+def check_dtypes(rows: Sequence[TensorRow]) -> dict[str, int]:
+    """Checks that tensors have dtypes that are known; returns the bytes of an element of each.
+
+    Raises:
+        InvalidManifest: If one has not.
+    """
+    sizes = {dtype: item_bytes(dtype) for dtype in {row.dtype for row in rows}}
+    unknown = [dtype for dtype, size in sizes.items() if not size]
+    if unknown:
+        raise InvalidManifest(f"A tensor has the unknown dtype {min(unknown)!r:.100}")
+    return {dtype: size for dtype, size in sizes.items() if size}
 
 
 def _check_part(bundle: Bundle, part: Part) -> None:
@@ -125,7 +145,7 @@ def _check_part(bundle: Bundle, part: Part) -> None:
         raise InvalidManifest("A part has another number of values than its tree", rank=part.rank)
 
 
-def _check_files(part: Part, data_bytes: list[int]) -> None:
+def _check_files(part: Part, data_bytes: Sequence[int]) -> None:
     if len(part.files) != len(data_bytes):
         raise InvalidManifest("A part has another number of files than its entries", rank=part.rank)
     for number, (file, nbytes) in enumerate(zip(part.files, data_bytes, strict=True)):
@@ -154,115 +174,79 @@ def _check_checksums(part: Part, expected: int) -> None:
         )
 
 
-def _check_all_chunks(bundle: Bundle) -> None:
-    owners = {part.rank: part for part in bundle.parts}
-    for structure_number, layout_number in {(part.structure, part.layout) for part in bundle.parts}:
-        tensors = bundle.structures[structure_number].tensors
-        own = bundle.layouts[layout_number].entries
-        for chunk in bundle.layouts[layout_number].chunks:
-            if chunk.tensor >= len(tensors):
-                raise InvalidManifest("A chunk is of a tensor that is not there")
-            if chunk.owner is None:
-                _check_chunk(chunk, tensors[chunk.tensor], own)
-                continue
-            if chunk.owner >= bundle.world_size:
-                raise WrongWorldSize("A chunk is owned by a rank outside the world")
+def _check_foreign(bundle: Bundle, facts: Facts) -> None:
+    """Checks that what ranks say of the entries of others is so, as far as those are here."""
+    layout_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
+    for (structure, number), known in facts.items():
+        foreign = known.foreign
+        if foreign.owner and max(foreign.owner) >= bundle.world_size:
+            raise WrongWorldSize("A chunk is owned by a rank outside the world")
+        for owner, entry, end, chunk in zip(*foreign[:4], strict=True):
             # What a rank of another group wrote is checked when that group is read.
-            owner = owners.get(chunk.owner)
-            entries = None if owner is None else bundle.layouts[owner.layout].entries
-            _check_chunk(chunk, tensors[chunk.tensor], entries)
-    check_owners(bundle)
+            place = layout_of.get(owner)
+            if entry >= 0 and place is not None:
+                tensor = bundle.layouts[number].chunks[chunk].tensor
+                label = bundle.structures[structure].tensors[tensor].label
+                check_in_entry(entry, end, facts[place].sizes, label)
 
 
-def check_owners(bundle: Bundle) -> None:
+def check_owners(bundle: Bundle, facts: Facts) -> None:
     """Checks that ranks have written what others, which do not know where, leave to them.
 
-    Of ranks that are not in the bundle nothing is asked. The numbers of tensors must be right.
+    Of ranks that are not in the bundle nothing is asked.
+
+    Args:
+        bundle: The bundle, checked but for this.
+        facts: What is known of its layouts.
 
     Raises:
         InvalidManifest: If a rank has not. Ranks that hold the same shard have then disagreed
             about its name, dtype or shape, or about what is replicated.
     """
-    owners = {part.rank: part for part in bundle.parts}
-    written: dict[int, set[_Identity]] = {}
-    for structure_number, layout_number in {(part.structure, part.layout) for part in bundle.parts}:
-        tensors = bundle.structures[structure_number].tensors
-        for chunk in bundle.layouts[layout_number].chunks:
-            if chunk.entry is not None or chunk.owner not in owners:
-                continue
-            if chunk.owner not in written:
-                written[chunk.owner] = _written(bundle, owners[chunk.owner])
-            row = tensors[chunk.tensor]
-            if _identity(chunk, row) not in written[chunk.owner]:
-                raise InvalidManifest(
-                    f"Others leave a part of {row.label!r:.200} to a rank that has not written it",
-                    rank=chunk.owner,
-                    hint="Ranks must agree on names, shapes and what is replicated",
-                )
+    places = {part.rank: (part.structure, part.layout) for part in bundle.parts}
+    left: dict[int, list[tuple[array[int], tuple[int, int]]]] = {}
+    for place, known in facts.items():
+        unknown: dict[int, array[int]] = {}
+        for owner, entry, identity in zip(
+            known.foreign.owner, known.foreign.entry, known.foreign.identity, strict=True
+        ):
+            if entry < 0 and owner in places:
+                unknown.setdefault(owner, array("q")).append(identity)
+        for owner, identities in unknown.items():
+            left.setdefault(owner, []).append((identities, place))
+    for owner, wanted in left.items():
+        written = _written(bundle, facts, places[owner])
+        for identities, place in wanted:
+            if not written.issuperset(identities):
+                raise _not_written(bundle, facts[place], place, owner, written)
 
 
-_Identity = tuple[str, str, tuple[int, ...], Box | None]
-"""Label, dtype, shape and box: by these a rank finds among another's chunks what it holds too."""
+def _written(bundle: Bundle, facts: Facts, place: tuple[int, int]) -> set[int]:
+    own = facts[place].own
+    if own is None:
+        tensors = bundle.structures[place[0]].tensors
+        return set(own_identities(chunk_columns(bundle.layouts[place[1]]), tensors))
+    return set(own)
 
 
-def _written(bundle: Bundle, owner: Part) -> set[_Identity]:
-    tensors = bundle.structures[owner.structure].tensors
-    chunks = bundle.layouts[owner.layout].chunks
-    return {
-        _identity(chunk, tensors[chunk.tensor])
-        for chunk in chunks
-        if chunk.owner is None and chunk.tensor < len(tensors)
-    }
-
-
-def _identity(chunk: ChunkRow, tensor: TensorRow) -> _Identity:
-    return tensor.label, tensor.dtype, tensor.shape, chunk.box
-
-
-def _check_chunk(chunk: ChunkRow, tensor: TensorRow, entries: Sequence[EntryRow] | None) -> None:
-    end = _end(chunk, tensor)
-    if chunk.entry is None:
-        if chunk.owner is None:
-            raise InvalidManifest(
-                f"A chunk of {tensor.label!r:.200} does not tell which entry it is in"
-            )
-        if chunk.offset or chunk.stride is not None:
-            raise InvalidManifest(f"A chunk of {tensor.label!r:.200} lies in an unknown entry")
-        return
-    if entries is None:
-        return
-    if chunk.entry >= len(entries):
-        raise InvalidManifest(f"A chunk of {tensor.label!r:.200} is in an entry that is not there")
-    if end > entries[chunk.entry].nbytes:
-        raise InvalidExtent(f"A chunk of {tensor.label!r:.200} ends behind its entry")
-
-
-def _end(chunk: ChunkRow, tensor: TensorRow) -> int:
-    """Behind the last byte of its entry that a chunk touches."""
-    shape = tensor.shape
-    if chunk.box is not None:
-        shape = _box_shape(chunk.box, tensor)
-    item = item_bytes(tensor.dtype) or 1
-    original = chunk.original_stride
-    if chunk.offset % item or (original is not None and len(original) != len(shape)):
-        raise InvalidExtent(f"The offset or strides of a chunk of {tensor.label!r:.200} do not fit")
-    if chunk.stride is None:
-        return chunk.offset + math.prod(shape) * item
-    if len(chunk.stride) != len(shape):
-        raise InvalidExtent(f"A chunk of {tensor.label!r:.200} has a wrong number of strides")
-    if 0 in shape:
-        return chunk.offset
-    last = sum((n - 1) * step for n, step in zip(shape, chunk.stride, strict=True))
-    return chunk.offset + (last + 1) * item
-
-
-def _box_shape(box: Box, tensor: TensorRow) -> tuple[int, ...]:
-    lower, upper = box
-    if len(lower) != len(tensor.shape) or len(upper) != len(tensor.shape):
-        raise InvalidExtent(f"A box of {tensor.label!r:.200} has a wrong number of dimensions")
-    if not all(0 <= lo <= hi <= n for lo, hi, n in zip(lower, upper, tensor.shape, strict=True)):
-        raise InvalidExtent(f"A box of {tensor.label!r:.200} leaves its shape")
-    return tuple(hi - lo for lo, hi in zip(lower, upper, strict=True))
+def _not_written(
+    bundle: Bundle, facts: LayoutFacts, place: tuple[int, int], owner: int, written: set[int]
+) -> InvalidManifest:
+    foreign = facts.foreign
+    chunk = next(
+        number
+        for who, entry, number, identity in zip(
+            foreign.owner, foreign.entry, foreign.number, foreign.identity, strict=True
+        )
+        if who == owner and entry < 0 and identity not in written
+    )
+    tensor = bundle.layouts[place[1]].chunks[chunk].tensor
+    label = bundle.structures[place[0]].tensors[tensor].label
+    return InvalidManifest(
+        f"Others leave a part of {label!r:.200} to a rank that has not written it",
+        rank=owner,
+        hint="Ranks must agree on names, shapes and what is replicated",
+    )
 
 
 def _check_per_rank(bundle: Bundle) -> None:

@@ -7,36 +7,35 @@ such things are the same if their JSON is the same text; Python's ``==`` would t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ckpipe.canonical_json import Numbering
 from ckpipe.columns import MAX_NUMBER, make_rows, number_lists
-from ckpipe.errors import CorruptCheckpoint, InvalidManifest, UnsupportedState, UnsupportedVersion
-from ckpipe.item_sizes import STORED_ITEM_BYTES
+from ckpipe.errors import (
+    CorruptCheckpoint,
+    InvalidManifest,
+    OversizedMetadata,
+    UnsupportedState,
+    UnsupportedVersion,
+)
 from ckpipe.keys import Json
-from ckpipe.manifest import (
-    FORMAT_VERSION,
-    Bundle,
-    BundleKind,
-    EntryRow,
-    Layout,
-    Part,
-    PerRank,
-    Structure,
+from ckpipe.layout_checks import ChunkColumns, check_layout
+from ckpipe.manifest import FORMAT_VERSION, Bundle, BundleKind, Layout, Part, PerRank, Structure
+from ckpipe.manifest_checks import check_bundle, check_dtypes
+from ckpipe.manifest_tables import CHUNKS, FILES, PARTS, SHARED, TENSORS, structure_form
+from ckpipe.sealed_json import Element, seal, unseal
+from ckpipe.stored_layouts import (
+    LayoutText,
+    chunk_rows,
+    entry_rows,
+    layout_text,
+    lazy_layout,
+    read_entries,
+    with_names,
+    with_structure,
+    without_structure,
 )
-from ckpipe.manifest_checks import check_bundle
-from ckpipe.manifest_tables import (
-    CHUNKS,
-    ENTRIES,
-    FILES,
-    PARTS,
-    SHARED,
-    TENSORS,
-    structure_form,
-)
-from ckpipe.sealed_json import seal, unseal
 from ckpipe.types import CheckpointId
 
 MAX_STORED_BYTES = 1 << 30
@@ -44,18 +43,19 @@ MAX_STORED_BYTES = 1 << 30
 
 FORMAT_NAME = "ckpipe"
 
-_WINDOW = "~window"
-_ENTRY_ATTRIBUTES = (*(column.name for column in ENTRIES.columns), "nbytes")
+MOST_ROWS = 1 << 18
+"""Of how many entries and chunks rows are made at once when a bundle is read."""
 
 
 def encode_bundle(bundle: Bundle) -> bytes:
     """The stored form of a bundle: equal bundles make equal bytes.
 
     Raises:
+        OversizedMetadata: If it is more than a reader accepts.
         UnsupportedState: If the tree is nested too deeply to be written.
         ValueError: If metadata holds a float that is not finite.
     """
-    document: dict[str, Json] = {
+    document: dict[str, Any] = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "kind": bundle.kind,
@@ -76,41 +76,26 @@ def encode_bundle(bundle: Bundle) -> bytes:
             ]
         if bundle.report is not None:
             document["report"] = bundle.report
-        return seal(document)
+        return seal(document, MAX_STORED_BYTES)
+    except OversizedMetadata as error:
+        raise error.located(step=bundle.id.step) from None
     except RecursionError:
         raise UnsupportedState(
             "The state is nested too deeply", step=bundle.id.step, hint="Flatten it"
         ) from None
 
 
-def _encode_layouts(bundle: Bundle) -> list[Json]:
+def _encode_layouts(bundle: Bundle) -> Iterator[str]:
     structure_of: dict[int, int] = {}
     for part in bundle.parts:
         structure_of.setdefault(part.layout, part.structure)
-    numbers_of = [
-        {row.label: number for number, row in enumerate(structure.tensors)}
-        for structure in bundle.structures
-    ]
-    data = []
+    labels_of = [tuple(row.label for row in each.tensors) for each in bundle.structures]
+    numbers_of = [{label: n for n, label in enumerate(labels)} for labels in labels_of]
     for number, layout in enumerate(bundle.layouts):
         structure = structure_of.get(number, 0)
-        entries = ENTRIES.encode(layout.entries)
-        labels = numbers_of[structure] if numbers_of else {}
-        entries["name"] = [_encode_name(name, labels) for name in entries["name"]]
-        chunks = CHUNKS.encode(layout.chunks)
-        data.append({"structure": structure, "entries": entries, "chunks": chunks})
-    return data
-
-
-def _encode_name(name: str, labels: Mapping[str, int]) -> Json:
-    number = labels.get(name)
-    if number is not None:
-        return number
-    head, at, tail = name.partition("@")
-    if not at and name.endswith(_WINDOW):
-        head, tail = name.removesuffix(_WINDOW), _WINDOW
-    number = labels.get(head)
-    return name if number is None else [number, at + tail]
+        labels = labels_of[structure] if labels_of else ()
+        numbers = numbers_of[structure] if numbers_of else {}
+        yield with_structure(layout_text(layout, numbers, labels), structure)
 
 
 def _encode_parts(parts: tuple[Part, ...]) -> dict[str, Json]:
@@ -135,6 +120,7 @@ def decode_bundle(
     id: CheckpointId,
     kind: BundleKind,
     max_bytes: int = MAX_STORED_BYTES,
+    most_rows: int = MOST_ROWS,
 ) -> Bundle:
     """Reads and validates a bundle that anybody may have written.
 
@@ -144,6 +130,8 @@ def decode_bundle(
         id: The checkpoint it must be of.
         kind: What it must be.
         max_bytes: The most bytes of JSON to accept, decompressed.
+        most_rows: Of more entries than this no rows are made before they are asked for; their
+            text is kept instead.
 
     Raises:
         UnsupportedVersion: If it was written in a newer format.
@@ -156,16 +144,93 @@ def decode_bundle(
         WrongWorldSize: If its ranks are not those of its kind and world size.
         InvalidManifest: If anything else about it is wrong.
     """
+    reading = _Reading(most_rows)
     try:
-        document = unseal(data, max_bytes)
+        document = unseal(data, max_bytes, reading.elements)
         _check_version(document)
         _check_identity(document, id, kind)
-        bundle = _decode(document, id, kind)
+        bundle = _decode(document, reading, id, kind)
         check_bundle(bundle)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         error.key = error.key or key
         raise error.located(step=id.step) from None
     return bundle
+
+
+class _Reading:
+    """Structures and layouts while a bundle is read: each is taken in as soon as it has come.
+
+    What is wrong with them is kept for later, since in a newer format they may be anything.
+    """
+
+    def __init__(self, most_rows: int) -> None:
+        self._most_rows, self._rows = most_rows, 0
+        self._structures: list[Structure] = []
+        self._labels: list[tuple[str, ...]] = []
+        self._error: CorruptCheckpoint | None = None
+        self.elements: dict[str, Element] = {
+            "structures": self._guarded(self._structure),
+            "layouts": self._guarded(self._layout),
+        }
+
+    def check(self) -> None:
+        """Raises what was wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _guarded(self, element: Element) -> Element:
+        def guarded(data: Json, text: str) -> Any:
+            if self._error is None:
+                try:
+                    return element(data, text)
+                except CorruptCheckpoint as error:
+                    self._error = error
+            return None
+
+        return guarded
+
+    def _structure(self, data: Json, text: str) -> Structure:
+        tree = _member(data, "tree", list)
+        tensors = TENSORS.decode(data.get("tensors"))
+        structure = Structure(tree, tensors, _number(data, "values"))
+        self._structures.append(structure)
+        self._labels.append(tuple(row.label for row in tensors))
+        return structure
+
+    def _layout(self, data: Json, text: str) -> Layout | _Late:
+        number = _number(data, "structure")
+        entries = read_entries(data.get("entries"))
+        chunks = ChunkColumns(*CHUNKS.columns_of(data.get("chunks")))
+        self._rows += len(chunks.tensor)
+        late = _Late(number, entries, chunks)
+        if number >= len(self._structures):
+            return late
+        tail = without_structure(text, number)
+        if self._rows <= self._most_rows or tail is None:
+            return late.layout(self._labels)
+        tensors, labels = self._structures[number].tensors, self._labels[number]
+        check_dtypes(tensors)
+        facts = check_layout(with_names(entries, labels), chunks, tensors)
+        return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
+
+    def layouts(self, found: list[Any]) -> tuple[Layout, ...]:
+        """The layouts, now that all structures are known."""
+        return tuple(
+            each.layout(self._labels) if isinstance(each, _Late) else each for each in found
+        )
+
+
+class _Late(NamedTuple):
+    """A layout that came before its structure, which it may: members have no order."""
+
+    structure: int
+    entries: list[list[Any]]
+    chunks: ChunkColumns
+
+    def layout(self, labels: Sequence[tuple[str, ...]]) -> Layout:
+        """The layout, with the labels of all structures."""
+        own = labels[self.structure] if self.structure < len(labels) else ()
+        return Layout(entry_rows(with_names(self.entries, own)), chunk_rows(self.chunks))
 
 
 def _check_version(document: Mapping[str, Json]) -> None:
@@ -188,58 +253,22 @@ def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: Bundle
             raise InvalidManifest(f"The object's {name} is {found!r:.100} instead of {value!r}")
 
 
-def _decode(document: Mapping[str, Json], id: CheckpointId, kind: BundleKind) -> Bundle:
-    structures = tuple(_decode_structure(each) for each in _list(document, "structures"))
-    layouts = tuple(_decode_layout(each, structures) for each in _list(document, "layouts"))
+def _decode(
+    document: Mapping[str, Json], reading: _Reading, id: CheckpointId, kind: BundleKind
+) -> Bundle:
+    structures, layouts = _list(document, "structures"), _list(document, "layouts")
+    reading.check()
     return Bundle(
         kind,
         id,
         _number(document, "world_size"),
-        structures,
-        layouts,
+        tuple(structures),
+        reading.layouts(layouts),
         _decode_parts(document),
         _decode_group(document) if kind == "group" else None,
         _decode_per_rank(document, len(structures)) if kind == "index" else (),
         _decode_report(document),
     )
-
-
-def _decode_structure(data: Json) -> Structure:
-    tree = _member(data, "tree", list)
-    tensors = TENSORS.decode(data.get("tensors"))
-    return Structure(tree, tensors, _number(data, "values"))
-
-
-def _decode_layout(data: Json, structures: tuple[Structure, ...]) -> Layout:
-    number = _number(data, "structure")
-    tensors = structures[number].tensors if number < len(structures) else ()
-    names, dtypes, shapes, files, offsets = ENTRIES.columns_of(data.get("entries"))
-    if not set(dtypes) <= STORED_ITEM_BYTES.keys():
-        unknown = next(dtype for dtype in dtypes if dtype not in STORED_ITEM_BYTES)
-        raise InvalidManifest(f"An entry has the unknown dtype {unknown!r:.100}")
-    nbytes = [
-        math.prod(shape) * STORED_ITEM_BYTES[dtype]
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
-    if nbytes and max(nbytes) > MAX_NUMBER:
-        raise InvalidManifest("The shape of an entry has more elements than any store can hold")
-    labels = [row.label for row in tensors]
-    columns = [list(_decode_names(names, labels)), dtypes, shapes, files, offsets, nbytes]
-    entries = make_rows(EntryRow, _ENTRY_ATTRIBUTES, columns)
-    return Layout(entries, CHUNKS.decode(data.get("chunks")))
-
-
-def _decode_names(names: Iterable[Json], labels: list[str]) -> Iterable[str]:
-    for name in names:
-        if type(name) is str:
-            yield name
-            continue
-        number, suffix = (
-            name if type(name) is list and list(map(type, name)) == [int, str] else (name, "")
-        )
-        if type(number) is not int or not 0 <= number < len(labels):
-            raise InvalidManifest(f"An entry has the name {name!r:.100}, which names no tensor")
-        yield labels[number] + suffix if suffix else labels[number]
 
 
 def _decode_parts(document: Mapping[str, Json]) -> tuple[Part, ...]:

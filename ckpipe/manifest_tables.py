@@ -18,7 +18,7 @@ from ckpipe.columns import (
     texts,
 )
 from ckpipe.keys import Json
-from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Layout, Part, Structure, TensorRow
+from ckpipe.manifest import ChunkRow, EntryRow, FileRow, Part, Structure, TensorRow
 
 TENSORS = Table(
     "tensors",
@@ -104,8 +104,3 @@ def structure_form(structure: Structure) -> dict[str, Json]:
         "values": structure.values,
         "tensors": TENSORS.encode(structure.tensors),
     }
-
-
-def layout_form(layout: Layout) -> dict[str, Json]:
-    """The JSON form of a layout, but for the names of its entries, which stand in full."""
-    return {"entries": ENTRIES.encode(layout.entries), "chunks": CHUNKS.encode(layout.chunks)}

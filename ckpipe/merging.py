@@ -7,17 +7,18 @@ does not matter who of several is first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpipe.canonical_json import Numbering, canonical
-from ckpipe.checksum import chunk_count
 from ckpipe.errors import InvalidManifest, WrongWorldSize
 from ckpipe.keys import Json
-from ckpipe.manifest import Bundle, BundleKind, Layout, Part, PerRank
-from ckpipe.manifest_checks import check_ranks
-from ckpipe.manifest_tables import layout_form, structure_form
+from ckpipe.layout_checks import Place
+from ckpipe.manifest import Bundle, BundleKind, Layout, Part, PerRank, Structure
+from ckpipe.manifest_checks import check_ranks, known_facts
+from ckpipe.manifest_tables import structure_form
+from ckpipe.stored_layouts import digest, facts_of, layout_text
 
 
 def merge(
@@ -41,12 +42,13 @@ def merge(
         raise InvalidManifest("Manifests of different checkpoints cannot be merged")
     if any(each.world_size != first.world_size for each in found):
         raise WrongWorldSize("Manifests do not agree on the world size", step=first.id.step)
-    structures, layouts, values = Numbering(), Numbering(), Numbering()
+    structures, layouts, values = Numbering(), _Layouts(), Numbering()
     parts = []
     pairs = [(part, source) for source in found for part in source.parts]
     for part, source in sorted(pairs, key=lambda pair: pair[0].rank):
-        structure = structures.number(source.structures[part.structure], structure_form)
-        layout = layouts.number(source.layouts[part.layout], layout_form)
+        own = source.structures[part.structure]
+        structure = structures.number(own, structure_form)
+        layout = layouts.number(source.layouts[part.layout], own)
         shared = values.items[values.number(part.values)]
         parts.append(replace(part, structure=structure, layout=layout, values=shared))
     merged = Bundle(
@@ -57,11 +59,50 @@ def merge(
     return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
 
 
+class _Layouts:
+    """Gives numbers to layouts; the same names, places and boxes again have the same number."""
+
+    def __init__(self) -> None:
+        self.items: list[Layout] = []
+        self._numbers: dict[bytes, int] = {}
+        # A layout is kept with its number, since its id would be used again otherwise.
+        self._by_id: dict[int, tuple[Layout, int]] = {}
+        self._labels: dict[int, _Labels] = {}
+
+    def number(self, layout: Layout, structure: Structure) -> int:
+        known = self._by_id.get(id(layout))
+        if known is None:
+            labels = self._labels_of(structure)
+            key = labels.digest + digest(layout_text(layout, labels.numbers, labels.texts))
+            number = self._numbers.setdefault(key, len(self.items))
+            if number == len(self.items):
+                self.items.append(layout)
+            known = self._by_id[id(layout)] = (layout, number)
+        return known[1]
+
+    def _labels_of(self, structure: Structure) -> _Labels:
+        known = self._labels.get(id(structure))
+        if known is None:
+            texts = tuple(row.label for row in structure.tensors)
+            numbers = {label: number for number, label in enumerate(texts)}
+            known = self._labels[id(structure)] = _Labels(structure, texts, numbers, digest(*texts))
+        return known
+
+
+class _Labels(NamedTuple):
+    """The labels of a structure, in order, with their numbers, and what tells them from others."""
+
+    structure: Structure
+    texts: tuple[str, ...]
+    numbers: dict[str, int]
+    digest: bytes
+
+
 def _per_rank(bundle: Bundle) -> tuple[PerRank, ...]:
     members: list[list[Part]] = [[] for _ in bundle.structures]
     for part in bundle.parts:
         members[part.structure].append(part)
-    private = [_private(layout) for layout in bundle.layouts]
+    private = {layout: facts.private for (_, layout), facts in known_facts(bundle).items()}
     return tuple(
         PerRank(_differing_tensors(each, private), _differing_values(each)) for each in members
     )
@@ -78,28 +119,8 @@ def _differing_values(parts: Sequence[Part]) -> tuple[int, ...]:
     )
 
 
-_Place = tuple[tuple[Any, ...], slice]
-"""How a tensor lies in its entry, and which of its part's checksums are those of the entry."""
-
-
-def _private(layout: Layout) -> dict[int, _Place]:
-    """The tensors that a rank holds whole and wrote itself."""
-    sums: list[slice] = []
-    end = 0
-    for entry in layout.entries:
-        sums.append(slice(end, end + chunk_count(entry.nbytes)))
-        end = sums[-1].stop
-    found: dict[int, _Place] = {}
-    for chunk in layout.chunks:
-        if chunk.box is None and chunk.owner is None and chunk.entry is not None:
-            row = layout.entries[chunk.entry]
-            place = (row.dtype, row.shape, chunk.offset, chunk.stride)
-            found[chunk.tensor] = (place, sums[chunk.entry])
-    return found
-
-
 def _differing_tensors(
-    parts: Sequence[Part], private: Sequence[dict[int, _Place]]
+    parts: Sequence[Part], private: Mapping[int, Mapping[int, Place]]
 ) -> tuple[int, ...]:
     first, *others = parts
     if not others:
@@ -131,7 +152,8 @@ def differ_privately(bundle: Bundle, holders: Sequence[tuple[int, int]]) -> bool
         part = bundle.parts[number]
         row = bundle.structures[part.structure].tensors[tensor]
         shapes.add((row.shape, row.dtype))
-        place = _private(bundle.layouts[part.layout]).get(tensor)
+        rows = bundle.structures[part.structure].tensors
+        place = facts_of(bundle.layouts[part.layout], rows).private.get(tensor)
         if place is not None:
             found.append((place[0], part.checksums[place[1]]))
     return len(shapes) > 1 or (len(found) == len(holders) and len(set(found)) > 1)

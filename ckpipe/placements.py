@@ -11,8 +11,9 @@ rank's chunk of each of them, one behind the other.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
@@ -32,6 +33,34 @@ class Mesh:
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        # A mesh is part of the key of every sharding, and may be of many thousand ranks.
+        object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def place(self, rank: int) -> int | None:
+        """Which of its ranks a rank is, row by row; None if it is not on the mesh."""
+        if 0 <= rank < len(self.ranks) and self.ranks[rank] == rank:
+            return rank  # so it is on a mesh of all ranks, and nothing is searched
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            return None
+
+
+@lru_cache(maxsize=64)
+def mesh_of(shape: tuple[int, ...], ranks: bytes) -> Mesh:
+    """One object for equal meshes, so that those of two walks are compared at no cost.
+
+    Args:
+        shape: How many ranks there are in each dimension.
+        ranks: The global ranks, row by row, as native 64-bit integers.
+    """
+    return Mesh(shape, tuple(array("q", ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +111,8 @@ class Sharding:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Where a rank stands on the mesh; None if it is not on it."""
-        try:
-            place = self.mesh.ranks.index(rank)
-        except ValueError:
+        place = self.mesh.place(rank)
+        if place is None:
             return None
         found = []
         for n in reversed(self.mesh.shape):

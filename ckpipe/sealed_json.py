@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Callable, Iterator, Mapping
+from json import JSONDecodeError
 from typing import Any
 
 from ckpipe.checksum import crc32c
@@ -33,28 +35,94 @@ _LEVEL = 2
 _ZLIB_FIRST_BYTE = 0x78
 
 
-def seal(document: dict[str, Json]) -> bytes:
+def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
     """The stored form of a JSON object that is not empty.
 
+    Args:
+        document: The object. A member may be an iterator over the JSON texts of an array's
+            elements, which are then never in memory together.
+        max_bytes: The longest JSON that may be made; None for any.
+
     Raises:
+        OversizedMetadata: If it is longer.
         ValueError: If it holds a float that is not finite.
         RecursionError: If it is nested too deeply.
     """
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False, check_circular=False)
-    body = text[:-1].encode("ascii")
-    plain = b"%s%s%08x%s" % (body, _MARK, crc32c(body), _END)
-    if len(plain) <= PLAIN_BYTES:
-        return plain
-    stream = zlib.compress(plain, _LEVEL)
-    return stream + crc32c(stream).to_bytes(_SUM_BYTES, "big")
+    packed = _Packed(PLAIN_BYTES, max_bytes)
+    for piece in _pieces(document):
+        packed.add(piece.encode("ascii"))
+    packed.add(b"%s%08x%s" % (_MARK, packed.crc, _END))
+    return packed.finished()
 
 
-def unseal(data: bytes, max_bytes: int) -> dict[str, Json]:
+def _pieces(document: dict[str, Any]) -> Iterator[str]:
+    head = "{"
+    for name, value in document.items():
+        yield f"{head}{_text(name)}:"
+        if not isinstance(value, Iterator):
+            yield _text(value)
+        else:
+            comma = "["
+            for element in value:
+                yield comma
+                yield element
+                comma = ","
+            yield "[]" if comma == "[" else "]"
+        head = ","
+
+
+def _text(data: Json) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
+class _Packed:
+    """Collects pieces of a text, and compresses them once there are many."""
+
+    def __init__(self, plain_bytes: int, max_bytes: int | None) -> None:
+        self._plain_bytes, self._max_bytes = plain_bytes, max_bytes
+        self._plain: list[bytes] = []
+        self._stream: Any = None
+        self._packed: list[bytes] = []
+        self.size = self.crc = 0
+
+    def add(self, piece: bytes) -> None:
+        self.crc = crc32c(piece, self.crc)
+        self.size += len(piece)
+        if self._max_bytes is not None and self.size > self._max_bytes:
+            raise OversizedMetadata(
+                f"The metadata of the checkpoint has more than {self._max_bytes} bytes",
+                hint="Save fewer tensors, or from fewer ranks",
+            )
+        if self._stream is not None:
+            self._packed.append(self._stream.compress(piece))
+            return
+        self._plain.append(piece)
+        if self.size > self._plain_bytes:
+            self._stream = zlib.compressobj(_LEVEL)
+            self._packed = [self._stream.compress(each) for each in self._plain]
+            self._plain = []
+
+    def finished(self) -> bytes:
+        if self._stream is None:
+            return b"".join(self._plain)
+        stream = b"".join([*self._packed, self._stream.flush()])
+        return stream + crc32c(stream).to_bytes(_SUM_BYTES, "big")
+
+
+Element = Callable[[Json, str], Any]
+"""What an element of an array becomes, by its value and its text, as soon as it was read."""
+
+
+def unseal(
+    data: bytes, max_bytes: int, elements: Mapping[str, Element] | None = None
+) -> dict[str, Any]:
     """The JSON object that was sealed, without its checksum.
 
     Args:
         data: What the store gave.
         max_bytes: The most bytes of JSON to accept, decompressed.
+        elements: For members that are arrays, what their elements become. They do so in their
+            order in the text, one by one, so that all of them are never in memory as JSON.
 
     Raises:
         TruncatedObject: If it is empty or ends before its checksum.
@@ -69,16 +137,68 @@ def unseal(data: bytes, max_bytes: int) -> dict[str, Json]:
     body = memoryview(plain)[:-_TAIL_BYTES]
     if plain[-_TAIL_BYTES:] != b"%s%08x%s" % (_MARK, crc32c(body), _END):
         raise ChecksumMismatch("The object is not what was written: its checksum differs")
+    del body
     try:
-        document = json.loads(
-            plain, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
-        )
+        document = _parsed(plain.decode(), elements or {})
     except RecursionError:
         raise InvalidManifest("The object is nested too deeply") from None
     except ValueError as error:
         raise InvalidManifest(f"The object is not valid JSON: {error}") from None
     del document["crc32c"]
-    return document  # type: ignore[no-any-return]
+    return document
+
+
+def _parsed(text: str, elements: Mapping[str, Element]) -> dict[str, Any]:
+    """Reads an object member by member; the text is known to end like a sealed one."""
+    found: dict[str, Any] = {}
+    at = _after(text, 0, "{")
+    while True:
+        name, at = _DECODER.raw_decode(text, at)
+        if type(name) is not str:
+            raise JSONDecodeError("Expecting a name", text, at)
+        if name in found:
+            raise DuplicateName("An object in the JSON has a name twice")
+        at = _after(text, at, ":")
+        if name in elements and text.startswith("[", at):
+            found[name], at = _array(text, at, elements[name])
+        else:
+            found[name], at = _DECODER.raw_decode(text, at)
+        at = _skipped(text, at)
+        if text.startswith("}", at):
+            break
+        at = _after(text, at, ",")
+    if _skipped(text, at + 1) != len(text):
+        raise JSONDecodeError("Extra data", text, at)
+    return found
+
+
+def _array(text: str, at: int, element: Element) -> tuple[list[Any], int]:
+    found: list[Any] = []
+    at = _skipped(text, at + 1)
+    if text.startswith("]", at):
+        return found, at + 1
+    while True:
+        begin = at
+        value, at = _DECODER.raw_decode(text, begin)
+        found.append(element(value, text[begin:at]))
+        at = _skipped(text, at)
+        if text.startswith("]", at):
+            return found, at + 1
+        at = _after(text, at, ",")
+
+
+def _after(text: str, at: int, sign: str) -> int:
+    """Behind a sign that must come next, and behind the white space that follows it."""
+    at = _skipped(text, at)
+    if not text.startswith(sign, at):
+        raise JSONDecodeError(f"Expecting {sign!r}", text, at)
+    return _skipped(text, at + 1)
+
+
+def _skipped(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\n\r":
+        at += 1
+    return at
 
 
 def opened(data: bytes, max_bytes: int) -> bytes:
@@ -133,3 +253,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError("a number is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 import torch
 
 from ckpipe.box_cover import BoxIndex
-from ckpipe.boxes import Box, box_shape, flat_ranges, moved, whole
+from ckpipe.boxes import Box, flat_ranges, moved, whole
 from ckpipe.checksum import CHUNK_BYTES
 from ckpipe.dtypes import DTYPES
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.load_planning import EntryTable, Need
 from ckpipe.manifest import ChunkRow, TensorRow
-from ckpipe.sources import Candidate, Sources, chunk_box
+from ckpipe.sources import Candidate, Sources
 from ckpipe.tensors import overlaps_itself
 
 
@@ -196,7 +197,8 @@ class StoredTensors:
         near = stored.near
         found, missing = self._covered(stored, near, regions)
         if missing:
-            everywhere = [*near, *self._sources.everywhere(stored.row)]
+            others = self._sources.everywhere(stored.row)
+            everywhere = [*near, *(each for each in others if each not in near)]
             found, missing = self._covered(stored, everywhere, regions)
         if missing:
             lower, upper = missing[0]
@@ -205,7 +207,7 @@ class StoredTensors:
                 f"this tensor of shape {list(stored.shape)}",
                 key=stored.label,
             )
-        return tuple([self._part(stored, *each) for each in found])
+        return self._parts(stored, found)
 
     def _covered(
         self, stored: StoredTensor, candidates: list[Candidate], regions: tuple[Region, ...]
@@ -229,16 +231,33 @@ class StoredTensors:
                 found += [(candidates[n], part, part) for n, part in parts]
         return found, missing
 
-    def _part(self, stored: StoredTensor, candidate: Candidate, part: Box, target: Box) -> Piece:
-        """A piece that is a part of a chunk, by its bounds in the global and in the own tensor."""
-        number, chunk = candidate
-        box = chunk_box(chunk, stored.row.shape)
-        shape, inside = box_shape(box), None
-        if part != box:
-            inside = moved(part, box[0])
-        elif target == whole(stored.row.shape):
-            return self._piece(stored, number, chunk, shape, None, None)
-        return self._piece(stored, number, chunk, shape, inside, target)
+    def _parts(
+        self, stored: StoredTensor, found: list[tuple[Candidate, Box, Box]]
+    ) -> tuple[Piece, ...]:
+        """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
+        item, everything = stored.dtype.itemsize, whole(stored.row.shape)
+        pieces = []
+        for (number, chunk), part, target in found:
+            box = everything if chunk.box is None else chunk.box
+            shape = tuple(map(sub, box[1], box[0]))
+            entry = chunk.entry
+            if part is not box and part != box:
+                inside = moved(part, box[0])
+                pieces.append(self._piece(stored, number, chunk, shape, inside, target))
+                continue
+            fills = None if target == everything else target
+            held = self._sources.held(number)
+            if chunk.stride is not None or entry is None or entry >= held.entry_count:
+                pieces.append(self._piece(stored, number, chunk, shape, None, fills))
+                continue
+            # All of a chunk that lies row by row, which is nearly always so: a short way.
+            place, start = self.data.number(number, entry), chunk.offset
+            stop = start + math.prod(shape) * item
+            if start < 0 or entry < 0 or stop > self.data.sizes[place]:
+                raise _outside(stored, start, stop)
+            shared = entry in held.shared
+            pieces.append(Piece(place, start, stop, None, shape, None, fills, shared))
+        return tuple(pieces)
 
     def _piece(
         self,
@@ -256,12 +275,14 @@ class StoredTensors:
         if number is None or not 0 <= number < held.entry_count:
             raise InvalidExtent(f"Its entry {number} does not exist", key=stored.row.label)
         entry = self.data.number(part, number)
-        if start < 0 or stop > self.data.entries[entry].nbytes:
-            raise InvalidExtent(
-                f"Bytes {start} to {stop} are not in its entry", key=stored.row.label
-            )
+        if start < 0 or stop > self.data.sizes[entry]:
+            raise _outside(stored, start, stop)
         shared = stride is not None or number in held.shared
         return Piece(entry, start, stop, stride, shape, inside, target, shared)
+
+
+def _outside(stored: StoredTensor, start: int, stop: int) -> InvalidExtent:
+    return InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.row.label)
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor) -> int:
