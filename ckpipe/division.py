@@ -26,7 +26,7 @@ from hashlib import blake2b
 
 from ckpipe.boxes import box_shape
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
-from ckpipe.placements import HeldBox, Sharding
+from ckpipe.placements import HeldBox, Mesh, Sharding
 from ckpipe.tensors import TensorLeaf, alias_groups, overlaps_itself
 
 MIN_PIECE_BYTES = 128 << 10
@@ -102,12 +102,13 @@ class _Holdings:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._private = _Holding((rank,))
-        self._everywhere = _Holding(tuple(range(world_size)))
+        self._everywhere: _Holding | None = None
+        self._replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
         self._known: dict[int, tuple[tuple[int, ...] | None, _Holding]] = {}
 
     def of(self, leaf: TensorLeaf, replicated: bool) -> _Holding:
         if leaf.sharding is None:
-            return self._everywhere if replicated else self._private
+            return self._by_all() if replicated else self._private
         # Leaves keep their shardings alive, so that ids name them here.
         known = self._known.get(id(leaf.sharding))
         if known is None:
@@ -123,8 +124,13 @@ class _Holdings:
             )
         return holding
 
+    def _by_all(self) -> _Holding:
+        if self._everywhere is None:
+            self._everywhere = _Holding(tuple(range(self._world_size)))
+        return self._everywhere
+
     def _look_up(self, sharding: Sharding) -> tuple[tuple[int, ...] | None, _Holding]:
-        top = max(sharding.mesh.ranks, default=0)
+        top = sharding.mesh.top
         if top >= self._world_size:
             raise UnsupportedTopology(
                 f"A DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
@@ -133,11 +139,22 @@ class _Holdings:
             )
         boxes = sharding.held(self._rank)
         whole = (tuple(0 for _ in sharding.shape), sharding.shape)
-        replicas = tuple(sorted(sharding.replicas(self._rank)))
+        replicas = self._replicas_of(sharding)
         local_shape = sharding.local_shape(self._rank)
         if [held.box for held in boxes] == [whole]:
             return local_shape, _Holding(replicas)
         return local_shape, _Holding(replicas, boxes)
+
+    def _replicas_of(self, sharding: Sharding) -> tuple[int, ...]:
+        """Who holds what this rank holds: for all tensors that are cut alike, found once."""
+        cut = tuple(
+            placement.dim is None or 0 in sharding.shape for placement in sharding.placements
+        )
+        key = (sharding.mesh, cut)
+        known = self._replicas.get(key)
+        if known is None:
+            known = self._replicas[key] = tuple(sorted(sharding.replicas(self._rank)))
+        return known
 
 
 def _of_group(

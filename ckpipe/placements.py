@@ -29,14 +29,19 @@ class Mesh:
     Args:
         shape: How many ranks there are in each of its dimensions.
         ranks: The global ranks, row by row.
+
+    Attributes:
+        top: The greatest of them.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+    top: int = field(init=False, repr=False, compare=False, default=0)
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         # A mesh is part of the key of every sharding, and may be of many thousand ranks.
+        object.__setattr__(self, "top", max(self.ranks, default=0))
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
 
     def __hash__(self) -> int:
