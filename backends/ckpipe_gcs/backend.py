@@ -1,0 +1,201 @@
+"""A prefix of a bucket on Google Cloud Storage as a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack
+from datetime import datetime
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, UploadLimits
+from ckpipe.buffered_upload import BufferedUpload
+from ckpipe.errors import UsageError
+from ckpipe.fitness import unfit
+from ckpipe_gcs.access import Access, find_endpoint, open_session
+from ckpipe_gcs.address import Address
+from ckpipe_gcs.composing import MAX_PARTS
+from ckpipe_gcs.leftovers import Leftovers
+from ckpipe_gcs.listing import objects, pages, prefixes
+from ckpipe_gcs.objects import Objects
+from ckpipe_gcs.probe import honours_create_only
+from ckpipe_gcs.requests import Requests
+from ckpipe_gcs.tokens import open_tokens
+from ckpipe_gcs.upload import CompositeUpload
+
+BUFFERED_BYTES = 2 << 20
+"""Files of at most this size are kept in memory and sent whole."""
+
+
+class GcsBackend(Backend):
+    """Objects of a bucket whose names begin with a prefix, on Google Cloud Storage.
+
+    Small objects are written by one request, create-only ones with ``ifGenerationMatch=0``. Of
+    large ones each block is sent straight from the caller's memory as a temporary object beside
+    the object, and the store composes them; temporary objects are deleted in any case, and those
+    of killed processes by ``sweep``. Everything carries its CRC-32C for the store to verify, and
+    what the store reports is compared. Nothing is tried again here: errors say whether trying
+    again may help. Every request has a deadline.
+
+    Credentials are application-default credentials, found as by every client of Google Cloud, and
+    tokens are renewed while the backend is open. With ``STORAGE_EMULATOR_HOST`` requests go to
+    that emulator, without credentials.
+
+    Before its first write to a bucket, which for a pipeline is part of opening, a process finds
+    out by one object below the root, ``.ckpipe-probe``, whether the store honours
+    ``ifGenerationMatch``. Who only reads writes nothing.
+
+    Args:
+        url: ``gs://bucket/prefix``; its characters stand for themselves.
+        endpoint_url: Scheme, host and port of the API, for private endpoints and emulators; by
+            default ``STORAGE_EMULATOR_HOST``, and else the store's own.
+        credentials_file: A file of credentials, instead of those that are found.
+        anonymous: Whether to send no credentials, as for public buckets and emulators.
+        user_project: The project that pays for requests to a bucket that asks for it.
+        kms_key_name: The key that objects are encrypted with on the store, as
+            ``projects/…/cryptoKeys/…``; by default the bucket's.
+        proxy: The URL of an HTTP proxy.
+        ca_bundle: A file of certificates to trust instead of the system's.
+        max_connections: The most connections at a time.
+        request_timeout: Seconds for a request without a body; a body may take as long again as
+            it would at 1 MiB/s.
+        resumable_bytes: The size from which a block is sent through a resumable session. A
+            session costs one request more, and spares sending again what has arrived when a
+            connection breaks.
+        require_create_only: Whether to refuse a store that ignores ``ifGenerationMatch``, as
+            some emulators do. Without it, two runs that use one root at the same time can
+            overwrite each other's checkpoints unnoticed.
+
+    Raises:
+        UsageError: If the URL is of another form, or an option is out of range.
+    """
+
+    limits = UploadLimits(max_blocks=MAX_PARTS)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint_url: str | None = None,
+        credentials_file: str | None = None,
+        anonymous: bool = False,
+        user_project: str | None = None,
+        kms_key_name: str | None = None,
+        proxy: str | None = None,
+        ca_bundle: str | None = None,
+        max_connections: int = 32,
+        request_timeout: float = 60.0,
+        resumable_bytes: int = 8 << 20,
+        require_create_only: bool = True,
+    ) -> None:
+        self._address = Address.parse(url)
+        endpoint, emulated = find_endpoint(endpoint_url, os.environ)
+        self._access = Access(
+            endpoint, anonymous or (emulated and credentials_file is None), credentials_file,
+            proxy, ca_bundle, max_connections, request_timeout,
+        )  # fmt: skip
+        for name in ("max_connections", "request_timeout"):
+            if getattr(self._access, name) <= 0:
+                raise UsageError(f"{name} must be more than 0, not {getattr(self._access, name)}")
+        self._common = {"userProject": user_project} if user_project else {}
+        self._writing = {"kmsKeyName": kms_key_name} if kms_key_name else {}
+        self._resumable_bytes, self._require_create_only = resumable_bytes, require_create_only
+        self._stack = AsyncExitStack()
+        self._checked = False
+
+    def __repr__(self) -> str:
+        return f"<GcsBackend {self._address}>"
+
+    async def __aenter__(self) -> Self:
+        """Finds the credentials; the store is not asked anything yet.
+
+        Raises:
+            StoreError: If the options or the file of the credentials cannot be used.
+        """
+        access = self._access
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(open_session(access))
+            tokens = await stack.enter_async_context(open_tokens(access))
+            self._requests = Requests(
+                session, tokens, self._address, access.endpoint, access.request_timeout,
+                self._common,
+            )  # fmt: skip
+            self._objects = Objects(self._requests, self._writing)
+            self._leftovers = Leftovers(self._requests, self._objects)
+            self._stack = stack.pop_all()
+        return self
+
+    async def _check_fitness(self) -> None:
+        """Refuses a store that is not fit to be written to, before the first write."""
+        if self._checked:
+            return
+        fit = await honours_create_only(self._requests, self._objects, self._access.endpoint)
+        self._objects.create_only = fit
+        if not fit and self._require_create_only:
+            raise unfit(str(self._address), "ifGenerationMatch")
+        self._checked = True
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Gives up the uploads that nobody completed or aborted, and closes the connections."""
+        with anyio.CancelScope(shield=True):
+            await self._leftovers.close()
+            await self._stack.aclose()
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        self._address.name(key)
+        await self._check_fitness()
+        await self._objects.put(key, data, mode)
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        self._address.name(key)
+        if size > MAX_PARTS * block_bytes:
+            message = f"{size} bytes in blocks of {block_bytes} bytes are more than {MAX_PARTS}"
+            hint = f'Set staging.block_bytes to "{size // MAX_PARTS // (1 << 20) + 1} MiB" or more'
+            raise UsageError(message, key=key, hint=hint)
+        await self._check_fitness()
+        if size <= min(block_bytes, BUFFERED_BYTES):
+            return BufferedUpload(partial(self._create, key), key, size)
+        return CompositeUpload(
+            self._requests, self._objects, self._leftovers, key, size, block_bytes,
+            self._resumable_bytes,
+        )  # fmt: skip
+
+    async def _create(self, key: str, data: bytes) -> None:
+        await self._objects.put(key, data, PutMode.CREATE)
+
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        return await self._objects.get(key, max_bytes)
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        await self._objects.read_into(key, offset, buffer)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for page in pages(self._requests, self._address.below(prefix)):
+            for info in objects(self._address, page):
+                yield info
+
+    async def children(self, prefix: str = "") -> Children:
+        found: list[ObjectInfo] = []
+        below: set[str] = set()
+        async for page in pages(self._requests, self._address.below(prefix), "/"):
+            found += objects(self._address, page)
+            below |= set(prefixes(self._address, page))
+        return Children(tuple(found), tuple(sorted(below)))
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self._objects.stat(key)
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        await self._objects.delete(keys)
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        return await self._leftovers.remove_stale(self._address.below(prefix), before)

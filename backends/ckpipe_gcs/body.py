@@ -1,0 +1,81 @@
+"""Request bodies: the caller's own memory, and the checksum by which the store verifies it."""
+
+from __future__ import annotations
+
+import base64
+
+import aiohttp
+import anyio.to_thread
+from aiohttp.abc import AbstractStreamWriter
+
+from ckpipe.checksum import crc32c
+
+PIECE_BYTES = 1 << 18
+"""How much of a body is handed to the socket at a time."""
+
+_ON_LOOP_BYTES = 1 << 18
+
+
+class MemoryBody(aiohttp.payload.Payload):
+    """Sends pieces of memory one after the other, without copying them.
+
+    What goes to the socket are slices of the caller's memory. It can be sent again, from its
+    beginning. Once ended it sends nothing more, so that a request that was cancelled while it
+    still sends never touches memory that has another use by then.
+
+    Args:
+        pieces: Flat bytes.
+        content_type: What they are.
+    """
+
+    _autoclose = True
+
+    def __init__(
+        self, *pieces: bytes | memoryview, content_type: str = "application/octet-stream"
+    ) -> None:
+        super().__init__(None, content_type=content_type)
+        self._pieces = [memoryview(piece) for piece in pieces]
+        self._size = sum(map(len, pieces))
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("a body is bytes, not text")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await self.write_with_length(writer, None)
+
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
+        for piece in tuple(self._pieces):
+            for at in range(0, len(piece), PIECE_BYTES):
+                if not self._pieces:
+                    return
+                await writer.write(piece[at : at + PIECE_BYTES])
+
+    def end(self) -> None:
+        """Forgets the memory."""
+        self._pieces = []
+
+
+async def checksum(data: bytes | memoryview) -> int:
+    """The CRC-32C of a body, computed in a worker thread if that takes a while."""
+    if len(data) > _ON_LOOP_BYTES:
+        return await anyio.to_thread.run_sync(crc32c, data)
+    return crc32c(data)
+
+
+def encoded(value: int) -> str:
+    """A CRC-32C as the store writes it: big endian, in base 64."""
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+def decoded(text: str) -> int:
+    """A CRC-32C that the store wrote.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    data = base64.b64decode(text, validate=True)
+    if len(data) != 4:
+        raise ValueError("a CRC-32C has four bytes")
+    return int.from_bytes(data, "big")
