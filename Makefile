@@ -85,7 +85,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setup: $(VENV) with $$($(PYTHON) --version), which takes a minute"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,docs,cli,s3]'
+		-c constraints.txt -e '.[dev,docs,cli,s3,gcs]'
 	@touch $@
 
 $(BENCH)/.ready: pyproject.toml constraints.txt

@@ -9,29 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import json
+import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 
 class Fault(enum.Enum):
     """What can go wrong with a request."""
 
-    UNAVAILABLE = "503 with SlowDown, not forwarded"
+    UNAVAILABLE = "503, not forwarded"
     THROTTLED = "429 with Retry-After, not forwarded"
-    EXPIRED = "400 with ExpiredToken, not forwarded"
+    EXPIRED = "the credentials have expired, not forwarded"
     RESET_BEFORE = "the connection is reset once the request was read, not forwarded"
     RESET_WITHIN = "the connection is reset in the middle of the request's body"
+    HALF = "the server gets half of the request's body, and both connections are reset"
     LOST = "the server does it all, and the answer is lost"
     HANG = "no answer ever, not forwarded"
     SHORT = "the answer's body ends in the middle"
     FLIPPED = "one bit of the request's body is flipped on the way"
     FLIPPED_BACK = "one bit of the answer's body is flipped on the way"
-    UNCONDITIONAL = "If-None-Match never reaches the server"
+    UNCONDITIONAL = "the condition of a create-only put never reaches the server"
 
 
 @dataclass(frozen=True)
@@ -43,33 +46,103 @@ class Request:
         target: Path and query.
         headers: Names in lower case.
         size: Bytes of its body.
+        operation: What the store's API calls it.
     """
 
     method: str
     target: str
     headers: dict[str, str]
     size: int
+    operation: str
+
+
+Rule = Callable[[Request], Fault | None]
+
+
+class Dialect(Protocol):
+    """What the proxy must know of a store's API."""
 
     @property
-    def operation(self) -> str:
-        """What S3 calls the request."""
-        query = parse_qs(urlsplit(self.target).query, keep_blank_values=True)
+    def refusals(self) -> Mapping[Fault, bytes]:
+        """The answers of faults that are answers."""
+
+    def operation(self, method: str, target: str) -> str:
+        """What the API calls a request."""
+
+    def unconditional(self, first: str, headers: dict[str, str]) -> str:
+        """The first line of a request without its condition, which headers lose too."""
+
+
+class S3Dialect:
+    """The API of S3."""
+
+    def __init__(self) -> None:
+        self.refusals = {
+            Fault.UNAVAILABLE: self._refusal(503, b"SlowDown"),
+            Fault.THROTTLED: self._refusal(429, b"TooManyRequests", "Retry-After: 0.1"),
+            Fault.EXPIRED: self._refusal(400, b"ExpiredToken"),
+        }
+
+    def _refusal(self, status: int, code: bytes, *headers: str) -> bytes:
+        text = b"<Error><Code>%s</Code><Message>no</Message></Error>" % code
+        return refusal(status, text, "application/xml", "x-amz-request-id: REQ-42", *headers)
+
+    def operation(self, method: str, target: str) -> str:
+        query = parse_qs(urlsplit(target).query, keep_blank_values=True)
         if "uploads" in query:
-            return "CreateUpload" if self.method == "POST" else "ListUploads"
+            return "CreateUpload" if method == "POST" else "ListUploads"
         if "uploadId" in query:
-            return {"PUT": "UploadPart", "POST": "Complete", "DELETE": "Abort"}[self.method]
+            return {"PUT": "UploadPart", "POST": "Complete", "DELETE": "Abort"}[method]
         if "delete" in query:
             return "Delete"
         if "list-type" in query:
             return "List"
-        return self.method.capitalize()
+        return method.capitalize()
+
+    def unconditional(self, first: str, headers: dict[str, str]) -> str:
+        headers.pop("if-none-match", None)
+        return first
 
 
-Rule = Callable[[Request], Fault | None]
-ERROR = (
-    b"HTTP/1.1 %d Refused\r\nContent-Type: application/xml\r\nx-amz-request-id: REQ-42\r\n"
-    b"%sContent-Length: %d\r\nConnection: close\r\n\r\n%s"
-)
+class GcsDialect:
+    """The JSON API of Google Cloud Storage."""
+
+    def __init__(self) -> None:
+        self.refusals = {
+            Fault.UNAVAILABLE: self._refusal(503, "backendError"),
+            Fault.THROTTLED: self._refusal(429, "rateLimitExceeded", "Retry-After: 0.1"),
+            Fault.EXPIRED: self._refusal(401, "authError"),
+        }
+
+    def _refusal(self, status: int, reason: str, *headers: str) -> bytes:
+        error = {"code": status, "message": "no", "errors": [{"reason": reason}]}
+        text = json.dumps({"error": error}).encode()
+        id = "X-GUploader-UploadID: REQ-42"
+        return refusal(status, text, "application/json", id, *headers)
+
+    def operation(self, method: str, target: str) -> str:
+        path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
+        if "upload_id" in query:
+            return {"PUT": "Send", "DELETE": "Cancel"}[method]
+        if path.startswith("/upload/"):
+            return "Begin" if query["uploadType"] == ["resumable"] else "Put"
+        if path.endswith("/compose"):
+            return "Compose"
+        if path.endswith("/o"):
+            return "List"
+        if query.get("alt") == ["media"]:
+            return "Get"
+        return {"GET": "Look", "DELETE": "Delete"}.get(method, method)
+
+    def unconditional(self, first: str, headers: dict[str, str]) -> str:
+        return re.sub(r"&?ifGenerationMatch=\d+", "", first)
+
+
+def refusal(status: int, text: bytes, content_type: str, *headers: str) -> bytes:
+    """An answer that refuses."""
+    lines = [f"HTTP/1.1 {status} Refused", f"Content-Type: {content_type}", *headers]
+    lines += [f"Content-Length: {len(text)}", "Connection: close", "", ""]
+    return "\r\n".join(lines).encode() + text
 
 
 class FaultProxy:
@@ -77,10 +150,11 @@ class FaultProxy:
 
     Args:
         port: The server's port.
+        dialect: What the server speaks.
     """
 
-    def __init__(self, port: int) -> None:
-        self._upstream = port
+    def __init__(self, port: int, dialect: Dialect) -> None:
+        self._upstream, self._dialect = port, dialect
         self.port = 0
         self.rule: Rule = lambda request: None
         self.log: list[tuple[str, Fault | None]] = []
@@ -106,19 +180,23 @@ class FaultProxy:
         method, target, _ = first.split(" ")
         named = dict(line.split(": ", 1) for line in lines)
         headers = {name.lower(): value for name, value in named.items()}
-        request = Request(method, target, headers, int(headers.get("content-length", 0)))
+        operation = self._dialect.operation(method, target)
+        size = int(headers.get("content-length", 0))
+        request = Request(method, target, headers, size, operation)
         fault = self.rule(request)
         self.log.append((request.operation, fault))
         if "expect" in headers:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if fault is Fault.RESET_WITHIN:
-            await reader.readexactly(request.size // 2)
+        if fault in (Fault.RESET_WITHIN, Fault.HALF):
+            half = await reader.readexactly(request.size // 2)
+            if fault is Fault.HALF:
+                await self._leave_half(first, headers, half)
             return reset(writer)
         body = await reader.readexactly(request.size)
         if fault is Fault.HANG:
             await reader.read()  # until the client gives up
-        elif fault in _REFUSALS:
-            writer.write(_REFUSALS[fault])
+        elif fault is not None and fault in self._dialect.refusals:
+            writer.write(self._dialect.refusals[fault])
         elif fault is Fault.RESET_BEFORE:
             reset(writer)
         else:
@@ -133,10 +211,10 @@ class FaultProxy:
         fault: Fault | None,
         writer: asyncio.StreamWriter,
     ) -> None:
-        dropped = {"expect", "connection"}
-        dropped |= {"if-none-match"} if fault is Fault.UNCONDITIONAL else set()
-        kept = [f"{k}: {v}" for k, v in request.headers.items() if k not in dropped]
-        head = "\r\n".join([first, *kept, "connection: close", "", ""]).encode("latin1")
+        headers = dict(request.headers)
+        if fault is Fault.UNCONDITIONAL:
+            first = self._dialect.unconditional(first, headers)
+        head = upstream_head(first, headers)
         body = flipped(body) if fault is Fault.FLIPPED else body
         answer = await self._answer(head + body)
         if fault is Fault.LOST:
@@ -148,6 +226,16 @@ class FaultProxy:
         await writer.drain()
         return None
 
+    async def _leave_half(self, first: str, headers: dict[str, str], half: bytes) -> None:
+        """Gives the server half of a body, and waits until it has taken note of the end."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+        writer.write(upstream_head(first, headers) + half)
+        await writer.drain()
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
     async def _answer(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
         try:
@@ -157,17 +245,10 @@ class FaultProxy:
             writer.close()
 
 
-def refusal(status: int, code: bytes, header: bytes = b"") -> bytes:
-    """An answer as S3 gives it."""
-    text = b"<Error><Code>%s</Code><Message>no</Message></Error>" % code
-    return ERROR % (status, header, len(text), text)
-
-
-_REFUSALS: dict[Fault | None, bytes] = {
-    Fault.UNAVAILABLE: refusal(503, b"SlowDown"),
-    Fault.THROTTLED: refusal(429, b"TooManyRequests", b"Retry-After: 0.1\r\n"),
-    Fault.EXPIRED: refusal(400, b"ExpiredToken"),
-}
+def upstream_head(first: str, headers: Mapping[str, str]) -> bytes:
+    """The head of a request as it is handed on."""
+    kept = [f"{k}: {v}" for k, v in headers.items() if k not in ("expect", "connection")]
+    return "\r\n".join([first, *kept, "connection: close", "", ""]).encode("latin1")
 
 
 def flipped(body: bytes) -> bytes:
@@ -186,9 +267,10 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 @contextlib.contextmanager
-def fault_proxy(port: int) -> Iterator[FaultProxy]:
-    """A proxy before a server's port, until the end of the block."""
-    proxy, ready, stop = FaultProxy(port), threading.Event(), asyncio.Event()
+def fault_proxy(port: int, dialect: Dialect | None = None) -> Iterator[FaultProxy]:
+    """A proxy before a server's port, until the end of the block; S3's without a dialect."""
+    proxy = FaultProxy(port, dialect or S3Dialect())
+    ready, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def main() -> None:

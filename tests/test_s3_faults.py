@@ -19,7 +19,8 @@ import torch
 from botocore.exceptions import ClientError
 from fault_proxy import Fault, FaultProxy, Request, fault_proxy
 from pipelines import same
-from s3_servers import SECRET, S3Server, free_ports, seaweedfs, set_up_process, weed
+from s3_servers import SECRET, S3Server, seaweedfs, set_up_process, weed
+from server_processes import free_ports
 
 import ckpipe
 from ckpipe import errors

@@ -19,9 +19,9 @@ _ON_LOOP_BYTES = 1 << 18
 class MemoryBody(aiohttp.payload.Payload):
     """Sends pieces of memory one after the other, without copying them.
 
-    What goes to the socket are slices of the caller's memory. It can be sent again, from its
-    beginning. Once ended it sends nothing more, so that a request that was cancelled while it
-    still sends never touches memory that has another use by then.
+    What goes to the socket are slices of the caller's memory. It may be sent with another
+    request, from its beginning. Once ended it sends nothing more, so that a request that was
+    cancelled while it still sends never touches memory that has another use by then.
 
     Args:
         pieces: Flat bytes.
@@ -36,6 +36,13 @@ class MemoryBody(aiohttp.payload.Payload):
         super().__init__(None, content_type=content_type)
         self._pieces = [memoryview(piece) for piece in pieces]
         self._size = sum(map(len, pieces))
+        self._begun = False
+
+    @property
+    def consumed(self) -> bool:
+        """Whether the client may not send it again by itself, as it would after a reset; what
+        has arrived is asked for first."""
+        return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         raise TypeError("a body is bytes, not text")
@@ -46,6 +53,7 @@ class MemoryBody(aiohttp.payload.Payload):
     async def write_with_length(
         self, writer: AbstractStreamWriter, content_length: int | None
     ) -> None:
+        self._begun = True
         for piece in tuple(self._pieces):
             for at in range(0, len(piece), PIECE_BYTES):
                 if not self._pieces:

@@ -13,7 +13,7 @@ import aiohttp
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.checksum import crc32c
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe.http_stores import check_range, cut_short, truncated
+from ckpipe.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
 from ckpipe.lanes import run_lanes
 from ckpipe_gcs.body import MemoryBody, checksum, decoded, encoded
 from ckpipe_gcs.failures import bucket_missing, status_of
@@ -123,8 +123,10 @@ class Objects:
     async def get(self, key: str, max_bytes: int) -> bytes:
         """See :meth:`ckpipe.Backend.get`."""
         url = self._requests.object_url(self._address.name(key), alt="media")
-        with self._requests.attempt("read", key, max(0, min(max_bytes, 1 << 28))):
+        with self._requests.attempt("read", key) as scope:
             async with self._requests.answer("GET", url) as response:
+                expected = min(response.content_length or max_bytes, max_bytes)
+                scope.deadline += expected / SLOWEST_BYTES_PER_SECOND
                 told, data = told_checksum(response), bytearray()
                 if (response.content_length or 0) <= max_bytes:
                     async for piece in response.content.iter_any():

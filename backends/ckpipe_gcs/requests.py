@@ -73,7 +73,9 @@ class Requests:
         return self.url(path, uploadType=kind, name=name, fields=FIELDS, **query)
 
     @contextmanager
-    def attempt(self, action: str, key: str | None = None, nbytes: int = 0) -> Iterator[None]:
+    def attempt(
+        self, action: str, key: str | None = None, nbytes: int = 0
+    ) -> Iterator[anyio.CancelScope]:
         """Bounds the time of what is done inside, and translates its errors.
 
         Args:
@@ -81,13 +83,16 @@ class Requests:
             key: The key concerned.
             nbytes: The size of the body that is sent or comes.
 
+        Yields:
+            What bounds it, for who learns only from the answer how much comes.
+
         Raises:
             StoreError: If it failed.
         """
         limit = time_limit(self.timeout, nbytes)
         where = f"{self.address}{key or ''}"
-        with requesting(action, where, key), anyio.fail_after(limit):
-            yield
+        with requesting(action, where, key), anyio.fail_after(limit) as scope:
+            yield scope
 
     @asynccontextmanager
     async def answer(
@@ -108,7 +113,8 @@ class Requests:
             method: The method.
             url: The address.
             headers: Headers.
-            body: What is sent; an empty body without.
+            body: What is sent. Without one, the client tries a request once more by itself if
+                a connection that was kept open turns out to be closed.
             expected: Statuses beyond 399 that are no errors here.
 
         Raises:
@@ -121,7 +127,7 @@ class Requests:
             carried = {"Authorization": f"Bearer {token}"} if token else {}
             async with self._session.request(
                 method, url, headers={**(headers or {}), **carried},
-                data=MemoryBody() if body is None else body, allow_redirects=False,
+                data=body, allow_redirects=False,
             ) as response:  # fmt: skip
                 if response.status == 401 and token and not is_last:
                     self._tokens.forget(token)

@@ -103,7 +103,7 @@ class Session:
 
     async def _ask(self, url: URL, size: int) -> int | Resource:
         """How many bytes the store has, or the object if it has all."""
-        return await self._put(url, MemoryBody(), f"bytes */{size}", 0)
+        return await self._put(url, None, f"bytes */{size}", 0)
 
     async def _send(self, url: URL, data: memoryview, at: int) -> int | Resource:
         body = MemoryBody(data[at:])
@@ -113,7 +113,9 @@ class Session:
         finally:
             body.end()
 
-    async def _put(self, url: URL, body: MemoryBody, span: str, nbytes: int) -> int | Resource:
+    async def _put(
+        self, url: URL, body: MemoryBody | None, span: str, nbytes: int
+    ) -> int | Resource:
         headers = {"Content-Range": span}
         try:
             with self._requests.attempt("write", self._key, nbytes):
