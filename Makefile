@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 BENCH  := .venv-bench
 READY  := $(VENV)/.ready
 DEMO   := .demo
+# Tests run in two processes; one that is free takes tests over from the other.
+PARALLEL ?= -n 2 --dist worksteal
 
 # Silences an advertisement of the documentation theme.
 export NO_MKDOCS_2_WARNING := 1
@@ -24,11 +26,11 @@ demo: $(READY)  ## Train, kill, resume, and compare the two runs
 
 test: check  ## All checks and the tests
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q $(PARALLEL)
 
 test-all: check  ## All checks and the tests in their long form
 	@echo "test: pytest, long form"
-	@CKPIPE_TEST_ALL=1 $(BIN)/python -m pytest -q
+	@CKPIPE_TEST_ALL=1 $(BIN)/python -m pytest -q $(PARALLEL)
 
 check: $(READY)  ## Lint, formatting, types, layers, docs
 	@echo "check: ruff"

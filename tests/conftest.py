@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import mmap
-import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -14,6 +13,7 @@ from blockbuster import BlockBuster, BlockBusterFunction
 from gcs_servers import GcsServer
 from hypothesis import settings
 from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
+from sampling import EVERY, SEED
 
 import ckpipe.pipeline  # noqa: F401  names of ckpipe are imported at first use, which blocks
 
@@ -39,11 +39,17 @@ _NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves of a class that names a ``sample`` of its tests only that, but in the long form."""
-    if os.environ.get("CKPIPE_TEST_ALL"):
+    if EVERY:
         return
     left_out = [item for item in items if not _is_sampled(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how to draw the same samples again."""
+    if not EVERY:
+        terminalreporter.write_line(f"The samples were drawn with CKPIPE_TEST_SEED={SEED}.")
 
 
 def _is_sampled(item: pytest.Item) -> bool:

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 from pipelines import same, small_state
+from sampling import EVERY
 
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.checksum import crc32c
 from ckpipe.sealed_json import seal, unseal
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
 Document = dict[str, Any]
 
 

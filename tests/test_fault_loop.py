@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import Stores, same, stores
+from sampling import EVERY, SEED
 
 import ckpipe
 from ckpipe import errors, events
@@ -34,8 +34,6 @@ SETTINGS: dict[str, Any] = {
 }
 Cases = list[tuple[int, Landing]]
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
-SEED = int(os.environ.get("CKPIPE_TEST_SEED") or random.randrange(2**32))
 SAMPLE = 40
 
 UNRETRIED = ("enter", "exit", "abort")

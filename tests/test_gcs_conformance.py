@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +12,6 @@ from ckpipe.backend import Backend
 from ckpipe.testing import BackendConformance
 from ckpipe_gcs import GcsBackend
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
 BUCKET = "conformance"
 RESUMABLE_BYTES = 1 << 16
 """Whole blocks go through sessions and shorter ones do not, so that both are seen."""

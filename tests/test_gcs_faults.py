@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from fault_proxy import Fault, FaultProxy, GcsDialect, Request, fault_proxy
 from gcs_servers import GcsServer
 from pipelines import same
+from sampling import EVERY
 from server_processes import free_ports
 
 import ckpipe
@@ -29,7 +29,6 @@ from ckpipe.backend import PutMode
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.address import PART_SUFFIX
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
 BUCKET = "faults"
 MIB = 1 << 20
 BLOCK = 3 * MIB

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +9,10 @@ from pathlib import Path
 import pytest
 from mortal_runs import SAVES, Runs, notes, runs, state_of
 from pipelines import same
+from sampling import EVERY, SEED
 
 import ckpipe
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
-SEED = int(os.environ.get("CKPIPE_TEST_SEED") or random.randrange(2**32))
 SAMPLE = 12
 KILLS = 60 if EVERY else 12
 STEPS = 30

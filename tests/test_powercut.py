@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import same
+from sampling import EVERY, SEED
 
 import ckpipe
 from ckpipe import errors, registry
@@ -30,8 +31,6 @@ from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrapping import Operation
 from ckpipe_local import LocalBackend
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
-SEED = int(os.environ.get("CKPIPE_TEST_SEED") or random.randrange(2**32))
 SAMPLE = 6
 
 SHUT_DOWN = 0x8004587D

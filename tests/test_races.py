@@ -6,7 +6,6 @@ is a state that never was. ``CKPIPE_TEST_ALL=1`` runs each mode for half a minut
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import threading
@@ -18,13 +17,14 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads
 from pipelines import Stores, stores
+from sampling import EVERY
 from torch import nn
 
 import ckpipe
 from ckpipe.errors import CaptureTooSlow
 from ckpipe.settings import Lock
 
-SECONDS = 30.0 if os.environ.get("CKPIPE_TEST_ALL") else 2.0
+SECONDS = 30.0 if EVERY else 2.0
 BLOCK = 1 << 16
 HURRIED = Lock(max_step_wait_seconds=0.01)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from botocore.exceptions import ClientError
 from fault_proxy import Fault, FaultProxy, Request, fault_proxy
 from pipelines import same
 from s3_servers import SECRET, S3Server, seaweedfs, set_up_process, weed
+from sampling import EVERY
 from server_processes import free_ports
 
 import ckpipe
@@ -27,7 +27,6 @@ from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe_s3 import S3Backend
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
 BUCKET = "faults"
 MIB = 1 << 20
 

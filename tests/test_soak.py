@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from sampling import EVERY
 
 import ckpipe
 
-EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
 SAVES = 200 if EVERY else 40
 WARM_UP = 20
 DRIFT = 0.01

@@ -1,0 +1,12 @@
+"""How much of the long matrices a run takes: a sample drawn from one seed, or all of them."""
+
+from __future__ import annotations
+
+import os
+import random
+
+#: Whether this is the long form of the tests (``make test-all``).
+EVERY = bool(os.environ.get("CKPIPE_TEST_ALL"))
+
+#: What samples are drawn from: of one run, the same in all its processes, and told at its end.
+SEED = int(os.environ.setdefault("CKPIPE_TEST_SEED", str(random.randrange(2**32))))
