@@ -22,12 +22,14 @@ from ckpipe.errors import (
     CkpipeError,
     DrainTimeout,
     SaveCancelled,
+    SaveError,
     SaveSkipped,
     StoreError,
     UsageError,
 )
 from ckpipe.events import EventBus, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
+from ckpipe.final_export import exported
 from ckpipe.following import Follower
 from ckpipe.hooks import Hooks
 from ckpipe.housekeeping import Housekeeping
@@ -185,7 +187,8 @@ class Engine(Housekeeping):
         try:
             if self.site.world_size > 1:
                 self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
-            await run_save(save, self.site)
+            async with exported(self.site, save):
+                await run_save(save, self.site)
             if save.unsettled is not None:
                 self._follower.add(save.unsettled)
         except Exception as group:
@@ -204,6 +207,8 @@ class Engine(Housekeeping):
         """Looks what became of earlier checkpoints; a store that fails now is asked again."""
         try:
             await self._follower.look()
+        except SaveError as error:
+            self._background.append(error)
         except CkpipeError as error:
             logger.warning("Earlier checkpoints could not be looked at: %s", error)
 

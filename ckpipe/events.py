@@ -157,6 +157,21 @@ class Pruned(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointExported(Event):
+    """A final checkpoint was written in another form besides.
+
+    Args:
+        folder: Where it lies, relative to the root.
+        files: Names of its files.
+        bytes: Their size together.
+    """
+
+    folder: str
+    files: tuple[str, ...]
+    bytes: int
+
+
 Listener = Callable[[Event], None]
 
 
@@ -188,4 +203,5 @@ _LEVELS: dict[type[Event], int] = {
     IncompleteCheckpoint: logging.WARNING,
     Completed: logging.INFO,
     Pruned: logging.INFO,
+    CheckpointExported: logging.INFO,
 }

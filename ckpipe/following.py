@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import anyio
 
 from ckpipe.completion import descend
 from ckpipe.discovery import DELETING, NO_INDEX, describe
-from ckpipe.errors import CheckpointIncomplete
+from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.site import Site
 from ckpipe.types import CheckpointInfo
@@ -33,6 +34,7 @@ class Follower:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._open: deque[tuple[CheckpointInfo, float]] = deque(maxlen=_MOST_WAITING)
+        self._incomplete = 0
 
     def add(self, info: CheckpointInfo) -> None:
         """Has a checkpoint followed that this rank has committed and not seen complete."""
@@ -42,6 +44,7 @@ class Follower:
         """Looks at the oldest ones; tells by an event of one that is not complete in time.
 
         Raises:
+            SaveError: If that was so of too many in a row.
             CorruptCheckpoint: If one that nobody completed cannot be, since it is damaged.
             StoreError: If the store failed.
         """
@@ -55,19 +58,37 @@ class Follower:
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
         site = self._site
         known = await describe(site.patient, info)
+        if known.complete:
+            self._incomplete = 0
         if known.complete or known.reason == DELETING:
             return True
         if seconds < site.settings.incomplete_after_seconds:
             return False
         outcome = await descend(site.patient, info.key, site.world_size, most_holes=_MOST_HOLES)
         if outcome.complete:
+            self._incomplete = 0
             info = await describe(site.patient, info)
             site.events.emit(Completed(info.id, info.step, site.rank, info))
         elif not outcome.deleted:
             site.events.emit(
                 IncompleteCheckpoint(info.id, info.step, site.rank, outcome.absent, seconds)
             )
+            self._count(info, outcome.absent)
         return True
+
+    def _count(self, info: CheckpointInfo, absent: Sequence[int]) -> None:
+        self._incomplete += 1
+        most = self._site.settings.incomplete_in_a_row
+        if most is not None and self._incomplete >= most:
+            self._incomplete = 0
+            named = ", ".join(map(str, absent)) or "unknown"
+            raise SaveError(
+                f"The last {most} checkpoints were not completed; without a commit in the last "
+                f"one: ranks {named}",
+                step=info.step,
+                rank=self._site.rank,
+                hint="Look at those ranks; older checkpoints are intact",
+            )
 
 
 async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:

@@ -188,6 +188,18 @@ class Retention(_Group):
         return newest if self.rules is None else newest | self.rules
 
 
+class Export(_Group):
+    """What ``final_format`` writes beside the checkpoint of ``save(final=True)``."""
+
+    part: str | None = None
+    """The label of the part of the state that is exported. None: all of it as ``"torch"``; as
+    ``"hf"`` what lies under ``model``, at the top of the state or one level below, where there is
+    such a thing."""
+
+    max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
+    """How large a file of the form ``"hf"`` may be, in bytes, unless one tensor is larger."""
+
+
 class Preemption(_Group):
     """What to do when this process, or with several ranks one of them, is to be stopped."""
 
@@ -244,6 +256,10 @@ class Settings(BaseSettings):
     """How long after its own commit a rank, at a later save, calls a checkpoint incomplete that
     other ranks have not committed, in seconds. It tells so by an event and goes on."""
 
+    incomplete_in_a_row: int | None = Field(3, ge=1)
+    """After so many incomplete checkpoints one after the other, ``on_error`` applies to that as to
+    a failed save. None: never."""
+
     save_every_steps: int | None = Field(None, ge=1)
     """The distance of the steps at which ``should_save`` asks for a save: their multiples."""
 
@@ -290,6 +306,14 @@ class Settings(BaseSettings):
 
     retention: Retention = Retention()
     """Which checkpoints stay."""
+
+    final_format: Literal["ckpipe", "torch", "hf"] = "ckpipe"
+    """What ``save(final=True)`` writes beside the checkpoint: nothing, one file for
+    ``torch.load``, or sharded safetensors with an index as ``transformers`` loads them. Of several
+    ranks the first writes it once the checkpoint is complete."""
+
+    export: Export = Export()
+    """What that holds."""
 
     preemption: Preemption = Preemption()
     """Signals that announce the end."""
@@ -357,4 +381,14 @@ class _Environment(PydanticBaseSettingsSource):
         return grouped(read_environment(os.environ))
 
 
-__all__ = ["Load", "Lock", "Plan", "Preemption", "Retention", "Settings", "Staging", "Upload"]
+__all__ = [
+    "Export",
+    "Load",
+    "Lock",
+    "Plan",
+    "Preemption",
+    "Retention",
+    "Settings",
+    "Staging",
+    "Upload",
+]

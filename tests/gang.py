@@ -199,9 +199,11 @@ def train(case: Case) -> None:
     if case["first"]:
         trained(model, optimizer, range(case["first"]))
     before = collectives()
-    with ckpipe.SyncPipeline(case["root"], guard=optimizer, **SETTINGS) as pipeline:
+    settings = SETTINGS | case.get("settings", {})
+    with ckpipe.SyncPipeline(case["root"], guard=optimizer, **settings) as pipeline:
         if case["save"]:
-            pipeline.save(state, step=case["first"]).wait_complete(timeout=60)
+            final = bool(case.get("final"))
+            pipeline.save(state, step=case["first"], final=final).wait_complete(timeout=60)
         else:
             loaded = pipeline.load(state, per_rank="rank0")
             assert loaded is not None

@@ -6,12 +6,10 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gang import Gang, gang, told
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import Stores, stores
@@ -30,12 +28,6 @@ TOLD: dict[str, Any] = {"preemption": {"enabled": True, "signals": []}}
 @pytest.fixture
 def store() -> Iterator[Stores]:
     with stores() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
         yield made
 
 
@@ -171,19 +163,6 @@ def test_nobody_asks_the_store_while_nothing_is_near(store: Stores) -> None:
         before = len(store.faulty.operations)
         Training(world, most=2000).run()
         assert len(store.faulty.operations) == before
-
-
-def test_a_process_that_gets_a_signal_takes_all_others_along(world: Gang, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert world.run("preempted", root, 4, victim=1) == [0] * 4
-    found = told(root, "saved")
-    assert len(found[0]) == 1
-    assert found == dict.fromkeys(range(4), found[0])
-    assert told(root, "handled") == {0: [0], 1: [1], 2: [0], 3: [0]}
-    with ckpipe.SyncPipeline(root) as pipeline:
-        newest = pipeline.latest()
-        assert newest is not None
-        assert newest.step == found[0][0]
 
 
 # The diary

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
 from test_examples import EXAMPLES, indexes, run_example
 
 
@@ -41,3 +46,29 @@ def test_a_signal_makes_a_run_save_the_step_it_is_in(tmp_path: Path) -> None:
     assert process.returncode == 0
     last = int(lines[-1].split()[3])
     assert indexes(tmp_path / "resume-checkpoints")[-1] == last
+
+
+def test_a_recipe_resumes_and_ends_in_another_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    finetune = runpy.run_path(str(EXAMPLES / "finetune_recipe.py"))["finetune"]
+    finetune(tmp_path / "whole", 30, None)
+    whole = capsys.readouterr().out.splitlines()
+    finetune(tmp_path / "parts", 30, 15)
+    capsys.readouterr()
+    finetune(tmp_path / "parts", 30, None)
+    torch.set_num_threads(threads)
+    assert capsys.readouterr().out.splitlines() == whole[10:], "it went on after step 10"
+    assert indexes(tmp_path / "parts") == [10, 20, 30]
+    (folder,) = (tmp_path / "parts").glob("*.hf")
+    (file,) = folder.glob("*.safetensors")
+    names = {f"{layer}.adapter_{side}" for layer in (0, 2) for side in ("in", "out")}
+    assert set(load_file(file)) == names, "adapters only"
+
+
+def test_a_recipe_says_little_of_checkpoints() -> None:
+    source = (EXAMPLES / "finetune_recipe.py").read_text()
+    recipe = source.partition("def finetune(")[2].partition("\nif __name__")[0]
+    words = r"\b(ckpipe|pipeline|restored|state|trained)\b"
+    assert len(re.findall(f"^.*{words}.*$", recipe, re.MULTILINE)) < 10

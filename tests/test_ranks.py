@@ -212,6 +212,25 @@ class TestHealing:
             (told,) = [each for each in seen if isinstance(each, events.IncompleteCheckpoint)]
             assert (told.id, told.rank, told.absent) == (first.id, 1, (0, 2))
 
+    def test_several_incomplete_ones_in_a_row_are_an_error(self, store: Stores) -> None:
+        soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 2}
+        with ranks(store.url, 3, **soon, **FAST) as world:
+            lonely, core = world[1], world[1]._core
+
+            def save(pipelines: list[int], step: int) -> None:
+                for rank in pipelines:
+                    world[rank].save(state(rank), step=step).wait()
+                    settle(world[rank])
+                core.submit(core.engine._look_back).result()
+
+            save([1], 1)
+            save([0, 1, 2], 2)
+            save([1], 3)
+            assert not core.engine.has_failures, "never two in a row"
+            save([1], 4)
+            with pytest.raises(errors.SaveError, match=r"The last 2 .* ranks 0, 2"):
+                lonely.save(state(1), step=5)
+
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
             world[0].save(state(0), step=1).wait()

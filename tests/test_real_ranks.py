@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gang import Gang, gang, told
+from safetensors.torch import load_file
 
 import ckpipe
 from ckpipe.errors import CheckpointIncomplete
@@ -99,3 +102,28 @@ def test_killed_rank_is_healed_or_left_out(world: Gang, tmp_path: Path, when: st
     # What all ranks had committed is there, whatever the last of them left undone.
     assert same_everywhere(root, "loaded", slice(-1, None)) == [whole]
     check(root)
+
+
+def test_a_process_that_gets_a_signal_takes_all_others_along(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("preempted", root, 4, victim=1) == [0] * 4
+    (step,) = same_everywhere(root, "saved")
+    assert told(root, "handled") == {0: [0], 1: [1], 2: [0], 3: [0]}
+    with ckpipe.SyncPipeline(root) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [step]
+
+
+def test_shards_of_all_ranks_are_exported_as_whole_tensors(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    settings = {"final_format": "hf", "export": {"max_shard_bytes": 300}}
+    case = {"kind": "fsdp", "first": 2, "step": 2, "save": True, "final": True}
+    assert world.run("train", root, 3, settings=settings, **case) == [0, 0, 0]
+    (folder,) = root.glob("*.hf")
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert sorted(places) == told(root, "names")[0][0]
+    assert len(set(places.values())) > 1
+    with ckpipe.SyncPipeline(root) as pipeline:
+        result = pipeline.load(include=["training.model.*"])
+    assert result is not None
+    for name, tensor in result.state["training"]["model"].items():
+        assert torch.equal(load_file(folder / places[name])[name], tensor.detach())

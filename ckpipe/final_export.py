@@ -1,0 +1,69 @@
+"""What a pipeline does besides for the final checkpoint of a run: writes it in another form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from ckpipe.discovery import read_index
+from ckpipe.events import CheckpointExported
+from ckpipe.exporting import Exported, ExportSettings, export
+from ckpipe.following import until_complete
+from ckpipe.retrying import logging_policy
+from ckpipe.saving import Save
+from ckpipe.site import Site
+
+
+@asynccontextmanager
+async def exported(site: Site, save: Save) -> AsyncIterator[None]:
+    """Exports a save that is made inside, if it is final and the settings ask for that.
+
+    Of several ranks, the first does. No retention of this process removes the checkpoint meanwhile.
+
+    Args:
+        site: Where it is saved.
+        save: The save.
+
+    Raises:
+        TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
+        CkpipeError: Whatever :func:`ckpipe.exporting.export` raises.
+    """
+    form = site.settings.final_format
+    if form == "ckpipe" or site.rank != 0 or not save.request.final:
+        yield
+        return
+    site.loading[save.name] += 1
+    try:
+        yield
+        with save.clock.timing("export"):
+            done = await _export(site, save, form)
+    finally:
+        site.loading[save.name] -= 1
+    where = (save.name, save.id.step, save.rank)
+    site.events.emit(CheckpointExported(*where, done.folder, done.files, done.bytes))
+
+
+async def _export(site: Site, save: Save, form: Literal["torch", "hf"]) -> Exported:
+    settings = site.settings
+    chosen = ExportSettings(
+        form,
+        settings.export.part,
+        settings.export.max_shard_bytes,
+        settings.staging.block_bytes,
+        settings.load.lanes,
+        logging_policy(settings.upload),
+        pickling=settings.pickle == "allow",
+    )
+    info = save.committed.result()
+    if not info.complete:
+        info = await until_complete(site, info, settings.incomplete_after_seconds)
+
+    async def work() -> Exported:
+        bundle = await read_index(site.patient, info.key)
+        return await export(site.patient, bundle, site.arena, chosen)
+
+    return await site.reading(info.key, work)
+
+
+__all__ = ["exported"]

@@ -1,0 +1,78 @@
+"""A fine-tuning recipe: what it has to say of checkpoints is seven lines.
+
+    python examples/finetune_recipe.py                    (seconds; saves along the way)
+    python examples/finetune_recipe.py --stop-after 25    (stops early ...)
+    python examples/finetune_recipe.py                    (... and goes on from the newest)
+
+The base model stays frozen and is not saved: `include` names the adapters and the optimizer. Saves
+along the way are written while training goes on. The last one is written in another form besides,
+for programs that know nothing of ckpipe: the adapters alone, as safetensors with an index, in the
+folder `step-….hf`. With `final_format="torch"` it would be a file for `torch.load`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ckpipe
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a small correction that is learned."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.adapter_in = nn.Parameter(torch.randn(rank, base.in_features) * 0.01)
+        self.adapter_out = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + x @ self.adapter_in.t() @ self.adapter_out.t()
+        return out
+
+
+def pretrained() -> nn.Module:
+    """A base model that is always the same, with adapters."""
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(nn.Linear(16, 64)), nn.GELU(), Adapted(nn.Linear(64, 1)))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """One ordinary step, on data that depend on nothing but its number."""
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+    loss = (model(x) - x[:, :2].prod(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
+
+
+def finetune(output: Path, steps: int, stop_after: int | None) -> None:
+    """The recipe."""
+    torch.set_num_threads(1)
+    model = pretrained()
+    adapters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    trained = ["model.*.adapter_*", "optimizer"]
+    with ckpipe.SyncPipeline(output, guard=optimizer, keep_last=2, final_format="hf") as pipeline:
+        restored = pipeline.load(state, include=trained)
+        for step in range(restored.step + 1 if restored else 1, steps + 1):
+            print(f"step {step} loss {train_step(model, optimizer, step).hex()}")
+            if step == stop_after:
+                return
+            if step % 10 == 0:
+                pipeline.save(state, step=step, include=trained, final=step == steps)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("finetuned"))
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--stop-after", type=int, help="the step after which to leave")
+    options = parser.parse_args()
+    finetune(options.output, options.steps, options.stop_after)

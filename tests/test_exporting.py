@@ -1,0 +1,235 @@
+"""What the final checkpoint is written as besides, and who can load that."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from pipelines import Stores, same, stores
+from torch import nn
+
+import ckpipe
+from ckpipe import errors, events
+from ckpipe.exporting import INDEX, TORCH_FILE
+from ckpipe.testing import Landing
+
+SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.mid = nn.Linear(16, 16).bfloat16()
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("none", torch.empty(0, 4))
+        self.register_buffer("turned", torch.randn(4, 6).t())
+
+
+def training() -> tuple[Tied, dict[str, Any]]:
+    torch.manual_seed(1)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.embed(torch.arange(5)).sum().backward()
+    optimizer.step()
+    return model, {"model": model, "optimizer": optimizer, "epoch": 4}
+
+
+def export(root: Path, form: str) -> Path:
+    (folder,) = root.glob(f"*.{form}")
+    return folder
+
+
+def load_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """What a reader that knows the index finds, as transformers does."""
+    index = json.loads((folder / INDEX).read_text())
+    names = set(index["weight_map"].values())
+    shards = {name: safetensors.torch.load_file(folder / name) for name in names}
+    assert {each.name for each in folder.iterdir()} == {INDEX, *names}
+    for name, tensors in shards.items():
+        assert {key for key, file in index["weight_map"].items() if file == name} == set(tensors)
+    found = {key: shards[file][key] for key, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+    return found
+
+
+def test_hub_form_loads_into_the_model_in_any_number_of_shards(tmp_path: Path) -> None:
+    model, state = training()
+    for number, most in enumerate(["1GB", "4kB", 1]):
+        root = tmp_path / str(number)
+        sizes: dict[str, Any] = {"export": {"max_shard_bytes": most}}
+        with ckpipe.SyncPipeline(root, final_format="hf", **sizes, **SMALL) as pipeline:
+            pipeline.save(state, step=1)
+            pipeline.save(state, step=2, final=True)
+        found = load_shards(export(root, "hf"))
+        assert same(dict(sorted(found.items())), dict(sorted(model.state_dict().items())))
+        other = Tied()
+        other.load_state_dict(found)
+        shards = len(list(export(root, "hf").glob("*.safetensors")))
+        assert (shards == 1) if number == 0 else (shards > 1)
+        with safetensors.safe_open(next(export(root, "hf").glob("*.safetensors")), "pt") as file:
+            assert file.metadata()["format"] == "pt"
+
+
+def test_torch_form_loads_without_running_code(tmp_path: Path) -> None:
+    model, state = training()
+    with ckpipe.SyncPipeline(tmp_path, final_format="torch", **SMALL) as pipeline:
+        pipeline.save(state, step=2, final=True)
+    found = torch.load(export(tmp_path, "torch") / TORCH_FILE, weights_only=True)
+    assert found["epoch"] == 4
+    assert same(dict(found["model"]), dict(model.state_dict()))
+    tied = [found["model"][f"{name}.weight"].data_ptr() for name in ("head", "embed")]
+    assert tied[0] == tied[1], "what was tied is tied"
+    assert same(found["optimizer"], state["optimizer"].state_dict())
+
+
+def test_a_part_can_be_named(tmp_path: Path) -> None:
+    adapter = {"net": {"lora.a": torch.ones(3), "lora.b": torch.zeros(2)}, "other": torch.ones(1)}
+    for form in ("hf", "torch"):
+        settings: dict[str, Any] = {"final_format": form, "export": {"part": "net"}}
+        with ckpipe.SyncPipeline(tmp_path, **settings, **SMALL) as pipeline:
+            pipeline.save(adapter, step=1, final=True, include=["net.*"])
+    assert same(dict(sorted(load_shards(export(tmp_path, "hf")).items())), adapter["net"])
+    found = torch.load(export(tmp_path, "torch") / TORCH_FILE, weights_only=True)
+    assert same(found, adapter["net"])
+
+
+def test_intermediate_ones_are_not_exported_and_retention_leaves_exports(tmp_path: Path) -> None:
+    seen: list[events.Event] = []
+    settings = {"final_format": "hf", "keep_last": 1, **SMALL}
+    with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
+        pipeline.events.add(seen.append)
+        for step in range(3):
+            pipeline.save({"w": torch.ones(3)}, step=step, final=step == 1).wait()
+    (told,) = [each for each in seen if isinstance(each, events.CheckpointExported)]
+    assert told.step == 1
+    assert [each.name for each in export(tmp_path, "hf").parent.glob("step-*2.*.json")]
+    assert told.folder == f"{export(tmp_path, 'hf').name}/"
+    assert set(told.files) == {each.name for each in export(tmp_path, "hf").iterdir()}
+    assert told.bytes == sum(each.stat().st_size for each in export(tmp_path, "hf").iterdir())
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.delete(1)
+        assert pipeline.sweep().remove == {}
+        assert [info.step for info in pipeline.steps()] == [2], "an export is no checkpoint"
+    assert load_shards(export(tmp_path, "hf"))["w"].tolist() == [1, 1, 1]
+
+
+def test_what_cannot_be_exported_is_said_and_the_checkpoint_stands(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, final_format="hf", **SMALL) as pipeline:
+        for state, error, match in (
+            ({"z": torch.ones(2, dtype=torch.complex64)}, errors.UnsupportedState, "complex64"),
+            ({"text": "no tensors"}, errors.UsageError, "no tensors"),
+        ):
+            handle = pipeline.save(state, final=True)
+            assert handle.wait().complete
+            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+            with pytest.raises(error, match=match):
+                pipeline.save({}, final=False)
+
+
+@pytest.mark.parametrize("form", ["hf", "torch"])
+def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
+    store: Stores, form: str
+) -> None:
+    state = {"model": {f"w{n}": torch.randn(40, 40) for n in range(3)}}
+    settings = {"final_format": form, "export": {"max_shard_bytes": 7000}, **SMALL}
+    once: dict[str, Any] = {"upload": {"retries": 0}}
+    found = INDEX if form == "hf" else TORCH_FILE
+    broken = 0
+    for number in range(1, 50):
+        with stores() as made, ckpipe.SyncPipeline(made.url, **settings, **once) as pipeline:
+            lost = errors.StoreUnavailable("lost")
+            made.faulty.fail(lost, lambda each: f".{form}/" in each.key, Landing.BEFORE, nth=number)
+            pipeline.save(state, step=1, final=True).wait()
+            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+            failures = pipeline._core.submit(pipeline._core.engine.take_failures).result()
+            keys = [key for key in made.memory._store.objects if f".{form}/" in key]
+            assert any(key.endswith(found) for key in keys) == (not failures)
+            if not failures:
+                break
+            broken += 1
+            pipeline.save(state, step=1, final=True).wait()
+            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+            again = [key for key in made.memory._store.objects if key.endswith(found)]
+            assert len(again) == 1
+    assert broken >= 3
+
+
+def test_an_export_is_made_once(tmp_path: Path) -> None:
+    import anyio
+
+    from ckpipe.arena import Arena
+    from ckpipe.discovery import discover, read_index
+    from ckpipe.exporting import Exported, ExportSettings
+    from ckpipe.exporting import export as write
+    from ckpipe.retrying import RetryPolicy
+    from ckpipe_local import LocalBackend
+
+    _, state = training()
+    with ckpipe.SyncPipeline(tmp_path, **SMALL) as pipeline:
+        pipeline.save(state, step=1)
+    chosen = ExportSettings("hf", None, 3000, 65536, 2, RetryPolicy(0, 0, 0, 10))
+
+    async def work() -> Exported:
+        async with LocalBackend(str(tmp_path)) as backend:
+            (info,) = await discover(backend)
+            bundle = await read_index(backend, info.key)
+            return await write(backend, bundle, Arena(65536), chosen)
+
+    first = anyio.run(work)
+    before = {each.name: each.stat().st_mtime_ns for each in export(tmp_path, "hf").iterdir()}
+    (export(tmp_path, "hf") / INDEX).unlink()  # as if it had been cut short
+    assert anyio.run(work) == first
+    after = {each.name: each.stat().st_mtime_ns for each in export(tmp_path, "hf").iterdir()}
+    assert {k: v for k, v in after.items() if k != INDEX} == {
+        k: v for k, v in before.items() if k != INDEX
+    }
+    (export(tmp_path, "hf") / INDEX).write_text("{}")
+    with pytest.raises(errors.CommitConflict, match="Something else"):
+        anyio.run(work)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("CKPIPE_TEST_ALL") or importlib.util.find_spec("transformers") is None,
+    reason="needs CKPIPE_TEST_ALL=1 and transformers",
+)
+def test_transformers_load_it(tmp_path: Path) -> None:
+    program = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, ckpipe
+from transformers import GPT2Config, GPT2LMHeadModel
+torch.manual_seed(0)
+config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
+model = GPT2LMHeadModel(config)
+settings = {"final_format": "hf", "export": {"max_shard_bytes": "32kB"}}
+with ckpipe.SyncPipeline(sys.argv[1], **settings) as pipeline:
+    pipeline.save({"model": model}, step=1, final=True).wait()
+    name = pipeline.latest().id
+folder = f"{sys.argv[1]}/{name}.hf"
+config.save_pretrained(folder)
+again = GPT2LMHeadModel.from_pretrained(folder).eval()
+tokens = torch.arange(8)[None]
+assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
