@@ -39,10 +39,9 @@ _FACTS: tuple[Callable[[Any], Any], ...] = (
     attrgetter("device"),
     attrgetter("layout"),
     attrgetter("requires_grad"),
-    torch.Tensor.is_conj,
     torch.Tensor.is_neg,
 )
-"""With class and address all that a leaf says of a plain tensor; the rest follows from these.
+"""With class, address and conjugation all that a leaf says of a plain tensor; the rest follows.
 
 A tensor without strides or a shape, such as a sparse or nested one, raises.
 """
@@ -73,6 +72,8 @@ class LeafFacts:
         ]
         bases = self._bases(objects)
         self._facts = _facts(bases)
+        self._complex = [place for place, each in enumerate(bases) if each.is_complex()]
+        self._conjugated = [bases[place].is_conj() for place in self._complex]
         self._addresses = [leaves[n].address for n in self._bulk]
         self._detached = [
             place
@@ -108,6 +109,7 @@ class LeafFacts:
         self._check_wrappers(_of(objects, self._wrapped))
         bulk = self._bases(objects)
         check(_facts(bulk) == self._facts)
+        check([bulk[place].is_conj() for place in self._complex] == self._conjugated)
         addresses = list(map(torch.Tensor.data_ptr, bulk))
         moved: dict[int, TensorLeaf] = {}
         if addresses != self._addresses:

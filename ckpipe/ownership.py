@@ -9,14 +9,15 @@ owned, nor is a hyperparameter that is a tensor, since schedulers write to it be
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ckpipe.dtensors import is_dtensor_type, local_part
-from ckpipe.tensors import TensorLeaf, is_dense
+from ckpipe.tensors import PLAIN_TYPES, TensorLeaf, is_dense
 
 
 def owned_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
@@ -93,12 +94,11 @@ class OwnedMemory:
 
 
 _END = 1 << 64
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     """The memory of a tensor: of one that is sharded, this rank's part; None for other wrappers."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         return tensor
     if is_dtensor_type(type(tensor)):
         return local_part(tensor)
@@ -115,6 +115,29 @@ def _joined(ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return joined
 
 
+def memory_facts(tensors: Iterable[torch.Tensor]) -> list[list[Any]] | None:
+    """All that :class:`OwnedMemory` reads of tensors, column by column; None if it cannot be told.
+
+    As long as it is the same, the same leaves are owned.
+    """
+    local = list(tensors)
+    if not set(map(type, local)).issubset(PLAIN_TYPES):
+        local = [part for each in local if (part := _local(each)) is not None]
+    try:
+        return [list(map(fact, local)) for fact in _MEMORY_FACTS]
+    except RuntimeError:  # such as that there are no strides
+        return None
+
+
+_MEMORY_FACTS: tuple[Callable[[Any], Any], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    attrgetter("shape"),
+    attrgetter("dtype"),
+    attrgetter("device"),
+)
+
+
 def owned_leaves(leaves: Sequence[TensorLeaf], optimizers: Iterable[Optimizer]) -> set[int]:
     """The numbers of the leaves that only steps of these optimizers change.
 
@@ -126,4 +149,4 @@ def owned_leaves(leaves: Sequence[TensorLeaf], optimizers: Iterable[Optimizer]) 
     return {number for number, leaf in enumerate(leaves) if memory.covers(leaf)}
 
 
-__all__ = ["OwnedMemory", "owned_leaves", "owned_tensors"]
+__all__ = ["OwnedMemory", "memory_facts", "owned_leaves", "owned_tensors"]

@@ -26,6 +26,7 @@ from ckpipe.lock import CaptureToken, Fence, StateLock
 from ckpipe.manifest import TensorRow
 from ckpipe.planning import RankPlan
 from ckpipe.structure import Captured
+from ckpipe.tensors import TensorLeaf
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
 
@@ -69,6 +70,32 @@ class Program:
     plan: RankPlan
     blocks: tuple[BlockPlan, ...]
     cargo: Cargo
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What a save copies before it returns, and what it copies while training goes on.
+
+    Args:
+        leaves: The leaves of the state that was divided.
+        program: The program whose blocks were divided.
+        facts: What was known of the tensors that optimizers own; None if not enough.
+        owned: The numbers of the leaves that are copied later, in order.
+        halves: For each block, its work before and after.
+    """
+
+    leaves: list[TensorLeaf]
+    program: Program
+    facts: list[list[Any]] | None
+    owned: list[int]
+    halves: list[tuple[BlockPlan, BlockPlan]]
+
+    def serves(
+        self, leaves: list[TensorLeaf], program: Program, facts: list[list[Any]] | None
+    ) -> bool:
+        """Whether another save would be divided just so."""
+        same = self.leaves is leaves and self.program is program
+        return same and facts is not None and facts == self.facts
 
 
 class Turn:

@@ -25,7 +25,7 @@ from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.leases import under_lease
 from ckpipe.lock import StateLock
 from ckpipe.planning import LocalPlanner, Planner
-from ckpipe.saving import Program, Save, SkipSave
+from ckpipe.saving import Division, Program, Save, SkipSave
 from ckpipe.structure import Captured
 from ckpipe.trail import Trail
 from ckpipe.types import CheckpointId
@@ -63,6 +63,7 @@ class Site(Depot):
     attempt: str
     program: Program | None = None
     trail: Trail | None = None
+    division: Division | None = None
     recent_blocks: list[int] = field(default_factory=list)
 
     async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:

@@ -119,6 +119,9 @@ class _Stop:
 
     Args:
         passage: How the walk went through it.
+        type: Its class.
+        size: How many children it has.
+        keys: Their keys.
         onward: The places among its children of those that are containers themselves.
         key_types: The classes of its keys.
         odd_keys: Its keys as text, if comparing them does not tell them apart.
@@ -126,8 +129,11 @@ class _Stop:
     """
 
     passage: Passage
+    type: type[Any]
+    size: int
+    keys: list[Any]
     onward: list[tuple[int, _Stop]]
-    key_types: list[type[Any]]
+    key_types: list[Any]
     odd_keys: str | None
     head: str
 
@@ -139,7 +145,8 @@ def _stop(passage: Passage, onward: list[tuple[int, _Stop]]) -> _Stop:
     keys = passage.keys or []
     types = list(map(type, keys))
     odd = None if _PLAIN_KEYS.issuperset(types) else _key_text(keys)
-    return _Stop(passage, onward, types, odd, canonical(passage.head))
+    head = canonical(passage.head)
+    return _Stop(passage, passage.type, len(passage.met), keys, onward, types, odd, head)
 
 
 def _key_text(keys: Iterable[Any]) -> str:
@@ -234,18 +241,21 @@ class _Way:
         Raises:
             Differs: If it is not like the one at this stop.
         """
-        passage = stop.passage
-        check(type(obj) is passage.type)
+        kind = stop.type
+        if type(obj) is not kind:
+            raise Differs
         children: Sequence[Any]
-        if passage.kind == "dict":
-            check(_same_keys(obj, stop))
+        if kind is dict:
+            if not _same_keys(obj, stop):
+                raise Differs
             children = list(obj.values())
-        elif passage.kind in ("list", "tuple"):
+        elif kind is list or kind is tuple:
             children = obj
         else:
             children = self._contents(stop, obj)
-        check(len(children) == len(passage.met))
-        if passage.type not in IMMUTABLE:
+        if len(children) != stop.size:
+            raise Differs
+        if kind not in IMMUTABLE:
             self.once.append(obj)
         self.met += children
         for index, further in stop.onward:
@@ -267,7 +277,7 @@ class _Way:
 
 
 def _same_keys(keys: Collection[Any], stop: _Stop) -> bool:
-    known = stop.passage.keys or []
+    known = stop.keys
     if len(keys) != len(known):
         return False
     if all(map(is_, keys, known)):

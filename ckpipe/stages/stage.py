@@ -15,8 +15,8 @@ from ckpipe.collector import collector_paused
 from ckpipe.copying import BlockPlan, split_block
 from ckpipe.cuda import SideStreams
 from ckpipe.events import Staged
-from ckpipe.ownership import owned_leaves
-from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn, resolve
+from ckpipe.ownership import memory_facts, owned_leaves, owned_tensors
+from ckpipe.saving import CapturedState, Division, FilledBlock, PlannedState, Save, Turn, resolve
 from ckpipe.site import Site
 from ckpipe.structure import Captured
 from ckpipe.structure import walk as walk_state
@@ -126,7 +126,7 @@ async def _copy_beside_training(
     save: Save, site: Site, state: PlannedState, copiers: BlockCopiers
 ) -> None:
     """Copies what anybody may change, lets the caller go, then copies what optimizers own."""
-    soon, late, owned = await anyio.to_thread.run_sync(_divide, save, state)
+    soon, late, owned = await anyio.to_thread.run_sync(_divide, save, site, state)
     copiers.add(soon)
     await copiers.finish()
     copiers.defer(owned, site.settings.lock.max_step_wait_seconds)
@@ -137,18 +137,33 @@ async def _copy_beside_training(
     await anyio.to_thread.run_sync(copiers.let_go)
 
 
-def _divide(save: Save, state: PlannedState) -> tuple[list[Piece], list[Piece], set[int]]:
+def _divide(
+    save: Save, site: Site, state: PlannedState
+) -> tuple[list[Piece], list[Piece], list[int]]:
     """The pieces to copy at once, those to copy later, and the tensors that the latter read."""
-    owned = owned_leaves(state.captured.tensors, save.request.owners)
+    division = _division(save, site, state)
     soon, late = [], []
-    for plan, block in zip(state.program.blocks, save.blocks, strict=True):
+    for plan, block, halves in zip(state.program.blocks, save.blocks, division.halves, strict=True):
         filled = FilledBlock(plan, block)
-        at_once, later = split_block(plan, owned)
+        at_once, later = halves
         if at_once.steps:
             soon.append(Piece(filled, at_once, last=not later.steps))
         if later.steps or not at_once.steps:
             late.append(Piece(filled, later))
-    return soon, late, owned
+    return soon, late, division.owned
+
+
+def _division(save: Save, site: Site, state: PlannedState) -> Division:
+    """How a save's work is divided: as the last one's was, if nothing that matters is another."""
+    leaves, owners = state.captured.tensors, save.request.owners
+    facts = memory_facts(owned_tensors(owners))
+    last = site.division
+    if last is not None and last.serves(leaves, state.program, facts):
+        return last
+    owned = owned_leaves(leaves, owners)
+    halves = [split_block(plan, owned) for plan in state.program.blocks]
+    site.division = made = Division(leaves, state.program, facts, sorted(owned), halves)
+    return made
 
 
 def _staged(save: Save, site: Site, state: PlannedState) -> None:
