@@ -12,6 +12,7 @@ import enum
 import json
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -26,11 +27,13 @@ class Fault(enum.Enum):
     UNAVAILABLE = "503, not forwarded"
     THROTTLED = "429 with Retry-After, not forwarded"
     EXPIRED = "the credentials have expired, not forwarded"
+    RESET_AT_ONCE = "the connection is reset before the request's body is read"
     RESET_BEFORE = "the connection is reset once the request was read, not forwarded"
     RESET_WITHIN = "the connection is reset in the middle of the request's body"
     HALF = "the server gets half of the request's body, and both connections are reset"
     LOST = "the server does it all, and the answer is lost"
     HANG = "no answer ever, not forwarded"
+    RESET_BACK = "the connection is reset in the middle of the answer's body"
     SHORT = "the answer's body ends in the middle"
     FLIPPED = "one bit of the request's body is flipped on the way"
     FLIPPED_BACK = "one bit of the answer's body is flipped on the way"
@@ -177,7 +180,9 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")
         first, *lines = head.strip().split("\r\n")
-        method, target, _ = first.split(" ")
+        method, target, version = first.split(" ")
+        # To a proxy that it knows of, a client sends whole URLs.
+        first = f"{method} {re.sub('^http://[^/]*', '', target)} {version}"
         named = dict(line.split(": ", 1) for line in lines)
         headers = {name.lower(): value for name, value in named.items()}
         operation = self._dialect.operation(method, target)
@@ -185,6 +190,8 @@ class FaultProxy:
         request = Request(method, target, headers, size, operation)
         fault = self.rule(request)
         self.log.append((request.operation, fault))
+        if fault is Fault.RESET_AT_ONCE:
+            return reset(writer)
         if "expect" in headers:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if fault in (Fault.RESET_WITHIN, Fault.HALF):
@@ -221,10 +228,10 @@ class FaultProxy:
             return reset(writer)
         head, separator, body = answer.partition(b"\r\n\r\n")
         body = flipped(body) if fault is Fault.FLIPPED_BACK else body
-        body = body[: len(body) // 2] if fault is Fault.SHORT else body
+        body = body[: len(body) // 2] if fault in (Fault.SHORT, Fault.RESET_BACK) else body
         writer.write(head + separator + body)
         await writer.drain()
-        return None
+        return reset(writer) if fault is Fault.RESET_BACK else None
 
     async def _leave_half(self, first: str, headers: dict[str, str], half: bytes) -> None:
         """Gives the server half of a body, and waits until it has taken note of the end."""
@@ -267,14 +274,22 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 @contextlib.contextmanager
-def fault_proxy(port: int, dialect: Dialect | None = None) -> Iterator[FaultProxy]:
-    """A proxy before a server's port, until the end of the block; S3's without a dialect."""
+def fault_proxy(
+    port: int, dialect: Dialect | None = None, *, tls: ssl.SSLContext | None = None
+) -> Iterator[FaultProxy]:
+    """A proxy before a server's port, until the end of the block.
+
+    Args:
+        port: The server's port.
+        dialect: What the server speaks; that of S3 if it is None.
+        tls: What the proxy shows to clients, if they are to speak TLS to it.
+    """
     proxy = FaultProxy(port, dialect or S3Dialect())
     ready, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def main() -> None:
-        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=1 << 20)
+        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=1 << 20, ssl=tls)
         proxy.port = server.sockets[0].getsockname()[1]
         ready.set()
         await stop.wait()

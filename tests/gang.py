@@ -26,6 +26,7 @@ import torch.distributed.checkpoint.state_dict
 from mortal_runs import die, note, notes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -38,9 +39,11 @@ import ckpipe.distributed
 import ckpipe.pipeline
 import ckpipe.sync
 from ckpipe import registry
-from ckpipe.testing import FaultyBackend, Landing
+from ckpipe.backend import Backend
+from ckpipe.testing import FaultyBackend, Landing, SlowBackend
 from ckpipe.testing.wrapping import Operation
 from ckpipe_local import LocalBackend
+from ckpipe_s3 import S3Backend
 
 URL = "gang://store"
 Case = dict[str, Any]
@@ -48,8 +51,13 @@ SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}, "meeting_timeout_
 
 
 def mortal(case: Case) -> None:
-    """Puts the store of a case behind ``URL``; it kills one rank at an operation."""
-    faulty = FaultyBackend(LocalBackend(case["root"]))
+    """Puts the store of a case behind ``URL``; it kills one rank at an operation, or slows one."""
+    inner: Backend = LocalBackend(case["root"])
+    if "bucket" in case:
+        inner = S3Backend(case["bucket"], endpoint_url=case["endpoint"])
+    if case.get("slow") == dist.get_rank():
+        inner = SlowBackend(inner, latency=0.1)
+    faulty = FaultyBackend(inner)
     if case.get("victim") == dist.get_rank():
         key, nth = case["key"], case.get("nth", 1)
 
@@ -107,6 +115,31 @@ def run(case: Case) -> None:
             last = pipeline.save(private(rank, first + 100), step=first + 100)
             assert last.wait_complete(timeout=60).complete
     assert collectives() == before
+
+
+def matrix(rows: int, step: int) -> DTensor:
+    """A matrix of rows of 8 KiB that are divided between the ranks."""
+    size = dist.get_world_size()
+    part = torch.arange(rows << 10, dtype=torch.float64).reshape(rows, 1024).chunk(size)
+    mesh = init_device_mesh("cpu", (size,))
+    return DTensor.from_local(part[dist.get_rank()] + step, mesh, [Shard(0)])
+
+
+def divide(case: Case) -> None:
+    """Loads a matrix that is divided between the ranks, and saves others some times."""
+    mortal(case)
+    settings = SETTINGS | {"keep_last": case.get("keep_last")}
+    with ckpipe.SyncPipeline(URL, **settings) as pipeline:
+        target = {"w": matrix(case["rows"], -1)}
+        loaded = pipeline.load(target)
+        tell(case, loaded=loaded.step if loaded else None)
+        if loaded:
+            assert torch.equal(target["w"].to_local(), matrix(case["rows"], loaded.step).to_local())
+        for step in range(case["first"], case["first"] + case["saves"]):
+            pipeline.save({"w": matrix(case["rows"], step)}, step=step).wait()
+            tell(case, committed=step)
+        if case.get("prune"):
+            pipeline.prune()
 
 
 def alone(case: Case) -> None:
@@ -214,7 +247,7 @@ def train(case: Case) -> None:
 
 
 CASES: dict[str, Callable[[Case], None]] = {
-    each.__name__: each for each in (meet, run, alone, barrier, preempted, train)
+    each.__name__: each for each in (meet, run, divide, alone, barrier, preempted, train)
 }
 
 

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -59,6 +59,28 @@ class S3Server:
                 await client.create_bucket(Bucket=name)
 
         asyncio.run(make())
+
+    def names(self, bucket: str, prefix: str) -> list[str]:
+        """The names of all objects below a prefix; blocks."""
+
+        async def listed() -> list[str]:
+            async with self.client() as client:
+                pages = client.get_paginator("list_objects_v2").paginate(
+                    Bucket=bucket, Prefix=prefix
+                )
+                return [each["Key"] async for page in pages for each in page.get("Contents", ())]
+
+        return asyncio.run(listed())
+
+    def delete(self, bucket: str, names: Iterable[str]) -> None:
+        """Deletes objects; blocks."""
+
+        async def delete() -> None:
+            async with self.client() as client:
+                for name in names:
+                    await client.delete_object(Bucket=bucket, Key=name)
+
+        asyncio.run(delete())
 
     def open_uploads(self, bucket: str) -> list[str]:
         """The names of the objects that an upload is open for; blocks."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -13,6 +15,10 @@ from typing import Any
 import anyio
 import botocore.exceptions as client_errors
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from fault_proxy import Fault, FaultProxy, Request, fault_proxy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -284,6 +290,81 @@ async def test_a_profile_gives_credentials(
         await backend.put("a", b"x", PutMode.CREATE)
     assert all("Credential=OTHERKEY/" in each.headers["authorization"] for each in seen.requests)
     assert KEY not in str(seen.requests)
+
+
+async def test_buckets_stand_in_the_path_or_in_the_host_and_a_proxy_is_asked(seen: Seen) -> None:
+    # Nobody listens there, so that only the proxy can have been asked.
+    options: dict[str, Any] = {"endpoint_url": "http://localhost:9", "proxy": seen.proxy.url}
+    async with S3Backend(seen.url, **options) as backend:
+        await backend.put("a", b"x", PutMode.CREATE)
+        assert await backend.get("a", max_bytes=1) == b"x"
+    assert all(each.target.startswith(f"http://localhost:9/{BUCKET}") for each in seen.requests)
+    assert {each.headers["host"] for each in seen.requests} == {"localhost:9"}
+    seen.fault["Get"] = Fault.EXPIRED
+    async with S3Backend(seen.url, **options, addressing_style="virtual") as backend:
+        with pytest.raises(errors.PermissionDenied):
+            await backend.get("a", max_bytes=1)
+    root = seen.url.removeprefix(f"s3://{BUCKET}/")
+    assert seen.requests[-1].target == f"http://{BUCKET}.localhost:9/{root}/a"
+    async with S3Backend(
+        seen.url, proxy=seen.proxy.url, region="eu-south-2", addressing_style="path"
+    ) as backend:
+        seen.fault["Connect"] = Fault.RESET_BEFORE
+        with pytest.raises(errors.StoreUnavailable):
+            await backend.get("a", max_bytes=1)
+    # Without an endpoint it is AWS's own, for the region, and through a tunnel.
+    assert seen.requests[-1].method == "CONNECT"
+    assert seen.requests[-1].target == "s3.eu-south-2.amazonaws.com:443"
+
+
+async def test_a_proxy_that_is_not_there(seen: Seen) -> None:
+    with fault_proxy(1) as gone:
+        pass
+    url = f"http://me:hunter2@127.0.0.1:{gone.port}"
+    async with seen.backend(proxy=url) as backend:
+        with pytest.raises(errors.StoreUnavailable) as caught:
+            await backend.get("a", max_bytes=1)
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_a_bundle_of_certificates_is_trusted(server: S3Server, tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path)
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown.load_cert_chain(certificate, key)
+    with fault_proxy(server.port, tls=shown) as proxy:
+        url, endpoint = f"s3://{BUCKET}/tls", proxy.url.replace("http:", "https:")
+        async with S3Backend(url, endpoint_url=endpoint, ca_bundle=str(certificate)) as backend:
+            await backend.put("a", b"x", PutMode.OVERWRITE)
+            assert await backend.get("a", max_bytes=1) == b"x"
+        async with S3Backend(url, endpoint_url=endpoint) as backend:
+            with pytest.raises(errors.StoreError, match=r"not trusted.*ca_bundle") as caught:
+                await backend.get("a", max_bytes=1)
+    assert not caught.value.transient
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """A certificate for this machine's loopback address, and its key."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ckpipe tests")])
+    now = datetime.now(UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    encoding = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key.write_bytes(private.private_bytes(*encoding, serialization.NoEncryption()))
+    return certificate, key
 
 
 async def test_no_credentials(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

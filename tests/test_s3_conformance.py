@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from s3_servers import S3Server
+from sampling import EVERY
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.testing import BackendConformance
@@ -29,6 +30,8 @@ _with_bucket: set[S3Server] = set()
 
 
 class TestMoto(BackendConformance):
+    many_objects = 1100 if EVERY else 300  # a page has 1000
+
     @pytest.fixture
     async def backend(self, moto_server: S3Server) -> AsyncIterator[Backend]:
         async with S3Backend(await empty_root(moto_server), endpoint_url=moto_server.url) as made:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import sys
-from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
 
-from ckpipe.backend import Backend, PutMode, Upload
-from ckpipe.errors import (
-    InvalidKey,
-    ObjectExists,
-    ObjectNotFound,
-    StoreError,
-    TruncatedObject,
-)
-
-CREATE, OVERWRITE = PutMode.CREATE, PutMode.OVERWRITE
-SKEW = timedelta(minutes=5)
-"""How far the store's clock may be from ours."""
+from ckpipe.backend import Backend, PutMode
+from ckpipe.errors import InvalidKey, ObjectExists, StoreError
+from ckpipe.testing._conformance_base import CREATE, OVERWRITE, pattern
+from ckpipe.testing._conformance_large import LargeObjectConformance
 
 ODD_KEYS = (
     "a key with  spaces ",
@@ -36,13 +25,8 @@ ODD_KEYS = (
 INVALID_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b")
 
 
-def pattern(size: int, seed: int = 0) -> bytes:
-    """Bytes that look random and are the same in every run."""
-    return random.Random(seed).randbytes(size)
-
-
 @pytest.mark.asyncio
-class BackendConformance:
+class BackendConformance(LargeObjectConformance):
     """Tests a backend against the contract.
 
     Subclass it in a test file with a name that pytest collects, and give it an asynchronous
@@ -55,35 +39,8 @@ class BackendConformance:
                     yield backend
     """
 
-    async def upload(self, backend: Backend, key: str, data: bytes) -> None:
-        """Uploads data whole, its blocks at the same time and the last first."""
-        upload = await self.written(backend, key, data)
-        await upload.complete()
-
-    async def written(self, backend: Backend, key: str, data: bytes) -> Upload:
-        """Begins an upload and writes all its blocks."""
-        block = self.block_bytes(backend)
-        upload = await backend.open_upload(key, size=len(data), block_bytes=block)
-        async with anyio.create_task_group() as tasks:
-            for offset in reversed(range(0, len(data), block)):
-                part = memoryview(data)[offset : offset + block]
-                tasks.start_soon(upload.write, offset, part)
-        return upload
-
-    def block_bytes(self, backend: Backend) -> int:
-        """The size of the blocks that the tests use, in bytes."""
-        return max(backend.limits.min_block_bytes, 1 << 16)
-
-    async def keys(self, backend: Backend, prefix: str = "") -> list[str]:
-        """The keys below a prefix, sorted."""
-        return sorted([info.key async for info in backend.list(prefix)])
-
-    async def read(self, backend: Backend, key: str) -> bytes:
-        """A whole object, by its own size."""
-        info = await backend.stat(key)
-        buffer = bytearray(info.size)
-        await backend.read_into(key, 0, memoryview(buffer))
-        return bytes(buffer)
+    many_objects = 300
+    """How many objects are listed at a time; better more than a page of the store's lists."""
 
     # Small objects
 
@@ -157,177 +114,6 @@ class BackendConformance:
             await backend.open_upload(key, size=1, block_bytes=self.block_bytes(backend))
         assert await self.keys(backend) == []
 
-    # Uploads
-
-    @pytest.mark.parametrize("blocks", [1, 2, 3])
-    @pytest.mark.parametrize("last", [1, 4096, 4097, None])
-    async def test_upload_out_of_order(
-        self, backend: Backend, blocks: int, last: int | None
-    ) -> None:
-        block = self.block_bytes(backend)
-        data = pattern((blocks - 1) * block + (last or block), seed=blocks)
-        await self.upload(backend, "data/file", data)
-        assert await self.read(backend, "data/file") == data
-        assert (await backend.stat("data/file")).size == len(data)
-
-    async def test_upload_is_invisible_until_complete(self, backend: Backend) -> None:
-        upload = await self.written(backend, "data/file", pattern(1000))
-        with pytest.raises(ObjectNotFound):
-            await backend.stat("data/file")
-        with pytest.raises(ObjectNotFound):
-            await backend.get("data/file", max_bytes=1000)
-        assert await self.keys(backend) == []
-        assert await backend.children() == await backend.children("data/")
-        await upload.complete()
-        assert await self.keys(backend) == ["data/file"]
-
-    async def test_aborted_upload_leaves_nothing(self, backend: Backend) -> None:
-        upload = await self.written(backend, "data/file", pattern(1000))
-        await upload.abort()
-        assert await self.keys(backend) == []
-        await self.upload(backend, "data/file", pattern(2000))
-        assert await self.read(backend, "data/file") == pattern(2000)
-
-    async def test_abort_of_an_upload_without_blocks(self, backend: Backend) -> None:
-        block = self.block_bytes(backend)
-        upload = await backend.open_upload("data/file", size=10 * block, block_bytes=block)
-        await upload.abort()
-        assert await self.keys(backend) == []
-
-    async def test_abort_after_a_cancelled_write(self, backend: Backend) -> None:
-        block = self.block_bytes(backend)
-        upload = await backend.open_upload("data/file", size=block, block_bytes=block)
-        with anyio.move_on_after(0):
-            await upload.write(0, memoryview(pattern(block)))
-        await upload.abort()
-        assert await self.keys(backend) == []
-
-    async def test_block_is_written_again(self, backend: Backend) -> None:
-        block = self.block_bytes(backend)
-        data = pattern(block + 1)
-        upload = await self.written(backend, "data/file", data)
-        await upload.write(block, memoryview(data)[block:])
-        await upload.write(0, memoryview(data)[:block])
-        await upload.complete()
-        assert await self.read(backend, "data/file") == data
-
-    async def test_upload_keeps_no_hold_of_the_data(self, backend: Backend) -> None:
-        data = bytearray(pattern(5000))
-        upload = await backend.open_upload("a", size=5000, block_bytes=self.block_bytes(backend))
-        with memoryview(data) as view:
-            await upload.write(0, view)
-        data[:] = bytes(5000)
-        await upload.complete()
-        assert await self.read(backend, "a") == pattern(5000)
-
-    async def test_upload_finds_its_key_taken(self, backend: Backend) -> None:
-        upload = await self.written(backend, "data/file", pattern(1000, seed=1))
-        await self.upload(backend, "data/file", pattern(1000, seed=2))
-        with pytest.raises(ObjectExists):
-            await upload.complete()
-        await upload.abort()
-        assert await self.read(backend, "data/file") == pattern(1000, seed=2)
-
-    async def test_uploads_side_by_side(self, backend: Backend) -> None:
-        data = [pattern(self.block_bytes(backend) + number, seed=number) for number in range(1, 5)]
-        async with anyio.create_task_group() as tasks:
-            for number, one in enumerate(data):
-                tasks.start_soon(self.upload, backend, f"side/{number}", one)
-        for number, one in enumerate(data):
-            assert await self.read(backend, f"side/{number}") == one
-
-    async def test_stale_uploads_are_removed(self, backend: Backend) -> None:
-        upload = await self.written(backend, "data/file", pattern(1000, seed=1))
-        await backend.remove_stale_uploads("", before=datetime.now(UTC) + SKEW)
-        await upload.abort()
-        assert await self.keys(backend) == []
-        assert await backend.remove_stale_uploads("", before=datetime.now(UTC) + SKEW) == 0
-
-    async def test_young_uploads_are_left_alone(self, backend: Backend) -> None:
-        upload = await self.written(backend, "data/file", pattern(1000))
-        assert await backend.remove_stale_uploads("", before=datetime.now(UTC) - SKEW) == 0
-        await upload.complete()
-        assert await self.read(backend, "data/file") == pattern(1000)
-
-    async def test_cleaning_up_leaves_objects(self, backend: Backend) -> None:
-        await self.upload(backend, "data/file", pattern(1000))
-        await backend.put("data/small", b"x", CREATE)
-        assert await backend.remove_stale_uploads("", before=datetime.now(UTC) + SKEW) == 0
-        assert await self.keys(backend) == ["data/file", "data/small"]
-
-    # Reads
-
-    @pytest.mark.parametrize(
-        ("offset", "size"),
-        [(0, 1), (0, 4096), (4096, 8192), (1, 4095), (4095, 4098), (12_345, 53_198), (65_530, 13)],
-    )
-    async def test_ranges(self, backend: Backend, offset: int, size: int) -> None:
-        data = pattern((1 << 16) + 7)
-        await self.upload(backend, "data/file", data)
-        buffer = bytearray(size)
-        await backend.read_into("data/file", offset, memoryview(buffer))
-        assert buffer == data[offset : offset + size]
-
-    async def test_reads_side_by_side(self, backend: Backend) -> None:
-        data = pattern(1 << 17)
-        await self.upload(backend, "data/file", data)
-        buffer = memoryview(bytearray(len(data)))
-        async with anyio.create_task_group() as tasks:
-            for offset in range(0, len(data), 10_000):
-                part = buffer[offset : offset + 10_000]
-                tasks.start_soon(backend.read_into, "data/file", offset, part)
-        assert buffer == data
-
-    @pytest.mark.parametrize(
-        ("offset", "size"), [(0, 1001), (1, 1000), (999, 2), (1000, 1), (0, 8192), (100_000, 1)]
-    )
-    async def test_read_beyond_the_end(self, backend: Backend, offset: int, size: int) -> None:
-        await self.upload(backend, "data/file", pattern(1000))
-        with pytest.raises(TruncatedObject, match="1000") as caught:
-            await backend.read_into("data/file", offset, memoryview(bytearray(size)))
-        assert caught.value.key == "data/file"
-
-    async def test_view_agrees_with_read(self, backend: Backend) -> None:
-        data = pattern(100_001)
-        await backend.put("data/file", data, CREATE)
-        for offset, size in ((0, 100_001), (4096, 4096), (5, 77_777), (100_000, 1)):
-            view = await backend.view("data/file", offset, size)
-            assert view is None or (view.readonly and view == data[offset : offset + size])
-
-    async def test_view_outlives_the_object(self, backend: Backend) -> None:
-        data = pattern(100_001)
-        await backend.put("data/file", data, CREATE)
-        view = await backend.view("data/file", 1, 100_000)
-        await backend.delete(["data/file"])
-        assert view is None or view == data[1:]
-
-    @pytest.mark.parametrize("key", ["missing", "there/missing", "missing/there", "there/is/more"])
-    async def test_missing_keys(self, backend: Backend, key: str) -> None:
-        await backend.put("there/is", b"something", CREATE)
-        with pytest.raises(ObjectNotFound):
-            await backend.get(key, max_bytes=10)
-        with pytest.raises(ObjectNotFound):
-            await backend.stat(key)
-        with pytest.raises(ObjectNotFound):
-            await backend.read_into(key, 0, memoryview(bytearray(1)))
-        with contextlib.suppress(ObjectNotFound):
-            assert await backend.view(key, 0, 1) is None
-
-    async def test_a_prefix_is_no_object(self, backend: Backend) -> None:
-        await backend.put("a/b/c", b"x", CREATE)
-        with pytest.raises(ObjectNotFound):
-            await backend.stat("a/b")
-        with pytest.raises(ObjectNotFound):
-            await backend.get("a/b", max_bytes=10)
-        await backend.delete(["a/b", "a"])
-        assert await self.keys(backend) == ["a/b/c"]
-
-    async def test_stat_tells_the_time(self, backend: Backend) -> None:
-        await backend.put("a", b"x", CREATE)
-        modified = (await backend.stat("a")).modified
-        assert modified.utcoffset() == timedelta(0)
-        assert abs(modified - datetime.now(UTC)) < SKEW
-
     # Lists and deletion
 
     async def test_list_and_children(self, backend: Backend) -> None:
@@ -356,7 +142,7 @@ class BackendConformance:
         assert (children.objects, children.prefixes) == ((), ())
 
     async def test_many_objects(self, backend: Backend) -> None:
-        names = [f"many/{number:04}" for number in range(300)]
+        names = [f"many/{number:04}" for number in range(self.many_objects)]
         async with anyio.create_task_group() as tasks:
             for name in names:
                 tasks.start_soon(backend.put, name, name.encode(), CREATE)
@@ -398,3 +184,6 @@ class BackendConformance:
                 await backend.put(f"a/{number}", pattern(10_000), CREATE)
         for info in [info async for info in backend.list()]:
             assert await backend.get(info.key, max_bytes=sys.maxsize) == pattern(10_000)
+
+
+__all__ = ["INVALID_KEYS", "ODD_KEYS", "BackendConformance", "pattern"]

@@ -1,0 +1,106 @@
+"""Real ranks that save to one bucket: one is killed, one is slow, all prune at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gang import Gang, gang, told
+from s3_servers import S3Server
+from sampling import EVERY
+
+import ckpipe
+
+BUCKET = "ranks"
+RANKS = 4
+SERVERS = ["moto_server", *(["weed_server"] if EVERY else [])]
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest) -> S3Server:
+    found: S3Server = request.getfixturevalue(request.param)
+    found.make_bucket(BUCKET)
+    return found
+
+
+@pytest.fixture(scope="module")
+def world(server: S3Server) -> Iterator[Gang]:
+    with gang() as made:
+        yield made
+
+
+@pytest.fixture
+def case(server: S3Server) -> dict[str, Any]:
+    # Four ranks have two parts each of so many rows, and two have three.
+    url = f"s3://{BUCKET}/run-{next(_numbers)}"
+    return {"bucket": url, "endpoint": server.url, "rows": 3000}
+
+
+def opened(case: dict[str, Any], **fields: Any) -> ckpipe.SyncPipeline:
+    """A pipeline of one rank on the bucket of a case."""
+    backends = {"s3": {"endpoint_url": case["endpoint"]}}
+    return ckpipe.SyncPipeline(case["bucket"], backends=backends, **fields)
+
+
+def below(case: dict[str, Any]) -> str:
+    """The prefix of a case."""
+    return str(case["bucket"]).removeprefix(f"s3://{BUCKET}/")
+
+
+KILLS: dict[str, dict[str, Any]] = {
+    "between two parts": {"verb": "write", "key": "rank-00001", "landing": "after", "nth": 4},
+    "before a part": {"verb": "write", "key": "rank-00001", "landing": "before", "nth": 3},
+    "before its upload is complete": {"verb": "complete", "key": "", "landing": "before", "nth": 2},
+    "before its manifest": {"verb": "put", "key": "/m/0/", "landing": "before", "nth": 2},
+}
+
+
+@pytest.mark.parametrize("when", KILLS if EVERY else ["between two parts"])
+def test_one_of_four_is_killed_and_two_go_on(
+    world: Gang, server: S3Server, case: dict[str, Any], tmp_path: Path, when: str
+) -> None:
+    root = tmp_path / "run"
+    codes = world.run("divide", root, RANKS, first=1, saves=2, victim=1, **case, **KILLS[when])
+    assert codes == [0, None, 0, 0]
+    assert told(root, "committed") == {0: [1, 2], 1: [1], 2: [1, 2], 3: [1, 2]}
+    assert world.run("divide", root, 2, first=3, saves=1, **case) == [0, 0]
+    assert {rank: steps[-1] for rank, steps in told(root, "loaded").items() if rank < 2} == {
+        0: 1,
+        1: 1,
+    }
+    killed = f"{below(case)}/step-000000000002."
+    assert server.names(BUCKET, killed)
+    with opened(case, retention={"sweep_after_seconds": 0}) as pipeline:
+        pipeline.sweep()
+        assert [(info.step, info.complete) for info in pipeline.steps()] == [(1, True), (3, True)]
+        for step in (1, 3):
+            pipeline.verify(step)
+    assert server.names(BUCKET, killed) == []
+    assert [name for name in server.open_uploads(BUCKET) if name.startswith(below(case))] == []
+
+
+def test_four_ranks_keep_the_last_two(
+    world: Gang, server: S3Server, case: dict[str, Any], tmp_path: Path
+) -> None:
+    saves = 3
+    codes = world.run(
+        "divide", tmp_path / "run", RANKS,
+        first=1, saves=saves, slow=2, keep_last=2, prune=True, **case | {"rows": 64},
+    )  # fmt: skip
+    assert codes == [0] * RANKS
+    with opened(case) as pipeline:
+        kept = pipeline.steps()
+        assert [(info.step, info.complete) for info in kept] == [(2, True), (3, True)]
+        for info in kept:
+            assert pipeline.verify(info.step).files == RANKS
+        names = server.names(BUCKET, f"{below(case)}/step-")
+    ours = tuple(f"{below(case)}/{info.id}" for info in kept)
+    assert [name for name in names if not name.startswith(ours)] == []
+    # Data, a manifest for each rank, and the index; a world of four has one level of groups.
+    assert len(names) == 2 * (2 * RANKS + 1)
+    assert [name for name in server.open_uploads(BUCKET) if name.startswith(below(case))] == []
