@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -112,25 +113,15 @@ def test_a_fence_that_fails_is_told_by_its_place(tmp_path: Path) -> None:
     assert "'undefined' is not defined" in output
 
 
-def test_the_backend_of_the_tutorial_meets_the_contract(tmp_path: Path) -> None:
+def test_the_tutorial_shows_the_example_as_it_is() -> None:
     page = ROOT / "docs" / "tutorials" / "write_a_backend.md"
-    titled = {fence.title: fence.text for fence in fences(page) if fence.title}
-    assert titled.keys() == {"sqlite_backend.py", "test_sqlite_backend.py"}
-    for title, text in titled.items():
-        (tmp_path / title).write_text(text)
-    options = ["-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "--rootdir", "."]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) > 50, done.stdout
+    shown = [fence for fence in fences(page) if fence.title]
+    assert len(shown) > 5
+    for fence in shown:
+        file = ROOT / "examples" / "custom_backend" / str(fence.title)
+        # A method stands in a page without the indentation of its class.
+        forms = (fence.text, textwrap.indent(fence.text, "    "))
+        assert any(f"{form}\n" in file.read_text(encoding="utf-8") for form in forms), fence.line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

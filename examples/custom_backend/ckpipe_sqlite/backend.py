@@ -1,0 +1,201 @@
+"""The backend: each method sends one transaction to a thread."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+from urllib.parse import unquote
+
+import anyio
+import anyio.to_thread
+
+from ckpipe import Backend, ObjectInfo, PutMode, Upload
+from ckpipe.backend import check_key
+from ckpipe.errors import ObjectExists, StoreError, StoreFull, StoreUnavailable, UsageError
+from ckpipe_sqlite import database
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
+
+KINDS: dict[str, type[StoreError]] = {
+    "SQLITE_FULL": StoreFull,
+    "SQLITE_BUSY": StoreUnavailable,  # it is transient: the pipeline tries again
+    "SQLITE_LOCKED": StoreUnavailable,
+}
+
+
+class SqliteBackend(Backend):
+    """A store in one SQLite file.
+
+    Args:
+        url: ``sqlite://`` and the path of the file; its folder must exist.
+        timeout: Seconds to wait for other processes that write.
+        access: ``"read"`` opens without writing anything.
+
+    Raises:
+        UsageError: If the URL has no path.
+    """
+
+    def __init__(
+        self, url: str, *, timeout: float = 60.0, access: Literal["read", "write"] = "write"
+    ) -> None:
+        path = unquote(url.partition("://")[2])
+        if not path:
+            raise UsageError(f"{url} names no file", hint="Write sqlite:///folder/run.db")
+        mode = "ro" if access == "read" else "rwc"
+        self._uri = f"{Path(path).absolute().as_uri()}?mode={mode}"
+        self._timeout, self._read_only = timeout, access == "read"
+        self._idle: deque[sqlite3.Connection] = deque()
+        self._turn = anyio.Lock()
+
+    async def __aenter__(self) -> Self:
+        if self._read_only:
+            await self._read("", lambda db: db.execute("SELECT count(*) FROM objects").fetchall())
+        else:
+            await self.write("", lambda db: [db.execute(each) for each in _statements()])
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    # Transactions
+
+    async def write(self, key: str, work: Work[T]) -> T:
+        """Runs a transaction that writes; SQLite has one writer at a time, so they queue here."""
+        async with self._turn:
+            return await anyio.to_thread.run_sync(self._transact, "BEGIN IMMEDIATE", key, work)
+
+    async def _read(self, key: str, work: Work[T]) -> T:
+        """Runs a transaction that reads, beside all others, of what was there when it began."""
+        return await anyio.to_thread.run_sync(self._transact, "BEGIN", key, work)
+
+    def _transact(self, begin: str, key: str, work: Work[T]) -> T:
+        with _translated(key), self._connection() as db:
+            db.execute(begin)
+            with db:  # commits, or rolls back if the work raises
+                return work(db)
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """A connection that only this thread uses meanwhile; one that failed is not used again."""
+        try:
+            db = self._idle.pop()
+        except IndexError:
+            db = self._connect()
+        try:
+            yield db
+        except BaseException:
+            db.close()
+            raise
+        self._idle.append(db)
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(
+            self._uri, uri=True, timeout=self._timeout, isolation_level=None,
+            check_same_thread=False,
+        )  # fmt: skip
+        if not self._read_only:
+            db.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer
+            db.execute("PRAGMA synchronous = FULL")  # what is committed survives a loss of power
+        return db
+
+    # The contract
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            if mode is PutMode.OVERWRITE:
+                database.remove(db, [key])
+            upload = database.begin_upload(db, key)
+            database.write_block(db, upload, 0, memoryview(data))
+            database.publish(db, key, upload, len(data))
+
+        check_key(key)
+        await self.write(key, work)
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        check_key(key)
+        number = await self.write(key, lambda db: database.begin_upload(db, key))
+        return SqliteUpload(self, key, size, number)
+
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        def work(db: sqlite3.Connection) -> bytes:
+            size = database.find(db, key).info.size
+            if size > max_bytes:
+                raise StoreError(f"{size} bytes are more than {max_bytes}", key=key)
+            data = bytearray(size)
+            database.read(db, key, 0, memoryview(data))
+            return bytes(data)
+
+        check_key(key)
+        return await self._read(key, work)
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        check_key(key)
+        await self._read(key, lambda db: database.read(db, key, offset, buffer))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in await self._read(prefix, lambda db: [*database.objects(db, prefix)]):
+            yield info
+
+    async def stat(self, key: str) -> ObjectInfo:
+        check_key(key)
+        return (await self._read(key, lambda db: database.find(db, key))).info
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        known = [check_key(key) for key in keys]
+        await self.write("", lambda db: database.remove(db, known))
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        return await self.write(prefix, lambda db: database.abandon_stale(db, prefix, before))
+
+
+class SqliteUpload(Upload):
+    """Blocks that no object names yet."""
+
+    def __init__(self, backend: SqliteBackend, key: str, size: int, number: int) -> None:
+        self._backend, self._key, self._size, self._number = backend, key, size, number
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        await self._backend.write(
+            self._key, lambda db: database.write_block(db, self._number, offset, data)
+        )
+
+    async def complete(self) -> None:
+        await self._backend.write(
+            self._key, lambda db: database.publish(db, self._key, self._number, self._size)
+        )
+
+    async def abort(self) -> None:
+        await self._backend.write(self._key, lambda db: database.abandon(db, self._number))
+
+
+def _statements() -> list[str]:
+    return [each for each in database.TABLES.split(";") if each.strip()]
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    """Turns what SQLite raises into the errors that a pipeline knows what to do about."""
+    try:
+        yield
+    except sqlite3.IntegrityError as error:
+        raise ObjectExists("The key is taken", key=key) from error
+    except sqlite3.Error as error:
+        kind = KINDS.get(getattr(error, "sqlite_errorname", ""), StoreError)
+        raise kind(f"SQLite failed: {error}", key=key or None) from error

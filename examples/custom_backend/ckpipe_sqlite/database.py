@@ -1,0 +1,132 @@
+"""Objects, uploads and blocks in tables: plain blocking functions on a connection.
+
+An object is a row that names an upload; the upload's blocks hold its bytes. The row is inserted
+last, so an object is there whole or not at all, and its key is the primary key, so of several
+writers one wins.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ckpipe import ObjectInfo
+from ckpipe.errors import ObjectNotFound, StoreError, TruncatedObject
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS objects
+    (key TEXT PRIMARY KEY, upload INTEGER NOT NULL, size INTEGER NOT NULL, time TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS uploads
+    (upload INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, time TEXT);
+CREATE TABLE IF NOT EXISTS blocks
+    (id INTEGER PRIMARY KEY, upload INTEGER NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL,
+     UNIQUE (upload, start));
+"""
+PIECE = 1 << 20
+"""How much of a block is in Python's memory at a time, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object's row."""
+
+    info: ObjectInfo
+    upload: int
+
+
+def begin_upload(db: sqlite3.Connection, key: str) -> int:
+    """A new upload, of which nothing is visible."""
+    query = "INSERT INTO uploads (key, time) VALUES (?, ?) RETURNING upload"
+    return int(db.execute(query, (key, _now())).fetchone()[0])
+
+
+def write_block(db: sqlite3.Connection, upload: int, start: int, data: memoryview) -> None:
+    """Writes a block of an upload; one that is there already is replaced by the same bytes."""
+    query = (
+        "INSERT INTO blocks (upload, start, data) VALUES (?, ?, zeroblob(?)) "
+        "ON CONFLICT DO UPDATE SET data = excluded.data RETURNING id"
+    )
+    ((row,),) = db.execute(query, (upload, start, len(data))).fetchall()
+    with db.blobopen("blocks", "data", row) as blob:
+        for at in range(0, len(data), PIECE):
+            blob.write(data[at : at + PIECE])
+
+
+def publish(db: sqlite3.Connection, key: str, upload: int, size: int) -> None:
+    """Makes an upload an object. Raises IntegrityError if the key is taken."""
+    # The time is what tells an upload that is under way from one that has become an object.
+    query = "UPDATE uploads SET time = NULL WHERE upload = ? AND time IS NOT NULL"
+    if db.execute(query, (upload,)).rowcount != 1:
+        raise StoreError("The upload was given up", key=key)
+    db.execute("INSERT INTO objects VALUES (?, ?, ?, ?)", (key, upload, size, _now()))
+
+
+def abandon(db: sqlite3.Connection, upload: int) -> None:
+    """Removes an upload, unless it has become an object."""
+    query = "DELETE FROM uploads WHERE upload = ? AND time IS NOT NULL"
+    if db.execute(query, (upload,)).rowcount:
+        db.execute("DELETE FROM blocks WHERE upload = ?", (upload,))
+
+
+def abandon_stale(db: sqlite3.Connection, prefix: str, before: datetime) -> int:
+    """Removes uploads below a prefix that were begun before a time; says how many."""
+    query = "SELECT upload FROM uploads WHERE time < ? AND substr(key, 1, ?) = ?"
+    stale = db.execute(query, (before.isoformat(), len(prefix), prefix)).fetchall()
+    for (upload,) in stale:
+        abandon(db, upload)
+    return len(stale)
+
+
+def find(db: sqlite3.Connection, key: str) -> Found:
+    """The object of a key."""
+    row = db.execute("SELECT * FROM objects WHERE key = ?", (key,)).fetchone()
+    if row is None:
+        raise ObjectNotFound("No object has this key", key=key)
+    return Found(_info(row[0], row[2], row[3]), row[1])
+
+
+def read(db: sqlite3.Connection, key: str, offset: int, buffer: memoryview) -> None:
+    """Fills a buffer with an object's bytes."""
+    found, end = find(db, key), offset + len(buffer)
+    if end > found.info.size:
+        raise TruncatedObject(f"The object has {found.info.size} bytes, not {end}", key=key)
+    query = (
+        "SELECT id, start, length(data) FROM blocks "
+        "WHERE upload = ? AND start < ? AND start + length(data) > ?"
+    )
+    for row, start, size in db.execute(query, (found.upload, end, offset)).fetchall():
+        low, high = max(start, offset), min(start + size, end)
+        with db.blobopen("blocks", "data", row, readonly=True) as blob:
+            blob.seek(low - start)
+            for at in range(low, high, PIECE):
+                upto = min(at + PIECE, high)
+                buffer[at - offset : upto - offset] = blob.read(upto - at)
+
+
+def objects(db: sqlite3.Connection, prefix: str) -> Iterator[ObjectInfo]:
+    """The objects below a prefix, which is empty or ends with a slash; by a range of the index."""
+    behind = prefix[:-1] + "0" if prefix else "\U0010ffff"  # "0" comes after "/"
+    query = "SELECT key, size, time FROM objects WHERE key >= ? AND key < ?"
+    with closing(db.execute(query, (prefix, behind))) as rows:
+        for row in rows:
+            yield _info(*row)
+
+
+def remove(db: sqlite3.Connection, keys: Iterable[str]) -> None:
+    """Deletes objects; the file's pages are free for others then."""
+    for key in keys:
+        query = "DELETE FROM objects WHERE key = ? RETURNING upload"
+        for (upload,) in db.execute(query, (key,)).fetchall():
+            db.execute("DELETE FROM uploads WHERE upload = ?", (upload,))
+            db.execute("DELETE FROM blocks WHERE upload = ?", (upload,))
+
+
+def _info(key: str, size: int, time: str) -> ObjectInfo:
+    return ObjectInfo(key, size, datetime.fromisoformat(time))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
