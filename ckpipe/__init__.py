@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
+    from ckpipe.ledger import Statistics as Statistics
     from ckpipe.lock import StateLock as StateLock
     from ckpipe.pipeline import Pipeline as Pipeline
     from ckpipe.planning import LocalPlanner as LocalPlanner
@@ -50,6 +51,7 @@ _HOMES = {
     "CkpipeError": "errors",
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
+    "Statistics": "ledger",
     "StateLock": "lock",
     "Pipeline": "pipeline",
     "LocalPlanner": "planning",

@@ -27,7 +27,7 @@ from ckpipe.errors import (
     StoreError,
     UsageError,
 )
-from ckpipe.events import EventBus, SaveFailed, SaveStarted
+from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.final_export import exported
 from ckpipe.following import Follower
@@ -48,7 +48,7 @@ from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolv
 from ckpipe.settings import Settings
 from ckpipe.site import Site, block_size, initial_budget, make_planner
 from ckpipe.topology import Topology
-from ckpipe.types import CheckpointId, LoadResult
+from ckpipe.types import CheckpointId, LoadResult, SaveStatus
 
 logger = logging.getLogger("ckpipe")
 
@@ -163,6 +163,7 @@ class Engine(Housekeeping):
         self._events.emit(SaveStarted(save.name, step, save.rank))
         if self._settings.retention.keep_last == 0 and not request.final:
             self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
+            self._tell_ended(save)
             return save
         self._saved_final |= request.final
         self._active[save] = anyio.Event()
@@ -178,10 +179,15 @@ class Engine(Housekeeping):
         finally:
             # Cancelled through its handle, or torn down with the pipeline: waiters must know.
             self._cancelled(save)
+            self._tell_ended(save)
             self._active.pop(save).set()
         self.site.trim()
         async with self._warming:
             await self.site.warm()
+
+    def _tell_ended(self, save: Save) -> None:
+        report = save.report()
+        self._events.emit(SaveEnded(save.name, save.id.step, save.rank, save.status, report))
 
     async def _guarded(self, save: Save) -> None:
         try:
@@ -354,10 +360,21 @@ class Engine(Housekeeping):
         """What goes on, for a diagnostic."""
         if self._site is None:
             return "not open"
-        counts = Counter(save.status for save in list(self._active))
+        counts = self.under_way()
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         budget = self._site.budget
-        return f"[{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB]"
+        return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
+
+    def under_way(self) -> Counter[SaveStatus]:
+        """How many saves that have not ended stand where; for any thread."""
+        return Counter(save.status for save in list(self._active))
+
+    def budget(self) -> tuple[int, int, int]:
+        """Staging memory used, its capacity, and how many saves wait for it; for any thread."""
+        if self._site is None:
+            return 0, 0, 0
+        budget = self._site.budget
+        return budget.used, budget.capacity, budget.waiting
 
 
 def _first(error: Exception) -> Exception:

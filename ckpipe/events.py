@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpipe.types import CheckpointInfo
+from ckpipe.reports import SaveReport
+from ckpipe.types import CheckpointInfo, SaveStatus
 
 logger = logging.getLogger("ckpipe")
 
@@ -170,6 +171,19 @@ class CheckpointExported(Event):
     folder: str
     files: tuple[str, ...]
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnded(Event):
+    """Nothing more happens to a save, whatever became of it; every save ends once.
+
+    Args:
+        status: What became of it: ``committed``, ``skipped``, ``failed`` or ``cancelled``.
+        report: How it spent its time.
+    """
+
+    status: SaveStatus
+    report: SaveReport
 
 
 Listener = Callable[[Event], None]

@@ -55,7 +55,8 @@ class _Handle:
             raise
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.id} {self.status}>"
+        report = repr(self.report).partition(" ")[2].removesuffix(">")
+        return f"<{type(self).__name__} {self.id} {self.status}: {report}>"
 
 
 class SaveHandle(_Handle):

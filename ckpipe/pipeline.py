@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.handles import SaveHandle
 from ckpipe.keys import label_filter
+from ckpipe.ledger import Statistics
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import wait_for
 from ckpipe.per_rank import PerRankPolicy
@@ -362,6 +363,13 @@ class Pipeline:
         """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
         self._core.hooks.add(SaveFailed, hook)
         return hook
+
+    def statistics(self) -> Statistics:
+        """What was done so far, in numbers: saves, bytes, seconds and waits by stage, memory.
+
+        Takes microseconds, in any thread, and also before opening and after closing.
+        """
+        return self._core.statistics()
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every ``step()`` of these optimizers wait for copies under way, until closing."""

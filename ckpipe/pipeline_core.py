@@ -26,6 +26,7 @@ from ckpipe.events import Event, EventBus
 from ckpipe.guard import StepGuard, guard
 from ckpipe.hooks import Hooks
 from ckpipe.keys import LabelFilter, encode_float
+from ckpipe.ledger import Ledger, Statistics
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.per_rank import PerRankPolicy
@@ -73,6 +74,8 @@ class PipelineCore:
         self.lock = StateLock()
         self.events = EventBus()
         self.hooks = Hooks(self.events)
+        self._ledger = Ledger()
+        self.events.add(self._ledger)
         self.preemption = Preemption()
         self._watch: SignalWatch | None = None
         self._topology = ALONE
@@ -308,9 +311,19 @@ class PipelineCore:
         self.lock.check_capture_allowed()
         return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank)
 
+    def statistics(self) -> Statistics:
+        """What was done so far, in numbers; in any thread and at any time."""
+        engine = self._engine
+        return self._ledger.statistics(
+            engine.under_way() if engine else {},
+            lanes=self.settings.upload.lanes,
+            budget=engine.budget() if engine and self._loop else (0, 0, 0),
+        )
+
     def __repr__(self) -> str:
         inside = self._engine.describe() if self._engine and self._loop else "closed"
-        return f"{self.settings.url} {inside}"
+        past = str(self._ledger)
+        return f"{self.settings.url} [{inside}{' | ' if past else ''}{past}]"
 
 
 def which(checkpoint: Which) -> int | str:

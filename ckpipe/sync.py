@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.keys import label_filter
+from ckpipe.ledger import Statistics
 from ckpipe.lock import StateLock
 from ckpipe.per_rank import PerRankPolicy
 from ckpipe.pipeline_core import Guarded, Hook, PipelineCore, Which, raise_or_warn, which
@@ -195,6 +196,10 @@ class SyncPipeline:
         """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
         self._core.hooks.add(SaveFailed, hook)
         return hook
+
+    def statistics(self) -> Statistics:
+        """What was done so far, in numbers. See :meth:`ckpipe.Pipeline.statistics`."""
+        return self._core.statistics()
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every ``step()`` of these optimizers wait for copies under way, until closing."""

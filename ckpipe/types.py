@@ -124,7 +124,7 @@ class LoadResult:
 
     id: str
     step: int
-    state: Any
+    state: Any = field(repr=False)
     metadata: Mapping[str, Any]
     metrics: Mapping[str, float]
     missing: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ from ckpipe import errors
 NAMES = """
     Backend CheckpointInfo Children CkpipeError KeepBest KeepEvery KeepIf KeepLast KeepWithin
     LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode RngState
-    SaveHandle SaveReport Settings StateLock SyncPipeline SyncSaveHandle Upload UploadLimits
-    VerifyResult __version__ register_backend register_type
+    SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle Upload
+    UploadLimits VerifyResult __version__ register_backend register_type
 """
 
 _OPEN = """(
@@ -60,6 +60,7 @@ _PIPELINE = {
     "on_failed": "(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]",
     "on_staged": "(self, hook: Hook[Staged]) -> Hook[Staged]",
     "should_save": "(self, step: int) -> bool",
+    "statistics": "(self) -> Statistics",
     "unpin": "(self, step: Which) -> None",
     "verify": "(self, step: Which) -> VerifyResult",
     "events": "property -> EventBus",

@@ -1,0 +1,116 @@
+"""Events as lines of JSON, for collectors: one object a line, in a documented schema.
+
+``docs/reference/events.md`` has the members, ``docs/schema/event-v1.json`` the JSON schema.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from ckpipe.events import BlockUploaded, Event
+from ckpipe.reports import SaveReport
+
+logger = logging.getLogger("ckpipe")
+
+
+def event_data(event: Event) -> dict[str, Any]:
+    """An event as plain JSON: its class as ``event``, and its fields.
+
+    The report of a save comes without its blocks, of which there may be thousands.
+    """
+    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    return {"event": type(event).__name__} | {key: _plain(each) for key, each in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SaveReport):
+        return {key: each for key, each in value.to_data().items() if key != "blocks"}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(each) for key, each in dataclasses.asdict(value).items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+class JsonLines:
+    """Writes every event as a line of JSON, in a thread of its own.
+
+    A listener for ``pipeline.events.add`` and a context manager; one may serve several pipelines.
+    Lines come in the order of the events, each at once. Leaving waits until all are written. A
+    target that fails is logged once, and what follows is lost: no save depends on it.
+
+    Args:
+        target: A file to append to, or a text stream, which is not closed.
+        skip: Events that are not written; by default those of single blocks.
+
+    Raises:
+        OSError: If the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | TextIO,
+        *,
+        skip: Collection[type[Event]] = (BlockUploaded,),
+    ) -> None:
+        self._skip = tuple(skip)
+        self._thread = ThreadPoolExecutor(1, "ckpipe event lines")
+        self._opened = contextlib.ExitStack()
+        self._file: TextIO | None = None
+        try:
+            # This starts the thread too, for which listeners must not wait.
+            self._thread.submit(self._open, target).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    def _open(self, target: str | os.PathLike[str] | TextIO) -> None:
+        if isinstance(target, str | os.PathLike):
+            file = open(target, "a", encoding="utf-8")  # noqa: SIM115  the stack closes it
+            self._file = self._opened.enter_context(file)
+        else:
+            self._file = target
+
+    def __call__(self, event: Event) -> None:
+        """Has an event written; returns at once."""
+        if not isinstance(event, self._skip):
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._thread.submit(self._write, {"time": now} | event_data(event))
+
+    def _write(self, data: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(data) + "\n")
+            self._file.flush()
+        except (OSError, ValueError):
+            logger.exception("Events can be written no more")
+            self._file = None
+
+    def close(self) -> None:
+        """Waits until all events are written, and closes the file if it was opened here."""
+        self._thread.shutdown()
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+__all__ = ["JsonLines", "event_data"]
