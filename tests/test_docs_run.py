@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
