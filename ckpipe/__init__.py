@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpipe.backend import Upload as Upload
     from ckpipe.backend import UploadLimits as UploadLimits
     from ckpipe.errors import CkpipeError as CkpipeError
+    from ckpipe.global_planner import GlobalPlanner as GlobalPlanner
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
     from ckpipe.ledger import Statistics as Statistics
@@ -49,6 +50,7 @@ _HOMES = {
     "Upload": "backend",
     "UploadLimits": "backend",
     "CkpipeError": "errors",
+    "GlobalPlanner": "global_planner",
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
     "Statistics": "ledger",

@@ -72,6 +72,8 @@ def _as_group(name: str, value: Any) -> Any:
         return {each: getattr(value, each) for each in value.model_fields_set}
     if name == "retention" and isinstance(value, Rule):
         return {"rules": value}
+    if name == "plan" and value is not None and not isinstance(value, Mapping):
+        return {"planner": value}
     if name == "preemption" and isinstance(value, bool | str):
         return {"enabled": value}
     return dict(value) if isinstance(value, Mapping) else value

@@ -66,7 +66,7 @@ class Contents:
         tensors: The tensors that the tree's numbers point to.
         values: The inline values, encoded.
         started: When the save began, ISO 8601 in UTC.
-        writer: Versions of ckpipe, torch and Python.
+        writer: Versions of ckpipe, torch and Python, and the class of the planner.
         metadata: What the user gave to ``save``.
         metrics: What the user gave to ``save``; non-finite floats encoded.
         final: Whether it is the run's final checkpoint.

@@ -65,17 +65,44 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Holding:
-    """What a rank holds of a tensor: boxes, or None for all of it, and who else holds the same."""
+class Holding:
+    """What a rank holds of a tensor, and who else holds the same.
+
+    Args:
+        replicas: All ranks that hold the same, this one included; none if it holds nothing.
+        boxes: The boxes that it holds; None for all of the tensor.
+    """
 
     replicas: tuple[int, ...]
     boxes: tuple[HeldBox, ...] | None = None
+
+    def written_by(self, owner: int) -> tuple[Piece, ...]:
+        """The pieces if one rank writes all of it."""
+        boxes = self.boxes
+        return (Piece(owner),) if boxes is None else tuple(Piece(owner, held) for held in boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A unit before it is said who writes it.
+
+    Args:
+        name: What ranks that hold the same call it: the least of its labels.
+        members: The numbers of its tensors, in the order of the walk.
+        holding: What the rank holds of it.
+        overlapping: Whether its tensors overlap in other ways than by being the same.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    holding: Holding
+    overlapping: bool = False
 
 
 def units(
     leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
 ) -> Iterator[Unit]:
-    """The units of a rank's state and who writes which part of them.
+    """The units of a rank's state and who writes which part of them, by the rule above.
 
     Args:
         leaves: The tensors.
@@ -87,6 +114,17 @@ def units(
         UnsupportedState: If a DTensor's local part has another shape than its placements say.
         UnsupportedTopology: If a mesh has ranks that are not of this world.
     """
+    for share in shares(leaves, replicated, rank=rank, world_size=world_size):
+        yield Unit(share.members, _pieces(share, leaves[share.members[0]]), share.overlapping)
+
+
+def shares(
+    leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
+) -> Iterator[Share]:
+    """What a rank's state is divided into before it is said who writes what.
+
+    Arguments and errors are those of :func:`units`.
+    """
     holdings = _Holdings(rank, world_size)
     held = [holdings.of(leaf, number in replicated) for number, leaf in enumerate(leaves)]
     groups = {group[0]: group for group in alias_groups(leaves)}
@@ -95,18 +133,18 @@ def units(
         if number in groups:
             yield from _of_group(leaves, held, groups[number])
         elif number not in grouped:
-            yield Unit((number,), _pieces(leaf.label, leaf, held[number]))
+            yield Share(leaf.label, (number,), held[number])
 
 
 class _Holdings:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._private = _Holding((rank,))
-        self._everywhere: _Holding | None = None
+        self._private = Holding((rank,))
+        self._everywhere: Holding | None = None
         self._replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
-        self._known: dict[int, tuple[tuple[int, ...] | None, _Holding]] = {}
+        self._known: dict[int, tuple[tuple[int, ...] | None, Holding]] = {}
 
-    def of(self, leaf: TensorLeaf, replicated: bool) -> _Holding:
+    def of(self, leaf: TensorLeaf, replicated: bool) -> Holding:
         if leaf.sharding is None:
             return self._by_all() if replicated else self._private
         # Leaves keep their shardings alive, so that ids name them here.
@@ -124,12 +162,12 @@ class _Holdings:
             )
         return holding
 
-    def _by_all(self) -> _Holding:
+    def _by_all(self) -> Holding:
         if self._everywhere is None:
-            self._everywhere = _Holding(tuple(range(self._world_size)))
+            self._everywhere = Holding(tuple(range(self._world_size)))
         return self._everywhere
 
-    def _look_up(self, sharding: Sharding) -> tuple[tuple[int, ...] | None, _Holding]:
+    def _look_up(self, sharding: Sharding) -> tuple[tuple[int, ...] | None, Holding]:
         top = sharding.mesh.top
         if top >= self._world_size:
             raise UnsupportedTopology(
@@ -142,8 +180,8 @@ class _Holdings:
         replicas = self._replicas_of(sharding)
         local_shape = sharding.local_shape(self._rank)
         if [held.box for held in boxes] == [whole]:
-            return local_shape, _Holding(replicas)
-        return local_shape, _Holding(replicas, boxes)
+            return local_shape, Holding(replicas)
+        return local_shape, Holding(replicas, boxes)
 
     def _replicas_of(self, sharding: Sharding) -> tuple[int, ...]:
         """Who holds what this rank holds: for all tensors that are cut alike, found once."""
@@ -158,9 +196,9 @@ class _Holdings:
 
 
 def _of_group(
-    leaves: list[TensorLeaf], held: Sequence[_Holding], group: list[int]
-) -> Iterator[Unit]:
-    """The units of tensors that overlap: one if they can stay together, else one for each.
+    leaves: list[TensorLeaf], held: Sequence[Holding], group: list[int]
+) -> Iterator[Share]:
+    """The shares of tensors that overlap: one if they can stay together, else one for each.
 
     Tensors stay together if they are the same by several names, or if the same ranks hold all of
     each. What overlaps otherwise, such as a replicated tensor and a private view of it, has to be
@@ -173,15 +211,14 @@ def _of_group(
     together = all(held[number] == holding for number in group) and holding.boxes is None
     if together and not (same and len(holding.replicas) > 1):
         name = min(leaves[number].label for number in group)
-        owner = holding.replicas[_draw(name, None) % len(holding.replicas)]
-        yield Unit(tuple(group), (Piece(owner),), overlapping=True)
+        yield Share(name, tuple(group), holding, overlapping=True)
         return
     for members in classes:
         name = min(leaves[number].label for number in members)
-        yield Unit(tuple(members), _pieces(name, leaves[members[0]], held[members[0]]))
+        yield Share(name, tuple(members), held[members[0]])
 
 
-def _same(leaves: list[TensorLeaf], held: Sequence[_Holding], group: list[int]) -> list[list[int]]:
+def _same(leaves: list[TensorLeaf], held: Sequence[Holding], group: list[int]) -> list[list[int]]:
     found: dict[tuple[object, ...], list[int]] = {}
     for number in group:
         leaf = leaves[number]
@@ -190,24 +227,26 @@ def _same(leaves: list[TensorLeaf], held: Sequence[_Holding], group: list[int]) 
     return list(found.values())
 
 
-def _pieces(name: str, leaf: TensorLeaf, holding: _Holding) -> tuple[Piece, ...]:
+def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
+    holding = share.holding
     replicas, boxes = holding.replicas, holding.boxes
     if len(replicas) < 2:
-        return _whole(replicas[0], boxes) if replicas else ()
-    first = _draw(name, boxes)
+        return holding.written_by(replicas[0]) if replicas else ()
+    first = _draw(share.name, boxes)
     count = min(len(replicas), leaf.nbytes // MIN_PIECE_BYTES)
-    if count < 2 or not leaf.shape:
-        return _whole(replicas[first % len(replicas)], boxes)
-    zeros = tuple(0 for _ in leaf.shape)
+    if count < 2 or not leaf.shape or share.overlapping:
+        return holding.written_by(replicas[first % len(replicas)])
     return tuple(
         Piece(replicas[(first + turn) % len(replicas)], piece)
-        for held in boxes or (HeldBox((zeros, leaf.shape), zeros),)
+        for held in boxes or (whole_of(leaf.shape),)
         for turn, piece in _row_blocks(held, count)
     )
 
 
-def _whole(owner: int, boxes: tuple[HeldBox, ...] | None) -> tuple[Piece, ...]:
-    return (Piece(owner),) if boxes is None else tuple(Piece(owner, held) for held in boxes)
+def whole_of(shape: tuple[int, ...]) -> HeldBox:
+    """All of a tensor as a box of it."""
+    zeros = tuple(0 for _ in shape)
+    return HeldBox((zeros, shape), zeros)
 
 
 def _draw(name: str, boxes: tuple[HeldBox, ...] | None) -> int:
@@ -220,22 +259,27 @@ def _draw(name: str, boxes: tuple[HeldBox, ...] | None) -> int:
 def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
     """Cuts a box into blocks as even as they can be, and numbers them; empty ones are left out."""
     lower, upper = held.box
-    dim = _cut_dimension(box_shape(held.box), count)
+    dim = cut_dimension(box_shape(held.box), count)
     rows = upper[dim] - lower[dim]
     found = []
     for turn in range(count):
         start, stop = rows * turn // count, rows * (turn + 1) // count
         if start < stop:
-            box = (
-                (*lower[:dim], lower[dim] + start, *lower[dim + 1 :]),
-                (*upper[:dim], lower[dim] + stop, *upper[dim + 1 :]),
-            )
-            at = (*held.at[:dim], held.at[dim] + start, *held.at[dim + 1 :])
-            found.append((turn, HeldBox(box, at)))
+            found.append((turn, rows_of(held, dim, start, stop)))
     return tuple(found)
 
 
-def _cut_dimension(shape: tuple[int, ...], count: int) -> int:
+def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
+    """The part of a box from one row to behind another, counted from where the box begins."""
+    lower, upper = held.box
+    box = (
+        (*lower[:dim], lower[dim] + start, *lower[dim + 1 :]),
+        (*upper[:dim], lower[dim] + stop, *upper[dim + 1 :]),
+    )
+    return HeldBox(box, (*held.at[:dim], held.at[dim] + start, *held.at[dim + 1 :]))
+
+
+def cut_dimension(shape: tuple[int, ...], count: int) -> int:
     """The first dimension that can be cut evenly enough, or the one that can most evenly."""
     uneven = [-(-n // count) * count / n for n in shape]
     return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), _least(uneven))

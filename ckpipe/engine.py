@@ -39,6 +39,8 @@ from ckpipe.lock import StateLock
 from ckpipe.meeting import arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
+from ckpipe.planners import choose_planner
+from ckpipe.planning import Planner
 from ckpipe.preemption import Preemption
 from ckpipe.registry import create_backend, scheme_of
 from ckpipe.restore import LoadRequest
@@ -46,7 +48,7 @@ from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
-from ckpipe.site import Site, block_size, initial_budget, make_planner
+from ckpipe.site import Site, block_size, initial_budget
 from ckpipe.topology import Topology
 from ckpipe.types import CheckpointId, LoadResult, SaveStatus
 
@@ -103,7 +105,10 @@ class Engine(Housekeeping):
             attempt = await open_attempt(
                 patient, self._settings.attempt_id, rank=self._topology.rank, meeting=meeting
             )
-            self._site = self._make_site(backend, patient, attempt)
+            planner = await anyio.to_thread.run_sync(
+                choose_planner, self._topology, self._settings, self._max_file_bytes(backend)
+            )
+            self._site = self._make_site(backend, patient, attempt, planner)
             self._follower, self._loading = Follower(self._site), Loading(self._site)
             lease = Lease(patient, attempt.partition("Z-")[2])
             try:
@@ -127,7 +132,14 @@ class Engine(Housekeeping):
         assert url is not None
         return create_backend(url, self._settings.backends.get(scheme_of(url), {}))
 
-    def _make_site(self, backend: Backend, patient: Backend, attempt: str) -> Site:
+    def _max_file_bytes(self, backend: Backend) -> int | None:
+        """The largest data file that the store takes, in blocks of the size that will be used."""
+        most = backend.limits.max_blocks
+        return None if most is None else most * block_size(self._settings, backend.limits)
+
+    def _make_site(
+        self, backend: Backend, patient: Backend, attempt: str, planner: Planner
+    ) -> Site:
         block = block_size(self._settings, backend.limits)
         return Site(
             backend=backend,
@@ -137,7 +149,7 @@ class Engine(Housekeeping):
             events=self._events,
             arena=Arena(block, Pinning(self._settings.staging.pinned)),
             budget=ByteBudget(initial_budget(self._settings, block)),
-            planner=make_planner(self._settings, backend.limits, block),
+            planner=planner,
             rank=self._topology.rank,
             world_size=self._topology.world_size,
             attempt=attempt,

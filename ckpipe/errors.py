@@ -34,6 +34,7 @@
     │   ├── SaveSkipped             the settings ask for no checkpoint here
     │   ├── SaveCancelled           the handle was cancelled
     │   ├── PipelineBusy            no room, and on_busy is "fail"
+    │   ├── PlanTimeout             ranks did not come to plan together in time
     │   ├── StateChanged            the state was changed without the lock
     │   ├── StateLockTimeout        the lock was held for too long
     │   ├── CaptureTooSlow          a step would have waited too long for the copy
@@ -224,6 +225,10 @@ class SaveCancelled(SaveError):
 
 class PipelineBusy(SaveError):
     """Earlier saves hold the staging memory, and ``on_busy`` is ``"fail"``."""
+
+
+class PlanTimeout(SaveError):
+    """Ranks did not come to plan together in time; the message names them."""
 
 
 class StateChanged(SaveError):

@@ -151,7 +151,7 @@ class Part:
         checksums: CRC-32C of every mebibyte of every entry, counted from the entry's start.
         token: A random text by which the writer knows its own manifest again.
         started: When its save began, ISO 8601 in UTC.
-        writer: Versions of ckpipe, torch and Python.
+        writer: Versions of ckpipe, torch and Python, and the class of the planner.
         metadata: What the user gave to ``save``.
         metrics: What the user gave to ``save``; non-finite floats encoded.
         resumed_from: Id of the checkpoint that the run had loaded.

@@ -7,14 +7,14 @@ number in the walk and holds none of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ckpipe import data_file
 from ckpipe.cargo import FilePlan
 from ckpipe.checksum import chunk_count
-from ckpipe.division import units
+from ckpipe.division import Unit, units
 from ckpipe.drafting import Draft, Source, draft_entry, foreign_chunks
 from ckpipe.errors import UnsupportedState
 from ckpipe.keys import LabelFilter
@@ -73,6 +73,48 @@ class Planner(Protocol):
         ...
 
 
+@runtime_checkable
+class JointPlanner(Planner, Protocol):
+    """A planner whose plan of a save depends on what other ranks have.
+
+    It is asked in every save, by this method alone, and never while the state lock is held.
+    """
+
+    def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None) -> None:
+        """Gets ready when a pipeline is opened; blocking, called in a worker thread.
+
+        Args:
+            rank: This rank.
+            world_size: How many ranks save together.
+            max_file_bytes: The largest data file that the store takes, in bytes; None for no
+                limit.
+
+        Raises:
+            UnsupportedTopology: If ranks cannot plan together here.
+        """
+        ...
+
+    def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
+        """Plans a save together with the other ranks; blocking, called in a worker thread.
+
+        A plan that fits again should be the same object again, since work is remembered with it.
+
+        Args:
+            captured: The structure.
+            save: What names the save: ``<run>/<number>``, the same on all ranks, where the run
+                is this launch on this root. It may be asked again for one save, if the state has
+                changed since.
+            rank: The rank to plan for, from 0.
+            world_size: How many ranks save together.
+
+        Raises:
+            PlanTimeout: If ranks do not take part in time; names them.
+            UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
+            SaveError: If there is no plan for this save for another reason.
+        """
+        ...
+
+
 def fingerprint(captured: Captured) -> Hashable:
     """All of a structure that a plan depends on.
 
@@ -116,9 +158,8 @@ class LocalPlanner:
     def __init__(
         self, replicated: Replicated = "auto", *, max_file_bytes: int | None = None
     ) -> None:
-        self._auto = replicated != "none"
+        self._marked = ReplicatedMarks(replicated)
         self._max_file_bytes = max_file_bytes
-        self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
         """See :class:`Planner`.
@@ -128,37 +169,79 @@ class LocalPlanner:
                 local part does not fit its placements, or a tensor fits no file.
             UnsupportedTopology: If a DTensor lies on ranks that are not of this world.
         """
-        leaves = captured.tensors
-        drafts: list[Draft] = []
-        chunks: list[list[ChunkRow]] = [[] for _ in leaves]
-        everywhere = self._replicated(captured) if world_size > 1 else ()
-        for unit in units(leaves, everywhere, rank=rank, world_size=world_size):
-            for piece in unit.pieces:
-                if piece.owner == rank:
-                    drafts.append(draft_entry(leaves, unit, piece))
-                    continue
-                for row in foreign_chunks(leaves, unit, piece):
-                    chunks[row.tensor].append(row)
-        drafts.sort(key=lambda draft: -draft.item)
-        files, entries = _lay_out(drafts, rank, self._max_file_bytes)
-        for number, each in enumerate(drafts):
-            for member in each.members:
-                chunks[member.tensor].append(member.at(number))
-        return RankPlan(
-            rank,
-            world_size,
-            fingerprint(captured),
-            Layout(tuple(entries), tuple(_in_order(chunks))),
-            tuple(draft.sources for draft in drafts),
-            tuple(files),
-        )
+        everywhere = self._marked(captured) if world_size > 1 else ()
+        divided = units(captured.tensors, everywhere, rank=rank, world_size=world_size)
+        most = self._max_file_bytes
+        return assemble(captured, divided, rank=rank, world_size=world_size, max_file_bytes=most)
 
-    def _replicated(self, captured: Captured) -> frozenset[int]:
+
+class ReplicatedMarks:
+    """Finds the tensors that are said to be the same wherever they are held.
+
+    Args:
+        replicated: As for :class:`LocalPlanner`.
+    """
+
+    def __init__(self, replicated: Replicated) -> None:
+        self._auto = replicated != "none"
+        self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
+
+    def __call__(self, captured: Captured) -> frozenset[int]:
+        """The numbers of those tensors, DTensors among them."""
         marked = captured.replicated if self._auto else frozenset()
         if self._globs is None:
             return marked
         matches = self._globs
         return marked.union(n for n, leaf in enumerate(captured.tensors) if matches(leaf.label))
+
+
+def assemble(
+    captured: Captured,
+    divided: Iterable[Unit],
+    *,
+    rank: int,
+    world_size: int,
+    max_file_bytes: int | None = None,
+) -> RankPlan:
+    """Makes the plan in which a rank writes its own of the pieces that its state is divided into.
+
+    Entries get their places in data files, and chunks say of every piece who writes it. This is
+    what planners have in common; they differ in how they divide.
+
+    Args:
+        captured: The state.
+        divided: Its units, each tensor in one of them, with the pieces that together are what
+            the rank holds of it. Ranks that hold a piece must agree on who writes it.
+        rank: The rank.
+        world_size: How many ranks save together.
+        max_file_bytes: As for :class:`LocalPlanner`.
+
+    Raises:
+        UnsupportedState: If tensors overlap in a way that cannot be saved, or one fits no file.
+    """
+    leaves = captured.tensors
+    drafts: list[Draft] = []
+    chunks: list[list[ChunkRow]] = [[] for _ in leaves]
+    for unit in divided:
+        for piece in unit.pieces:
+            if piece.owner == rank:
+                drafts.append(draft_entry(leaves, unit, piece))
+                continue
+            for row in foreign_chunks(leaves, unit, piece):
+                chunks[row.tensor].append(row)
+    drafts.sort(key=lambda draft: -draft.item)
+    files, entries = _lay_out(drafts, rank, max_file_bytes)
+    for number, each in enumerate(drafts):
+        for member in each.members:
+            chunks[member.tensor].append(member.at(number))
+    return RankPlan(
+        rank,
+        world_size,
+        fingerprint(captured),
+        Layout(tuple(entries), tuple(_in_order(chunks))),
+        tuple(draft.sources for draft in drafts),
+        tuple(files),
+    )
 
 
 Replicated = Literal["auto", "none"] | Sequence[str]

@@ -65,11 +65,19 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A plan with the blocks that carry it out; serves every save of the same structure."""
+    """A plan with the blocks that carry it out; serves every save of the same structure.
+
+    Args:
+        plan: The plan.
+        blocks: What fills which block.
+        cargo: What the rank brings to the store.
+        planner: The class of the planner, for the manifest.
+    """
 
     plan: RankPlan
     blocks: tuple[BlockPlan, ...]
     cargo: Cargo
+    planner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +249,9 @@ class Save(Delivery[FilledBlock]):
 
     def contents(self) -> Contents:
         """See :class:`~ckpipe.delivery.Delivery`."""
-        captured, request = self.captured, self.request
+        captured, program, request = self.captured, self.program, self.request
         assert captured is not None
+        assert program is not None
         rows = tuple(
             TensorRow(
                 leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
@@ -259,6 +268,7 @@ class Save(Delivery[FilledBlock]):
                 "ckpipe": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
+                "planner": program.planner,
             },
             request.metadata,
             request.metrics,

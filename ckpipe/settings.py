@@ -38,6 +38,7 @@ from ckpipe._settings_input import (
     read_environment,
     read_toml,
 )
+from ckpipe.planning import Planner
 from ckpipe.retention import KeepLast, Rule, from_data
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -90,8 +91,27 @@ class Staging(_Group):
         return self
 
 
+def _planner(value: Any) -> Any:
+    if value in ("local", "global") if isinstance(value, str) else callable(_plan_method(value)):
+        return value
+    raise ValueError("a planner is 'local', 'global' or an object with a method plan")
+
+
+def _plan_method(value: Any) -> Any:
+    return None if isinstance(value, type) else getattr(value, "plan", None)
+
+
 class Plan(_Group):
-    """Who writes what."""
+    """Who writes what. Also written ``plan="global"``, or with a planner, at the top level."""
+
+    planner: Annotated[Literal["local", "global"] | Planner, PlainValidator(_planner)] = "local"
+    """Who decides it: ``"local"`` each rank by itself, ``"global"`` one rank for all, through the
+    store of the default process group (:class:`~ckpipe.GlobalPlanner`), or a
+    :class:`~ckpipe.Planner`, whose own arguments then hold instead of the settings below."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    """With ``"global"``, how long a save waits for the other ranks, in seconds, before it fails
+    and names those that did not come."""
 
     replicated: Literal["auto", "none"] | tuple[str, ...] = "auto"
     """Which plain tensors all ranks hold alike, so that each byte is written by one rank only:
@@ -293,7 +313,7 @@ class Settings(BaseSettings):
     """Host memory for saves on their way."""
 
     plan: Plan = Plan()
-    """What is replicated."""
+    """Who plans, and what is replicated."""
 
     upload: Upload = Upload()
     """Lanes, retries and deadlines."""

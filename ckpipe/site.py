@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +25,9 @@ from ckpipe.discovery import check_not_deleted
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.leases import under_lease
 from ckpipe.lock import StateLock
-from ckpipe.planning import LocalPlanner, Planner
+from ckpipe.plan_checks import check_plan
+from ckpipe.planners import OWN_PLANNERS
+from ckpipe.planning import JointPlanner, Planner, RankPlan
 from ckpipe.saving import Division, Program, Save, SkipSave
 from ckpipe.structure import Captured
 from ckpipe.trail import Trail
@@ -84,12 +87,37 @@ class Site(Depot):
         finally:
             self.loading[str(id)] -= 1
 
-    def make_program(self, captured: Captured) -> Program:
-        """Plans a captured state; blocking, for a worker thread."""
+    @property
+    def reusable_program(self) -> Program | None:
+        """The last program, if it serves another save without anybody being asked."""
+        return None if isinstance(self.planner, JointPlanner) else self.program
+
+    def make_program(self, captured: Captured, save: CheckpointId) -> Program:
+        """Plans a captured state; blocking, for a worker thread.
+
+        Raises:
+            UnsupportedState: If a tensor cannot be saved.
+            UsageError: If the planner is not one of ckpipe's and its plan is not valid.
+            SaveError: If ranks that plan together do not come to a plan.
+        """
         with collector_paused():
-            plan = self.planner.plan(captured, rank=self.rank, world_size=self.world_size)
+            plan = self._plan(captured, save)
+            if self.program is not None and self.program.plan is plan:
+                return self.program
+            if type(self.planner) not in OWN_PLANNERS:
+                check_plan(plan, captured, self.planner, rank=self.rank, world_size=self.world_size)
             blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
-            return Program(plan, blocks, Cargo(plan.files, plan.layout, blocks))
+            return Program(
+                plan, blocks, Cargo(plan.files, plan.layout, blocks), type(self.planner).__name__
+            )
+
+    def _plan(self, captured: Captured, save: CheckpointId) -> RankPlan:
+        planner, rank, world_size = self.planner, self.rank, self.world_size
+        if not isinstance(planner, JointPlanner):
+            return planner.plan(captured, rank=rank, world_size=world_size)
+        root = sha256((self.settings.url or "").encode()).hexdigest()[:16]
+        name = f"{root}/{save.attempt}/{save.step}-{save.count}"
+        return planner.plan_save(captured, save=name, rank=rank, world_size=world_size)
 
     async def reserve(self, save: Save, blocks: int) -> None:
         """Gives a save its ration of staging memory, for a file image of so many blocks.
@@ -211,12 +239,6 @@ def block_size(settings: Settings, limits: UploadLimits) -> int:
     """The size of a block of staging memory, in bytes: what was set, or what the store needs."""
     least = -(-limits.min_block_bytes // PAGE) * PAGE
     return max(settings.staging.block_bytes, least)
-
-
-def make_planner(settings: Settings, limits: UploadLimits, block: int) -> Planner:
-    """The planner of a pipeline whose store takes files of so many blocks of this size."""
-    most = None if limits.max_blocks is None else limits.max_blocks * block
-    return LocalPlanner(settings.plan.replicated, max_file_bytes=most)
 
 
 def initial_budget(settings: Settings, block: int) -> int:

@@ -31,11 +31,12 @@ def one_rank(url: str, rank: int, world_size: int, **fields: Any) -> Iterator[Sy
 
 @contextlib.contextmanager
 def ranks(url: str, world_size: int, **fields: Any) -> Iterator[list[SyncPipeline]]:
-    """All ranks of a small world, one pipeline each."""
+    """All ranks of a small world, one pipeline each; a field may be what makes it for each."""
     with contextlib.ExitStack() as stack:
         opened = []
         for rank in range(world_size):
-            pipeline = open_rank(url, rank, world_size, **fields)
+            given = {name: value() if callable(value) else value for name, value in fields.items()}
+            pipeline = open_rank(url, rank, world_size, **given)
             stack.push(pipeline)
             opened.append(pipeline)
         yield opened

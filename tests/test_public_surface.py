@@ -18,9 +18,9 @@ import ckpipe
 from ckpipe import errors
 
 NAMES = """
-    Backend CheckpointInfo Children CkpipeError KeepBest KeepEvery KeepIf KeepLast KeepWithin
-    LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode RngState
-    SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle Upload
+    Backend CheckpointInfo Children CkpipeError GlobalPlanner KeepBest KeepEvery KeepIf KeepLast
+    KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode
+    RngState SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle Upload
     UploadLimits VerifyResult __version__ register_backend register_type
 """
 
@@ -114,6 +114,19 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "write": "(self, offset: int, data: memoryview) -> None",
     },
     "Planner": {"plan": "(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan"},
+    "GlobalPlanner": {
+        "__init__": """(
+            self, store: Any = None, *, replicated: Replicated = 'auto',
+            timeout_seconds: float = 60.0
+        ) -> None""",
+        "plan": "(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan",
+        "plan_save": """(
+            self, captured: Captured, *, save: str, rank: int, world_size: int
+        ) -> RankPlan""",
+        "prepare": """(
+            self, *, rank: int, world_size: int, max_file_bytes: int | None = None
+        ) -> None""",
+    },
 }
 FUNCTIONS = {
     "register_backend": "(scheme: str, factory: BackendFactory) -> None",
@@ -131,7 +144,8 @@ SETTINGS = """
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds
     load.lanes load.agreement_timeout_seconds lock.timeout_seconds lock.max_step_wait_seconds
-    plan.replicated retention.keep_last retention.rules retention.sweep_after_seconds
+    plan.planner plan.timeout_seconds plan.replicated
+    retention.keep_last retention.rules retention.sweep_after_seconds
     preemption.enabled preemption.signals preemption.grace_seconds backends
 """
 _SPECIAL = ("__init__", "__aenter__", "__enter__", "__await__")

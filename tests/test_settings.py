@@ -219,7 +219,7 @@ def test_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
         ({"keep_lst": 1}, "nearest valid name is 'keep_last'"),
         ({"staging_byte": 1}, "nearest valid name is 'staging_bytes'"),
         ({"drain_timeout": 1}, "nearest valid name is 'drain_timeout_seconds'"),
-        ({"timeout": 1}, "nearest valid name is 'lock.timeout_seconds'"),
+        ({"timeout": 1}, "nearest valid name is '(plan|lock).timeout_seconds'"),
         ({"on_busy": "queue"}, "'on_busy' is not valid: input should be 'wait', 'skip' or 'fail'"),
         ({"attempt_id": ""}, "'attempt_id' is not valid"),
         (

@@ -23,7 +23,8 @@ async def run(
     state again.
 
     Raises:
-        UnsupportedState: If a tensor cannot be saved.
+        UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
+        PlanTimeout: If ranks do not come to plan together in time.
         PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
         UsageError: If the state is to be copied beside training and the budget is too small.
     """
@@ -33,14 +34,17 @@ async def run(
     async with inbox, out:
         async for state in inbox:
             with save.clock.timing("plan"):
-                program = _fitting(state.captured, own, site.program)
+                program = _fitting(state.captured, own, site.reusable_program)
                 if program is not None and _has_memory(save, program):
                     await out.send(PlannedState(state.turn, state.captured, program))
                     continue
                 state.turn.release()
                 if program is None:
-                    save.replanned = True
-                    program = await anyio.to_thread.run_sync(site.make_program, state.captured)
+                    before = site.program
+                    program = await anyio.to_thread.run_sync(
+                        site.make_program, state.captured, save.id
+                    )
+                    save.replanned |= program is not before
                     site.program = program
             own = program
             await site.reserve(save, len(program.blocks))

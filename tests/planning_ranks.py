@@ -1,0 +1,124 @@
+"""Ranks that plan together, each in a thread of this process, over states that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fabricated import Tensor, held_by
+
+from ckpipe.assignment import assign
+from ckpipe.boxes import Box
+from ckpipe.global_planner import GlobalPlanner
+from ckpipe.offers import Offer, offered_shares, private_bytes
+from ckpipe.planning import RankPlan, assemble
+from ckpipe.shared_plan import divide, shared_plan
+from ckpipe.structure import Captured
+
+State = Callable[[int], Sequence[Tensor]]
+"""The tensors of each rank."""
+
+
+def captured_by(rank: int, tensors: Iterable[Tensor], replicated: Iterable[str] = ()) -> Captured:
+    """What the walk would find on a rank, with the labels of what is said to be replicated."""
+    leaves, marked = held_by(rank, tensors), frozenset(replicated)
+    numbers = frozenset(n for n, leaf in enumerate(leaves) if leaf.label in marked)
+    return Captured(["absent"], leaves, [], numbers)
+
+
+class Ranks:
+    """The planners of a world; each has a connection of its own to one store.
+
+    Args:
+        connect: Makes connections.
+        size: How many ranks there are.
+        seconds: How long they wait for each other.
+    """
+
+    def __init__(self, connect: Callable[[], Any], size: int, seconds: float = 20.0) -> None:
+        self.planners = [GlobalPlanner(connect(), timeout_seconds=seconds) for _ in range(size)]
+
+    def plan(
+        self,
+        save: str,
+        state: State,
+        replicated: Sequence[str] = (),
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> list[RankPlan | Exception]:
+        """Has some or all of the ranks plan one save, at the same time."""
+        size = len(self.planners)
+        chosen = range(size) if ranks is None else ranks
+
+        def one(rank: int) -> RankPlan | Exception:
+            captured = captured_by(rank, state(rank), replicated)
+            try:
+                return self.planners[rank].plan_save(
+                    captured, save=f"run/{save}", rank=rank, world_size=size
+                )
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            return list(pool.map(one, chosen))
+
+    def plans(self, save: str, state: State, replicated: Sequence[str] = ()) -> list[RankPlan]:
+        """The plans of all ranks, which all come to one."""
+        found = []
+        for each in self.plan(save, state, replicated):
+            if isinstance(each, Exception):
+                raise each
+            found.append(each)
+        return found
+
+
+def written(plans: Iterable[RankPlan]) -> list[list[str]]:
+    """The names of the entries that each rank writes, sorted."""
+    return [sorted(entry.name for entry in plan.layout.entries) for plan in plans]
+
+
+def jointly(
+    size: int, captured: Callable[[int], Captured], ranks: Sequence[int] | None = None
+) -> list[RankPlan]:
+    """The plans of all or some ranks, decided as rank 0 would, without a store."""
+    states = [captured(rank) for rank in range(size)]
+    found = [
+        offered_shares(each.tensors, each.replicated, rank=rank, world_size=size)
+        for rank, each in enumerate(states)
+    ]
+    offers = [
+        Offer(tuple(o for _, o in shares if o), private_bytes(each.tensors, shares))
+        for each, shares in zip(states, found, strict=True)
+    ]
+    plans = []
+    answers = assign(offers)
+    for rank in range(size) if ranks is None else ranks:
+        shared = shared_plan(1, 0, "", offers[rank].shares, answers[rank])
+        units = divide(shared, states[rank].tensors, found[rank], rank=rank)
+        plans.append(assemble(states[rank], units, rank=rank, world_size=size))
+    return plans
+
+
+Identity = tuple[str, str, tuple[int, ...], Box | None]
+
+
+def unwritten(plans: Sequence[RankPlan], states: Sequence[Captured]) -> list[Identity]:
+    """What ranks leave to others that these do not write; a checkpoint with such never counts."""
+
+    def identities(rank: int) -> list[tuple[int | None, Identity]]:
+        leaves = states[rank].tensors
+        return [
+            (row.owner, (leaf.label, leaf.dtype, leaf.full_shape, row.box))
+            for row in plans[rank].layout.chunks
+            for leaf in [leaves[row.tensor]]
+        ]
+
+    rows = [identities(rank) for rank in range(len(plans))]
+    own = [{what for owner, what in each if owner is None} for each in rows]
+    return [
+        what
+        for each in rows
+        for owner, what in each
+        if owner is not None and what not in own[owner]
+    ]

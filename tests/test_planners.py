@@ -1,0 +1,273 @@
+"""Planners plug in: which one a pipeline uses, and what a plan that is not valid does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planning_ranks import written
+from ranks import ranks
+from torch._C._distributed_c10d import HashStore
+
+import ckpipe
+from ckpipe.discovery import read_index
+from ckpipe.division import Unit, shares
+from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.manifest import Layout
+from ckpipe.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble
+from ckpipe.structure import Captured
+
+
+class LastWrites:
+    """Leaves what is replicated to the last rank that has it."""
+
+    def __init__(self) -> None:
+        self._marked = ReplicatedMarks(["w*"])
+        self.plans: list[RankPlan] = []
+
+    def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
+        marked = self._marked(captured)
+        units = [
+            Unit(share.members, share.holding.written_by(max(share.holding.replicas)))
+            for share in shares(captured.tensors, marked, rank=rank, world_size=world_size)
+        ]
+        self.plans.append(assemble(captured, units, rank=rank, world_size=world_size))
+        return self.plans[-1]
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    return {"w0": torch.arange(9.0), "w1": torch.arange(5), "own": torch.full((4,), rank)}
+
+
+def writer_of(pipeline: ckpipe.SyncPipeline) -> list[str]:
+    """The planners that the ranks of the newest checkpoint have used."""
+    newest = pipeline.latest()
+    assert newest is not None
+    engine = pipeline._core.engine
+
+    async def read() -> list[str]:
+        bundle = await read_index(engine.site.patient, newest.key)
+        return [part.writer["planner"] for part in bundle.parts]
+
+    return pipeline._core.submit(read).result()
+
+
+def test_planner_of_a_user_divides_as_it_likes(tmp_path: Path) -> None:
+    planner = LastWrites()
+    with ranks(str(tmp_path), 2, plan=planner) as opened:
+        for rank, pipeline in enumerate(opened):
+            pipeline.save(state_of(rank), step=1).wait()
+        assert written(planner.plans) == [["own"], ["own", "w0", "w1"]]
+        assert writer_of(opened[0]) == ["LastWrites"] * 2
+    # What a checkpoint holds does not depend on who wrote what.
+    with ranks(str(tmp_path), 2, attempt_id="later") as opened:
+        for rank, pipeline in enumerate(opened):
+            result = pipeline.load()
+            assert result is not None
+            for name, tensor in state_of(rank).items():
+                assert torch.equal(result.state[name], tensor)
+
+
+def test_planner_is_a_setting() -> None:
+    planner = LastWrites()
+    assert ckpipe.Settings(plan="global").plan.planner == "global"
+    assert ckpipe.Settings(plan=planner).plan.planner is planner
+    assert ckpipe.Settings(plan={"replicated": ["*"]}).plan.planner == "local"
+    both = ckpipe.Settings(plan={"planner": "global", "timeout_seconds": 3})
+    assert both.override(plan={"replicated": "none"}).plan.timeout_seconds == 3
+
+
+@pytest.mark.parametrize("wrong", ["globl", 3, object(), LocalPlanner])
+def test_what_is_no_planner_is_refused(wrong: object) -> None:
+    with pytest.raises(SettingsError, match="'local', 'global' or an object with a method plan"):
+        ckpipe.Settings(plan=wrong)
+
+
+Spoil = Callable[[RankPlan], Any]
+
+
+def _without_a_tensor(plan: RankPlan) -> RankPlan:
+    return replace(plan, layout=replace(plan.layout, chunks=plan.layout.chunks[1:]))
+
+
+def _twice(plan: RankPlan) -> RankPlan:
+    chunks = plan.layout.chunks
+    return replace(plan, layout=replace(plan.layout, chunks=(*chunks, chunks[-1])))
+
+
+def _swapped(plan: RankPlan) -> RankPlan:
+    first, second, *others = plan.sources
+    return replace(plan, sources=(second, first, *others))
+
+
+def _other_bytes(plan: RankPlan) -> RankPlan:
+    first, second, *others = plan.layout.chunks
+    mixed = (replace(first, entry=second.entry), replace(second, entry=first.entry))
+    return replace(plan, layout=replace(plan.layout, chunks=(*mixed, *others)))
+
+
+def _hole(plan: RankPlan) -> RankPlan:
+    ((source,), *others) = plan.sources
+    return replace(plan, sources=((replace(source, offset=8),), *others))
+
+
+def _unfilled(plan: RankPlan) -> RankPlan:
+    return replace(plan, sources=((), *plan.sources[1:]))
+
+
+def _outside(plan: RankPlan) -> RankPlan:
+    chunks = [replace(row, owner=7, entry=None) for row in plan.layout.chunks]
+    return replace(plan, layout=Layout(plan.layout.entries, tuple(chunks)))
+
+
+def _header(plan: RankPlan) -> RankPlan:
+    (file,) = plan.files
+    return replace(plan, files=(replace(file, header=b" " * len(file.header)),))
+
+
+def _file(plan: RankPlan) -> RankPlan:
+    (file,) = plan.files
+    return replace(plan, files=(replace(file, name="../other.safetensors"),))
+
+
+def _no_such_tensor(plan: RankPlan) -> RankPlan:
+    ((source,), *others) = plan.sources
+    return replace(plan, sources=((replace(source, tensor=99),), *others))
+
+
+SPOILT: dict[str, tuple[Spoil, str]] = {
+    "nothing": (lambda plan: None, "is no RankPlan but NoneType"),
+    "another rank's": (lambda plan: replace(plan, rank=3), "is for rank 3 of 1, not 0 of 1"),
+    "another state's": (lambda plan: replace(plan, fingerprint=()), "for another structure"),
+    "without a tensor": (_without_a_tensor, "leaves a part of this tensor out"),
+    "a tensor twice": (_twice, "has elements of this tensor twice"),
+    "sources swapped": (_swapped, "fills"),
+    "other bytes": (_other_bytes, r"fills this tensor's place|behind its entry"),
+    "a hole": (_hole, "leaves a hole in the entry"),
+    "nothing in an entry": (_unfilled, "fills 0 of the"),
+    "an owner outside the world": (_outside, "outside the world"),
+    "a header that lies": (_header, "header that does not say what is in it"),
+    "a file elsewhere": (_file, "instead of 'rank-00000.safetensors'"),
+    "a tensor that is not there": (_no_such_tensor, "from tensor 99"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_plan_that_is_not_valid_fails_before_a_byte_is_copied(how: str, tmp_path: Path) -> None:
+    spoil, message = SPOILT[how]
+
+    class Spoilt:
+        spoils = True
+
+        def plan(self, captured: Captured, *, rank: int, world_size: int) -> Any:
+            plan = LocalPlanner().plan(captured, rank=rank, world_size=world_size)
+            return spoil(plan) if self.spoils else plan
+
+    planner = Spoilt()
+    state = {"a": torch.arange(6.0), "b": torch.arange(6.0) + 9, "c": torch.zeros(2)}
+    with ckpipe.SyncPipeline(tmp_path, plan=planner) as pipeline:
+        with pytest.raises(UsageError, match=message) as caught:
+            pipeline.save(state, step=1)
+        assert "The plan of Spoilt" in str(caught.value)
+        assert not list(tmp_path.rglob("*.safetensors"))
+        planner.spoils = False
+        pipeline.save(state, step=2).wait()
+
+
+def test_right_plans_of_every_shape_pass(tmp_path: Path) -> None:
+    memory = torch.arange(24.0)
+    state = {
+        "low": memory[:16], "high": memory[8:], "turned": torch.ones(3, 4).T, "tied": memory,
+        "lazy": torch.ones(3, dtype=torch.complex64).conj(), "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3), "spread": torch.ones(1).expand(4), "b": torch.ones(3).bfloat16(),
+        "part": torch.arange(20).view(4, 5)[1:3, 2:4], "bytes": memory.view(torch.uint8)[3:9],
+    }  # fmt: skip
+
+    class Own(LocalPlanner):
+        pass
+
+    with ckpipe.SyncPipeline(tmp_path, plan=Own()) as pipeline:
+        pipeline.save(state, step=1).wait()
+        result = pipeline.load()
+        assert result is not None
+        assert all(torch.equal(result.state[name], tensor) for name, tensor in state.items())
+
+
+# plan="global" through pipelines
+
+
+def together(opened: list[ckpipe.SyncPipeline], step: int) -> list[Any]:
+    """Has all ranks save at the same time, as ranks do."""
+
+    def save(rank: int) -> Any:
+        try:
+            return opened[rank].save(state_of(rank), step=step).wait()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(opened)) as pool:
+        return list(pool.map(save, range(len(opened))))
+
+
+def test_ranks_plan_together_and_later_alone(tmp_path: Path) -> None:
+    store: Any = HashStore()
+    planners = [
+        ckpipe.GlobalPlanner(store, replicated=["w*"], timeout_seconds=30) for _ in range(2)
+    ]
+    each = iter(planners)
+    with ranks(str(tmp_path), 2, plan=lambda: next(each)) as opened:
+        assert [info.step for info in together(opened, 1)] == [1, 1]
+        # The structure is the same, so that nobody is waited for.
+        for rank in (1, 0):
+            pipeline = opened[rank]
+            handle = pipeline.save(state_of(rank), step=2)
+            handle.wait()
+            assert not handle.report.planned
+        newest = opened[0].latest()
+        assert newest is not None
+        assert newest.step == 2
+        assert writer_of(opened[0]) == ["GlobalPlanner"] * 2
+        opened[0].verify(newest)
+        result = opened[1].load()
+        assert result is not None
+        for name, tensor in state_of(1).items():
+            assert torch.equal(result.state[name], tensor)
+    names = [path.stat().st_size for path in tmp_path.rglob("rank-*.safetensors")]
+    assert len(names) == 4
+    # Nothing but the counter and the last plan is left of a run.
+    assert store.num_keys() <= 10
+
+
+def test_late_rank_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
+    store: Any = HashStore()
+    each = iter(
+        [ckpipe.GlobalPlanner(store, replicated=["w*"], timeout_seconds=0.2) for _ in range(2)]
+    )
+    with ranks(str(tmp_path), 2, plan=lambda: next(each)) as opened:
+        with pytest.raises(PlanTimeout, match="Rank 1 did not take part") as caught:
+            opened[0].save(state_of(0), step=1)
+        assert caught.value.step == 1
+        with opened[0].lock.mutating():
+            pass  # training goes on
+        # One that comes after all is told, and not kept.
+        with pytest.raises(PlanTimeout):
+            opened[1].save(state_of(1), step=1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"solo": True}])
+def test_one_rank_alone_plans_globally_by_itself(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with ckpipe.SyncPipeline(tmp_path, plan="global", **fields) as pipeline:
+        pipeline.save(state_of(0), step=1).wait()
+        assert writer_of(pipeline) == ["GlobalPlanner"]
+        assert pipeline.load() is not None
+
+
+def test_several_ranks_without_a_store_are_told_at_open(tmp_path: Path) -> None:
+    refused = pytest.raises(UnsupportedTopology, match="no store to plan together through")
+    with refused, ranks(str(tmp_path), 2, plan="global"):
+        pass
