@@ -181,7 +181,7 @@ async def _read(
 
     async def read(number: int) -> None:
         async with limiter:
-            found[number] = await _member(backend, id, level, number, world_size)
+            found[number], _ = await read_member(backend, id, level, number, world_size)
 
     try:
         async with anyio.create_task_group() as tasks:
@@ -195,9 +195,20 @@ async def _read(
     return [found[number] for number in sorted(found)]
 
 
-async def _member(
+async def read_member(
     backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
-) -> Bundle:
+) -> tuple[Bundle, int]:
+    """Reads and validates a manifest, which is a member of level 0, or a group object.
+
+    Returns:
+        It, and its size on the store in bytes.
+
+    Raises:
+        MissingObject: If it is not there.
+        CorruptCheckpoint: If it is damaged or hostile, or of another world size.
+        UnsupportedVersion: If it is of a newer format.
+        StoreError: If the store failed.
+    """
     key = member_key(id, level, number)
     try:
         data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
@@ -210,7 +221,7 @@ async def _member(
     place = bundle.group if level else (0, bundle.parts[0].rank)
     if place != (level, number) or bundle.world_size != world_size:
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
-    return bundle
+    return bundle, len(data)
 
 
 def _decoded(data: bytes, key: str, id: CheckpointId, kind: BundleKind) -> Bundle:

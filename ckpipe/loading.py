@@ -10,6 +10,7 @@ bounded time, since a rank may have died.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Mapping
@@ -29,8 +30,11 @@ from ckpipe.errors import (
 )
 from ckpipe.events import CheckpointDamaged
 from ckpipe.keys import Json
+from ckpipe.manifest import Bundle
+from ckpipe.near_reading import read_near
 from ckpipe.restore import LoadRequest, ReadyLoad, read_all
 from ckpipe.site import Site
+from ckpipe.sources import Elsewhere
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
@@ -144,8 +148,7 @@ class Loading:
     async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
         site = self._site
 
-        async def work() -> ReadyLoad:
-            bundle = await read_index(site.patient, info.key)
+        async def read(bundle: Bundle) -> ReadyLoad:
             return await read_all(
                 site.patient,
                 bundle,
@@ -155,6 +158,13 @@ class Loading:
                 rank=site.rank,
                 world_size=site.world_size,
             )
+
+        async def work() -> ReadyLoad:
+            near = await read_near(site.patient, info.key, site.rank, site.world_size)
+            if near is not None:
+                with contextlib.suppress(Elsewhere):
+                    return await read(near)
+            return await read(await read_index(site.patient, info.key))
 
         return await site.reading(info.key, work)
 

@@ -7,6 +7,7 @@ how a bundle is written; :mod:`ckpipe.manifest_codec` writes, reads and validate
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -212,3 +213,15 @@ class Bundle:
     group: tuple[int, int] | None = None
     per_rank: tuple[PerRank, ...] = ()
     report: Mapping[str, Any] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has the parts of all ranks."""
+        return len(self.parts) == self.world_size
+
+    def number_of(self, rank: int) -> int | None:
+        """The number of a rank's part; None if it is not here."""
+        if self.whole:
+            return rank if 0 <= rank < self.world_size else None
+        number = bisect_left(self.parts, rank, key=lambda part: part.rank)
+        return number if number < len(self.parts) and self.parts[number].rank == rank else None

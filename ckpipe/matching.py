@@ -44,6 +44,7 @@ class Matching:
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
+        objects: For each object, what was saved of it, and what it holds now.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Matching:
         self._alive: list[Any] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.objects: list[tuple[Node, Any]] = []
 
     def plan(self, target: Any, tree: Node) -> Make:
         """Checks a target against a tree.
@@ -221,6 +223,7 @@ class Matching:
             return self._loaded[id(target)]
         hint = hint_for(target, self._select)
         self._alive.append(hint.live)
+        self.objects.append((inner, hint.live))
         check_stateful(target, hint, inner, label)
         make = self._rebuild.plan(inner, label, hint)
         once = self._loaded[id(target)] = _once(partial(_load_object, target, make, label))

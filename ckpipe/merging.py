@@ -36,7 +36,25 @@ def merge(
             result must have.
         InvalidManifest: If they are not of one checkpoint.
     """
-    found = list(bundles)
+    merged = _joined(list(bundles), kind, group)
+    check_ranks(merged)
+    return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
+
+
+def gathered(bundles: Iterable[Bundle]) -> Bundle:
+    """The parts of some ranks of one checkpoint, each once, as a bundle that has no place in it.
+
+    Args:
+        bundles: At least one; a rank may be in several.
+
+    Raises:
+        WrongWorldSize: If they do not agree on the world size.
+        InvalidManifest: If they are not of one checkpoint.
+    """
+    return _joined(list(bundles), "group", None)
+
+
+def _joined(found: list[Bundle], kind: BundleKind, group: tuple[int, int] | None) -> Bundle:
     first = found[0]
     if any(each.id != first.id for each in found):
         raise InvalidManifest("Manifests of different checkpoints cannot be merged")
@@ -45,18 +63,18 @@ def merge(
     structures, layouts, values = Numbering(), _Layouts(), Numbering()
     parts = []
     pairs = [(part, source) for source in found for part in source.parts]
+    if group is None and kind == "group":
+        pairs = list({part.rank: (part, source) for part, source in pairs}.values())
     for part, source in sorted(pairs, key=lambda pair: pair[0].rank):
         own = source.structures[part.structure]
         structure = structures.number(own, structure_form)
         layout = layouts.number(source.layouts[part.layout], own)
         shared = values.items[values.number(part.values)]
         parts.append(replace(part, structure=structure, layout=layout, values=shared))
-    merged = Bundle(
+    return Bundle(
         kind, first.id, first.world_size, tuple(structures.items), tuple(layouts.items),
         tuple(parts), group,
     )  # fmt: skip
-    check_ranks(merged)
-    return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
 
 
 class _Layouts:

@@ -28,9 +28,9 @@ from ckpipe.per_rank import PerRankPolicy
 from ckpipe.reading import Reader, ReadTally, lane_buffers
 from ckpipe.rebuild import Make, Rebuild
 from ckpipe.reports import LoadReport, StageReport
-from ckpipe.saved_state import fitted, labels_of, state_for, without
+from ckpipe.saved_state import fitted, labels_of, lacks, state_for, without
 from ckpipe.selecting import pruned
-from ckpipe.sources import Sources
+from ckpipe.sources import Elsewhere, Sources
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
 from ckpipe.trees import shared_containers
@@ -139,7 +139,7 @@ async def read_all(
 
     Args:
         backend: The store.
-        bundle: The checkpoint's index, validated.
+        bundle: The checkpoint's index, validated; or some of its parts, if they suffice.
         request: What to load, and into what.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         lanes: How many reads run at once.
@@ -147,6 +147,7 @@ async def read_all(
         world_size: How many ranks load.
 
     Raises:
+        Elsewhere: If the parts do not suffice; nothing was read or changed.
         TargetMismatch: If the target does not fit; it is untouched.
         PerRankValue: If the target wants what each rank had for itself, and the number of ranks
             is another now.
@@ -181,6 +182,10 @@ def _match(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> 
     try:
         with collector_paused():
             return _match_all(bundle, request, rank, world_size)
+    except CkpipeError:
+        if not bundle.whole:
+            raise Elsewhere from None  # The parts of all ranks may fit, or tell what is wrong.
+        raise
     except RecursionError:
         raise UsageError(
             "The checkpoint is nested too deeply to be walked",
@@ -217,8 +222,15 @@ def _match_all(bundle: Bundle, request: LoadRequest, rank: int, world_size: int)
         matching = Matching(rebuild, targets, select, strict=request.strict)
         make = matching.plan(request.into, tree)
         missing, unexpected = matching.missing, matching.unexpected
+        if not bundle.whole and (missing or unexpected or _lack(matching)):
+            raise Elsewhere
     targets.settle()
     return _Matched(data, targets, make, tuple(missing), tuple(unexpected))
+
+
+def _lack(matching: Matching) -> bool:
+    """Whether objects hold what was not saved of them; another rank may have saved it."""
+    return any(lacks(node, live) for node, live in matching.objects)
 
 
 async def _read(

@@ -18,6 +18,7 @@ from ckpipe.manifest import Bundle, TensorRow
 from ckpipe.merged_trees import Member, MergedTree, Origin, paths
 from ckpipe.merging import differ_privately
 from ckpipe.per_rank import PerRankItems, PerRankPolicy
+from ckpipe.sources import Elsewhere
 from ckpipe.stateful_objects import live_state
 from ckpipe.structure import Node
 from ckpipe.trees import MAPPINGS, children_of
@@ -58,13 +59,19 @@ def state_for(
     """The state that a rank of a world loads.
 
     Args:
-        bundle: The checkpoint's index.
+        bundle: The checkpoint's index; or, for as many ranks as saved, some of its parts with that
+            of the rank, whose state is then what the rank itself has saved.
         rank: The rank that loads.
         world_size: How many ranks load.
         policy: What becomes of values that belong to one rank each.
         fresh: Whether there is no target, which could have names that other ranks had.
     """
     same = world_size == bundle.world_size
+    if not bundle.whole:
+        number = bundle.number_of(rank)
+        if number is None or not same:
+            raise Elsewhere
+        return state_of_part(bundle, number)
     base = rank if same else 0
     if len(bundle.structures) > 1 and not (same and fresh):
         return _merged_state(bundle, base, None if same else policy)
@@ -163,6 +170,25 @@ def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node
         fits = [_fitted(child, live, where, common) for (_, child, where), live in pairs]
         return [tag, [*fits, *node[1][len(fits) :]], *node[2:]]
     return node
+
+
+def lacks(node: Node, target: Any, label: str = "") -> bool:
+    """Whether a target has names that a saved tree has not."""
+    tag = node[0]
+    if tag in ("shared", "stateful"):
+        return lacks(node[-1], target, label)
+    if tag in MAPPINGS and isinstance(target, Mapping):
+        children = {key: (child, where) for key, child, where in children_of(node, label)}
+        return any(
+            key not in children or lacks(children[key][0], live, children[key][1])
+            for key, live in target.items()
+        )
+    if tag in ("list", "tuple") and isinstance(target, list | tuple):
+        pairs = list(zip(children_of(node, label), target, strict=False))
+        return len(pairs) < len(target) or any(
+            lacks(child, live, where) for (_, child, where), live in pairs
+        )
+    return False
 
 
 def labels_of(saved: SavedState) -> frozenset[str]:

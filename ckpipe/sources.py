@@ -21,11 +21,15 @@ Candidate = tuple[int, ChunkRow]
 _Key = tuple[str, tuple[int, ...], str]
 
 
+class Elsewhere(Exception):
+    """What is looked for may be in parts that were not read: the index has all."""
+
+
 class Sources:
     """Finds chunks of tensors.
 
     Args:
-        bundle: The checkpoint. In an index, a part's number is its rank.
+        bundle: The checkpoint, or some of its parts. In an index, a part's number is its rank.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -43,6 +47,9 @@ class Sources:
         Args:
             part: The number of the part.
             tensor: The number of the tensor in its structure.
+
+        Raises:
+            Elsewhere: If another rank's part, which is not here, says where it is.
         """
         held = self._by_part.get(part) or self.held(part)
         rows = held.by_tensor.get(tensor, ())
@@ -57,7 +64,13 @@ class Sources:
         return found
 
     def everywhere(self, row: TensorRow) -> list[Candidate]:
-        """All chunks that any rank wrote of the tensor of a label, shape and dtype."""
+        """All chunks that any rank wrote of the tensor of a label, shape and dtype.
+
+        Raises:
+            Elsewhere: If not all parts are here.
+        """
+        if not self._bundle.whole:
+            raise Elsewhere
         if self._everything is None:
             self._everything = self._gathered()
         return self._everything.get(_key(row), [])
@@ -87,15 +100,18 @@ class Sources:
 
     def _written(self, owner: int, chunk: ChunkRow, row: TensorRow) -> list[Candidate]:
         """The chunk of the owner that another rank's chunk stands for."""
-        if not 0 <= owner < len(self._bundle.parts):
-            return []
+        part = self._bundle.number_of(owner)
+        if part is None:
+            if self._bundle.whole:
+                return []
+            raise Elsewhere
         if chunk.entry is not None:
-            return [(owner, chunk)]
-        number = self.number_in(owner, row)
-        rows = () if number is None else self.held(owner).by_tensor.get(number, ())
+            return [(part, chunk)]
+        number = self.number_in(part, row)
+        rows = () if number is None else self.held(part).by_tensor.get(number, ())
         wanted = chunk_box(chunk, row.shape)
         own = (each for each in rows if each.owner is None)
-        return [(owner, each) for each in own if chunk_box(each, row.shape) == wanted][:1]
+        return [(part, each) for each in own if chunk_box(each, row.shape) == wanted][:1]
 
     def _gathered(self) -> dict[_Key, list[Candidate]]:
         found: defaultdict[_Key, list[Candidate]] = defaultdict(list)
