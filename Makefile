@@ -14,10 +14,10 @@ PARALLEL ?= -n 2 --dist worksteal
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-local bench-stall format clean
+.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-stall format clean
 
 help:  ## Show these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## Train, kill, resume, and compare the two runs
 	@mkdir -p $(DEMO)
@@ -62,9 +62,12 @@ bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in
 	@mkdir -p .bench
 	@$(BENCH)/bin/python benchmarks/compare.py --json .bench/compare.json --plots .bench
 
-bench-quick: $(BENCH)/.ready  ## The same with one state, one loop and one round
+bench-quick: $(BENCH)/.ready  ## The same in two minutes: a smaller state, one loop, one round
 	@mkdir -p .bench
 	@$(BENCH)/bin/python benchmarks/compare.py --quick --json .bench/quick.json --plots .bench
+
+bench-publish: $(BENCH)/.ready  ## Put tables and plots of make bench into README and docs
+	@$(BENCH)/bin/python benchmarks/comparison_report.py --publish .bench/compare.json
 
 bench-compare: $(BENCH)/.ready  ## What changed beyond the spread: make bench-compare OLD=old.json
 	@$(BENCH)/bin/python benchmarks/comparison_report.py $(OLD) .bench/compare.json

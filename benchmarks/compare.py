@@ -1,6 +1,6 @@
 """ckpipe beside its peers, interleaved in one run; what ``make bench`` does.
 
-    python benchmarks/compare.py [--quick] [--root DIR] [--json FILE] [--plots DIR]
+    python benchmarks/compare.py [--quick | --trial] [--root DIR] [--json FILE] [--plots DIR]
 
 Every round saves and loads once with each contender, so that a machine whose speed drifts drifts
 for all of them. *Blocked* is the time until the trainer may change the state again, *durable* until
@@ -18,14 +18,14 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -38,15 +38,11 @@ import states
 import torch
 import torch.distributed as dist
 from contenders import Contender
+from peaks import measure_peaks
 
 Measures = dict[str, dict[str, list[float]]]
 """Measure, then contender, then a value for each round."""
 
-STATES: dict[str, Callable[[], dict[str, Any]]] = {
-    "GPT-2 124M + AdamW": states.gpt2_with_adamw,
-    "20,000 tiny tensors": states.tiny_tensors,
-    "four of 256 MiB": states.large_tensors,
-}
 PACKAGES = ("ckpipe", "torch", "safetensors", "torch_checkpointing", "torchsnapshot")
 LIMIT = "the limit"
 
@@ -143,7 +139,7 @@ def _one_round(each: Contender, state: dict[str, Any], into: Measures) -> None:
 
 
 def measure_interference(
-    found: list[Contender], state: dict[str, Any], loops: list[str], rounds: int
+    found: list[Contender], state: dict[str, Any], loops: Sequence[str], rounds: int
 ) -> dict[str, Measures]:
     """For each kind of loop: the step rate, the longest step and the time lost by a save."""
     threads = torch.get_num_threads()
@@ -200,81 +196,43 @@ def _steps_beside(
     return during, blocked, ended[0] - began
 
 
-PEAK = """
-import sys
-sys.path.insert(0, {here!r})
-import compare
-if __name__ == "__main__":
-    print("PEAK", compare.peak_memory({name!r}, {root!r}))
-"""
-
-
-def peak_memory(name: str, root: str) -> int:
-    """Peak host memory of a process above its state over three saves, in bytes."""
-    _process_group(Path(root))
-    cls = next(each for each in contenders.EVERYBODY if each.name == name)
-    state = states.gpt2_with_adamw()
-    each = cls(Path(root) / "peak")
-    each.save({"probe": {"weight": torch.zeros(1000)}})()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _memory("VmRSS")
-    for _ in range(3):
-        each.save(state)()
-        each.forget()
-    peak = _memory("VmHWM") - before
-    each.close()
-    return peak
-
-
-def _memory(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
-def measure_peaks(found: list[Contender], root: Path) -> dict[str, float]:
-    """Peak memory of each contender, each in a process of its own."""
-    peaks: dict[str, float] = {}
-    for each in found:
-        folder = root / "memory"
-        folder.mkdir()
-        script = folder / "peak.py"
-        script.write_text(
-            PEAK.format(here=str(Path(__file__).parent), name=each.name, root=str(folder))
-        )
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-        printed = [line for line in done.stdout.splitlines() if line.startswith("PEAK")]
-        if printed:
-            peaks[each.name] = float(printed[-1].split()[1])
-        shutil.rmtree(folder)
-    return peaks
-
-
-def _process_group(root: Path) -> None:
-    """The asynchronous process of DCP wants one, if only of one rank."""
-    if not dist.is_initialized():
-        store = torch._C._distributed_c10d.FileStore(str(root / "store"), 1)
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "0")
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
 def timeline(each: Contender, state: dict[str, Any]) -> dict[str, Any]:
-    """When the stages of one save of ours began and ended."""
+    """The report of one save of ours, when all is warm."""
     assert isinstance(each, contenders.Ours)
-    each.save(state)()
-    stages = each.handle.report.stages
-    return {
-        name: {"began": stage.began, "seconds": stage.seconds, "bytes": stage.bytes}
-        for name, stage in stages.items()
-    }
+    for _ in range(2):
+        each.save(state)()
+    return each.handle.report.to_data()
 
 
-def run(root: Path, *, quick: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Args:
+        states: Names of the states.
+        loops: Names of the loops that train beside a save.
+        rounds: How often each thing is measured, after one round to warm up.
+        peaks: Whether the peak memory is measured.
+    """
+
+    states: tuple[str, ...]
+    loops: tuple[str, ...]
+    rounds: int
+    peaks: bool
+
+
+FULL = Extent((states.GPT2, states.TINY, states.LARGE), tuple(LOOPS), 7, peaks=True)
+QUICK = Extent((states.SMALL_GPT2,), ("python",), 1, peaks=False)
+TRIAL = Extent((states.TRIAL,), tuple(LOOPS), 1, peaks=True)
+"""To see whether the benchmark itself works."""
+
+
+def run(root: Path, extent: Extent) -> dict[str, Any]:
     """Measures everything and returns it as data."""
-    _process_group(root)
+    contenders.start_process_group(root)
     found, refused = start(root)
     try:
-        return _run(root, found, refused, quick=quick)
+        return _run(root, found, refused, extent)
     finally:
         for each in found:
             each.close()
@@ -282,32 +240,47 @@ def run(root: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def _run(
-    root: Path, found: list[Contender], refused: dict[str, str], *, quick: bool
+    root: Path, found: list[Contender], refused: dict[str, str], extent: Extent
 ) -> dict[str, Any]:
-    rounds = 1 if quick else 7
     results: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "machine": machine(),
         "versions": _versions(),
-        "rounds": rounds,
+        "rounds": extent.rounds,
         "left out": refused,
         "states": {},
+        "loops": {},
+        "peak memory": {},
     }
-    kinds = dict(list(STATES.items())[:1]) if quick else STATES
-    for name, make in kinds.items():
-        progress(name)
-        state = make()
-        results["states"][name] = measure_times(found, state, root / "raw.bin", rounds)
-        del state
-    state = states.gpt2_with_adamw()
-    results["loops"] = measure_interference(
-        found, state, list(LOOPS)[:1] if quick else list(LOOPS), rounds
-    )
     ours = next(each for each in found if isinstance(each, contenders.Ours))
-    results["timeline"] = timeline(ours, state)
-    del state
-    results["peak memory"] = {} if quick else measure_peaks(found, root)
+    for name in extent.states:
+        progress(name)
+        state = states.STATES[name]()
+        results["states"][name] = measure_times(found, state, root / "raw.bin", extent.rounds)
+        for loop, measures in measure_interference(
+            found, state, extent.loops, extent.rounds
+        ).items():
+            results["loops"][f"{name}, {loop} loop"] = measures
+        if "timeline" not in results:
+            results["timeline"] = timeline(ours, state)
+        del state
+        if extent.peaks:
+            progress("peak memory")
+            results["peak memory"][name] = measure_peaks(found, name, root)
     return results
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model n")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "processor": model,
+        "memory": memory,
+        "platform": platform.platform(),
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -323,7 +296,8 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Measures, prints the tables, and writes JSON and plots."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one state, one loop, one round")
+    parser.add_argument("--quick", action="store_true", help="a third of a state, one loop, once")
+    parser.add_argument("--trial", action="store_true", help="a tiny state: does it work at all?")
     parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plots", type=Path, default=None, help="a folder for pictures")
@@ -331,7 +305,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the contenders
     folder = tempfile.mkdtemp(prefix="ckpipe-bench-", dir=arguments.root or Path.cwd())
     try:
-        results = run(Path(folder), quick=arguments.quick)
+        extent = QUICK if arguments.quick else TRIAL if arguments.trial else FULL
+        results = run(Path(folder), extent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report = partial(print, flush=True)

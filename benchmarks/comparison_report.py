@@ -1,124 +1,256 @@
-"""Tables, verdicts and pictures of what ``compare.py`` measured."""
+"""Tables, verdicts and pictures of what ``compare.py`` measured.
+
+python benchmarks/comparison_report.py OLD.json NEW.json     what has changed beyond the spread
+python benchmarks/comparison_report.py --publish NEW.json    puts tables and plots into docs/
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 OURS, LIMIT = "ckpipe", "the limit"
-UNITS = {"bytes": 1e6}
+UNITS = {
+    "bytes": (1e6, "MB"),
+    "peak memory": (2.0**20, "MiB"),
+    "step rate": (1.0, "of undisturbed"),
+}
+HIGHER_IS_BETTER = ("step rate",)
+LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
+"""How much has to change to be told, of several rounds and of a single one, as a ratio."""
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+MARKS = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- bench:end -->)", re.DOTALL)
+
 Row = Mapping[str, list[float]]
+Tables = dict[str, dict[str, Row]]
+"""Title of a table, then measure, then contender, then a value for each round."""
+
+
+def tables(results: Mapping[str, Any]) -> Tables:
+    """All that was measured, in tables of one form."""
+    found: Tables = {**results["states"], **results["loops"]}
+    for state, peaks in results["peak memory"].items():
+        row = {name: [float(peak)] for name, peak in peaks.items()}
+        found[state] = {**found.get(state, {}), "peak memory": row}
+    return found
 
 
 def text(results: Mapping[str, Any]) -> str:
     """Tables of medians with their spread, ratios to the limit, and where ours is not first."""
     lines: list[str] = []
-    for state, measures in results["states"].items():
-        lines += ["", f"{state}, seconds (bytes: MB), median (least to most)"]
+    for title, measures in tables(results).items():
+        lines += ["", f"{title}: median (least to most) of {results['rounds']}"]
         lines += _table(measures)
-    for loop, measures in results["loops"].items():
-        lines += ["", f"a {loop} loop in one thread while the first state is saved"]
-        lines += _table(measures)
-    if results["peak memory"]:
-        lines += ["", "peak host memory above the first state, MiB"]
-        lines += [f"  {n:22s}{v / 2**20:10.0f}" for n, v in results["peak memory"].items()]
     lines += ["", *(f"left out: {name}: {why}" for name, why in results["left out"].items())]
-    worse = list(not_first(results))
-    lines += [f"ours is not first: {each}" for each in worse] or ["ours is first everywhere"]
-    return "\n".join(lines)
+    return "\n".join([*lines, *verdict(results)])
+
+
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """Where ours is not first, in sentences."""
+    worse = [f"ours is not first: {each}" for each in not_first(results)]
+    return worse or ["ours is first everywhere"]
 
 
 def _table(measures: Mapping[str, Row]) -> list[str]:
     lines = []
     for measure, row in measures.items():
-        unit = UNITS.get(measure, 1.0)
+        unit, name_of_unit = UNITS.get(measure, (1.0, "s"))
         limit = statistics.median(row[LIMIT]) if LIMIT in row else None
         for name, values in row.items():
             median = statistics.median(values)
             shown = f"{median / unit:9.3f}  ({min(values) / unit:.3f} to {max(values) / unit:.3f})"
             ratio = f"  {median / limit:6.2f} x limit" if limit and name != LIMIT else ""
-            lines.append(f"  {measure:15s}{name:22s}{shown:32s}{ratio}")
+            head = f"{measure.removesuffix(' s')}, {name_of_unit}"
+            lines.append(f"  {head:28s}{name:22s}{shown:32s}{ratio}".rstrip())
     return lines
 
 
 def not_first(results: Mapping[str, Any]) -> Iterator[str]:
     """Where a peer's median is better than ours."""
-    tables = {**results["states"], **{f"{k} loop": v for k, v in results["loops"].items()}}
-    tables["memory"] = {"peak": {name: [v] for name, v in results["peak memory"].items()}}
-    for table, measures in tables.items():
+    for title, measures in tables(results).items():
         for measure, row in measures.items():
-            better = max if measure == "step rate" else min
+            better = max if measure in HIGHER_IS_BETTER else min
             medians = {n: statistics.median(v) for n, v in row.items() if n != LIMIT}
             if OURS not in medians:
                 continue
             best = better(medians, key=lambda name: medians[name])
             if best != OURS:
-                yield f"{table}, {measure}: {best} {medians[best]:.3g}, ours {medians[OURS]:.3g}"
+                yield f"{title}, {measure}: {best} {medians[best]:.3g}, ours {medians[OURS]:.3g}"
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """Bars for each measure of the first state, and the stages of one save of ours."""
+def markdown(results: Mapping[str, Any]) -> str:
+    """The medians as tables for a page, contenders down and measures across."""
+    lines: list[str] = []
+    for title, measures in tables(results).items():
+        names = list(dict.fromkeys(name for row in measures.values() for name in row))
+        heads = [f"{m.removesuffix(' s')}, {UNITS.get(m, (1, 's'))[1]}" for m in measures]
+        lines += [f"### {title}", "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+        for name in names:
+            cells = [_cell(measure, row.get(name)) for measure, row in measures.items()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(measure: str, values: list[float] | None) -> str:
+    if not values:
+        return ""
+    unit = UNITS.get(measure, (1.0, ""))[0]
+    return f"{statistics.median(values) / unit:.3g}"
+
+
+def draw(results: Mapping[str, Any], folder: Path) -> list[str]:
+    """Bars for each measure of each table, and the stages and blocks of one save of ours.
+
+    Returns:
+        Names of the pictures, in order.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    measures = next(iter(results["states"].values()))
-    names = [name for name in measures if name != "bytes"]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 4), layout="constrained")
-    for axis, measure in zip(axes, names, strict=True):
-        _bars(axis, measure, measures[measure])
-    figure.savefig(folder / "compare.png", dpi=110)
-    pyplot.close(figure)
-    figure, axis = pyplot.subplots(figsize=(8, 3), layout="constrained")
+    names = []
+    for title, measures in tables(results).items():
+        shown = [measure for measure in measures if len(measures[measure]) > 1]
+        figure, axes = pyplot.subplots(
+            1, len(shown), figsize=(3.4 * len(shown), 3.4), layout="constrained", squeeze=False
+        )
+        for axis, measure in zip(axes[0], shown, strict=True):
+            _bars(axis, measure, measures[measure])
+        figure.suptitle(title)
+        names.append(f"bench-{_slug(title)}.png")
+        figure.savefig(folder / names[-1], dpi=100)
+        pyplot.close(figure)
+    figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     _gantt(axis, results["timeline"])
-    figure.savefig(folder / "timeline.png", dpi=110)
+    names.append("bench-timeline.png")
+    figure.savefig(folder / names[-1], dpi=100)
     pyplot.close(figure)
+    return names
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def _bars(axis: Any, measure: str, row: Row) -> None:
+    unit, name_of_unit = UNITS.get(measure, (1.0, "s"))
     order = list(row)[::-1]
-    medians = [statistics.median(row[name]) for name in order]
-    colors = [{"ckpipe": "tab:blue", LIMIT: "tab:gray"}.get(name, "tab:orange") for name in order]
-    bars = axis.barh(order, medians, color=colors)
-    axis.bar_label(bars, [f" {median:.2f}" for median in medians])
-    axis.set_title(f"{measure}, s")
-    axis.margins(x=0.2)
+    medians = [statistics.median(row[name]) / unit for name in order]
+    spread = [
+        [m - min(row[n]) / unit for n, m in zip(order, medians, strict=True)],
+        [max(row[n]) / unit - m for n, m in zip(order, medians, strict=True)],
+    ]
+    colors = [{OURS: "tab:blue", LIMIT: "tab:gray"}.get(name, "tab:orange") for name in order]
+    bars = axis.barh(order, medians, xerr=spread, color=colors, ecolor="black", capsize=2)
+    axis.bar_label(bars, [f" {median:.3g}" for median in medians])
+    axis.set_title(f"{measure.removesuffix(' s')}, {name_of_unit}")
+    axis.margins(x=0.25)
 
 
-def _gantt(axis: Any, stages: Mapping[str, Mapping[str, float]]) -> None:
-    order = sorted(stages, key=lambda name: -stages[name]["began"])
-    for row, name in enumerate(order):
-        axis.barh(row, stages[name]["seconds"] * 1e3, left=stages[name]["began"] * 1e3)
-    axis.set_yticks(range(len(order)), order)
-    axis.set_xlabel("milliseconds from the call of save()")
-    axis.set_title("One save")
+def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
+    """Stages as bars, and below them the blocks as copiers and lanes had them."""
+    rows: list[str] = []
+    for name, stage in sorted(report["stages"].items(), key=lambda item: item[1]["began"]):
+        axis.barh(len(rows), stage["seconds"] * 1e3, left=stage["began"] * 1e3, color="tab:gray")
+        rows.append(name)
+    blocks = report["blocks"]
+    kinds = (
+        ("copier", "copied", "tab:blue"),
+        ("", "summed", "goldenrod"),
+        ("lane", "uploaded", "seagreen"),
+    )
+    for place, kind, color in kinds:
+        where = blocks[place] if place else [0] * len(blocks[kind])
+        for number in sorted(set(where)):
+            spans = [
+                (began / 1e3, (ended - began) / 1e3)
+                for at, (began, ended) in zip(where, blocks[kind], strict=True)
+                if at == number
+            ]
+            axis.broken_barh(spans, (len(rows) - 0.4, 0.8), color=color, edgecolor="white", lw=0.4)
+            rows.append(f"{place} {number}" if place else "checksums")
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds after the call of save()")
+    axis.set_title("One save: stages, and its blocks copied, checksummed and uploaded")
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     """What differs between two runs by more than both spreads."""
-    for table in old["states"].keys() & new["states"].keys():
-        before, after = old["states"][table], new["states"][table]
-        for measure in before.keys() & after.keys():
-            for name in before[measure].keys() & after[measure].keys():
-                was, now = before[measure][name], after[measure][name]
-                if max(was) < min(now) or max(now) < min(was):
-                    ratio = statistics.median(now) / statistics.median(was)
-                    yield f"{table}, {measure}, {name}: {ratio:.2f} times what it was"
+    before, after = tables(old), tables(new)
+    for title in before.keys() & after.keys():
+        for measure in before[title].keys() & after[title].keys():
+            was, now = before[title][measure], after[title][measure]
+            for name in was.keys() & now.keys():
+                if _differ(was[name], now[name]):
+                    ratio = statistics.median(now[name]) / (statistics.median(was[name]) or 1e-12)
+                    yield f"{title}, {measure}, {name}: {ratio:.2f} times what it was"
+
+
+def _differ(was: list[float], now: list[float]) -> bool:
+    low, high = sorted((was, now), key=max)
+    alone = min(len(was), len(now)) == 1
+    least = LEAST_CHANGE_OF_ONE if alone else LEAST_CHANGE
+    return max(low) < min(high) and min(high) > least * max(low)
+
+
+def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) -> None:
+    """Draws the plots into the documentation, and writes the tables between the marks of pages.
+
+    Args:
+        results: What was measured.
+        pages: Pages that have marks, ``<!-- bench:plots -->`` or ``<!-- bench:tables -->``, each
+            with ``<!-- bench:end -->`` behind it.
+        plots: The folder of the pictures.
+    """
+    plots.mkdir(parents=True, exist_ok=True)
+    names = draw(results, plots)
+    for page in pages:
+        path = plots.relative_to(page.parent).as_posix()
+        images = "".join(f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n" for name in names)
+        parts = {"plots": images, "tables": _page_tables(results)}
+        page.write_text(_filled(page.read_text(), parts))
+
+
+def _filled(page: str, parts: Mapping[str, str]) -> str:
+    """A page with new text between its marks."""
+    return MARKS.sub(lambda match: match[1] + parts[match[2]] + match[3], page)
+
+
+def _page_tables(results: Mapping[str, Any]) -> str:
+    about = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    head = (
+        f"{results['date']}, {about['cpus']} cores of {about['processor'] or 'a processor'}, "
+        f"{about['platform']}; {versions}. Medians of {results['rounds']}.\n"
+    )
+    missing = [f"* left out: {name}: {why}" for name, why in results["left out"].items()]
+    worse = [f"* {each}" for each in verdict(results)]
+    return "\n".join([head, markdown(results), *worse, *missing, ""])
 
 
 def main() -> None:
-    """Compares two files of results."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    """Compares two files of results, or publishes one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--publish", action="store_true")
+    parser.add_argument("files", type=Path, nargs="+")
     arguments = parser.parse_args()
-    old, new = (json.loads(path.read_text()) for path in (arguments.old, arguments.new))
-    found = sorted(changes(old, new))
+    results = [json.loads(path.read_text()) for path in arguments.files]
+    if arguments.publish:
+        publish(results[-1], PAGES, ROOT / "docs" / "plots")
+        return
+    if len(results) != 2:
+        parser.error("give two files of results: make bench-compare OLD=old.json")
+    found = sorted(changes(*results))
     print("\n".join(found) if found else "nothing changed beyond the spread")
 
 

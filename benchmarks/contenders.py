@@ -14,6 +14,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -237,6 +238,15 @@ class TorchSnapshot(Contender):
 EVERYBODY: tuple[type[Contender], ...] = (
     Ours, TorchSave, Safetensors, DcpSync, DcpThread, DcpProcess, TorchCheckpointing, TorchSnapshot,
 )  # fmt: skip
+
+
+def start_process_group(root: Path) -> None:
+    """The asynchronous process of DCP wants one, if only of one rank."""
+    if not dist.is_initialized():
+        store = dist.FileStore(str(root / "store"), 1)  # type: ignore[attr-defined]
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "0")
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +26,11 @@ class Block(nn.Module):
         )
 
 
-def gpt2_with_adamw() -> dict[str, Any]:
-    """GPT-2 124M and its AdamW: 592 tensors, 1.49 GB in float32."""
+def gpt2_with_adamw(layers: int = LAYERS) -> dict[str, Any]:
+    """GPT-2 124M and its AdamW: with all layers 592 tensors, 1.49 GB in float32."""
     model = nn.Module()
     model.wte, model.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-    model.h = nn.ModuleList(Block() for _ in range(LAYERS))
+    model.h = nn.ModuleList(Block() for _ in range(layers))
     model.ln_f = nn.LayerNorm(WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
@@ -64,3 +66,14 @@ def state_bytes(state: Any) -> int:
     if isinstance(state, list | tuple):
         return sum(state_bytes(each) for each in state)
     return 0
+
+
+GPT2, SMALL_GPT2 = "GPT-2 124M + AdamW", "GPT-2 with 3 layers + AdamW"
+TINY, LARGE, TRIAL = "20,000 tiny tensors", "four of 256 MiB", "a trial"
+STATES: dict[str, Callable[[], dict[str, Any]]] = {
+    GPT2: gpt2_with_adamw,
+    SMALL_GPT2: partial(gpt2_with_adamw, 3),
+    TINY: tiny_tensors,
+    LARGE: large_tensors,
+    TRIAL: partial(tiny_tensors, 40),
+}

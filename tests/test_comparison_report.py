@@ -7,6 +7,8 @@ from typing import Any
 
 import comparison_report
 
+from ckpipe.reports import BlockReport, SaveReport, StageReport
+
 
 def results(ours: float, peer: float) -> dict[str, Any]:
     def row(factor: float) -> dict[str, list[float]]:
@@ -16,13 +18,21 @@ def results(ours: float, peer: float) -> dict[str, Any]:
             "DCP": [peer * factor, 1.1 * peer * factor],
         }
 
+    blocks = [BlockReport(0, 0, 5, (0.0, 0.1), (0.1, 0.2), (0.1, 0.3))]
+    report = SaveReport({"stage": StageReport(0.1, 5)}, 0.1, 0.3, 5, 1, planned=True, blocks=blocks)
     loop = {"ckpipe": [0.9], "DCP": [0.8]}
     return {
+        "date": "2026-11-21",
+        "machine": {"cpus": 2, "processor": "", "platform": "Linux"},
+        "versions": {"python": "3.11", "torch": "2.13"},
+        "rounds": 2,
         "states": {"big": {"blocked": row(1), "durable": row(3)}},
-        "loops": {"python": {"step rate": loop, "lost s": {"ckpipe": [0.2], "DCP": [0.5]}}},
-        "peak memory": {"ckpipe": 2.0**20, "DCP": 2.0**21},
+        "loops": {
+            "big, python loop": {"step rate": loop, "lost s": {"ckpipe": [0.2], "DCP": [0.5]}}
+        },
+        "peak memory": {"big": {"ckpipe": 2**20, "DCP": 2**21}},
         "left out": {"torchsnapshot": "ModuleNotFoundError: no module"},
-        "timeline": {"stage": {"began": 0.0, "seconds": 0.1, "bytes": 5.0}},
+        "timeline": report.to_data(),
     }
 
 
@@ -30,11 +40,14 @@ def test_says_where_a_peer_is_better() -> None:
     assert list(comparison_report.not_first(results(2.0, 5.0))) == []
     worse = list(comparison_report.not_first(results(4.0, 2.0)))
     assert worse == ["big, blocked: DCP 2.1, ours 4.2", "big, durable: DCP 6.3, ours 12.6"]
+    found = results(2.0, 5.0)
+    found["peak memory"]["big"]["DCP"] = 2**19
+    assert len(list(comparison_report.not_first(found))) == 1
 
 
 def test_a_higher_step_rate_is_the_better_one() -> None:
     found = results(2.0, 5.0)
-    found["loops"]["python"]["step rate"]["DCP"] = [0.95]
+    found["loops"]["big, python loop"]["step rate"]["DCP"] = [0.95]
     assert len(list(comparison_report.not_first(found))) == 1
 
 
@@ -43,19 +56,52 @@ def test_the_text_has_ratios_and_what_was_left_out() -> None:
     assert "2.00 x limit" in shown
     assert "left out: torchsnapshot" in shown
     assert "ours is first everywhere" in shown
+    assert "peak memory, MiB" in shown
 
 
 def test_only_changes_beyond_the_spread_are_told() -> None:
     old = results(2.0, 5.0)
     assert list(comparison_report.changes(old, results(2.05, 5.0))) == []
-    (first, second) = comparison_report.changes(old, results(4.0, 5.0))
-    assert {first, second} == {
+    found = set(comparison_report.changes(old, results(4.0, 5.0)))
+    assert found == {
         "big, blocked, ckpipe: 2.00 times what it was",
         "big, durable, ckpipe: 2.00 times what it was",
     }
 
 
+def test_of_a_single_round_only_large_changes_are_told() -> None:
+    old, new = results(2.0, 5.0), results(2.0, 5.0)
+    new["loops"]["big, python loop"]["step rate"]["ckpipe"] = [0.85]
+    new["peak memory"]["big"]["ckpipe"] = 2**22
+    found = list(comparison_report.changes(old, new))
+    assert found == ["big, peak memory, ckpipe: 4.00 times what it was"]
+
+
 def test_draws_its_pictures(tmp_path: Path) -> None:
-    comparison_report.draw(results(2.0, 5.0), tmp_path)
-    for name in ("compare.png", "timeline.png"):
+    names = comparison_report.draw(results(2.0, 5.0), tmp_path)
+    assert names == ["bench-big.png", "bench-big-python-loop.png", "bench-timeline.png"]
+    for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
+    page, other = tmp_path / "docs" / "page.md", tmp_path / "README.md"
+    page.parent.mkdir()
+    for path in (page, other):
+        path.write_text("# A\n<!-- bench:tables -->\nold\n<!-- bench:end -->\nB\n"
+                        "<!-- bench:plots -->\n<!-- bench:end -->\n")  # fmt: skip
+    for _ in range(2):
+        comparison_report.publish(results(4.0, 2.0), (page, other), tmp_path / "docs" / "plots")
+    text = page.read_text()
+    assert "old" not in text
+    assert "| ckpipe | 4.2 | 12.6 | 1 |" in text
+    assert "* ours is not first: big, blocked" in text
+    assert "](plots/bench-timeline.png)" in text
+    assert "](docs/plots/bench-timeline.png)" in other.read_text()
+    assert text.count("### big\n") == 1
+    assert text.endswith("<!-- bench:end -->\n")
+
+
+def test_the_pages_have_the_marks() -> None:
+    for page in comparison_report.PAGES:
+        assert "plots" in {match[1] for match in comparison_report.MARKS.findall(page.read_text())}
