@@ -57,6 +57,11 @@ async def open_attempt(
     return name
 
 
+def unclaimed_attempt() -> str:
+    """The name of an attempt that never writes, and so is nowhere on the store."""
+    return attempt_name(datetime.now(UTC), secrets.token_hex(4))
+
+
 async def _named(backend: Backend, attempt_id: str | None) -> str:
     chosen = attempt_id or secrets.token_hex(4)
     try:

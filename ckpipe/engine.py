@@ -14,7 +14,7 @@ from anyio.abc import TaskStatus
 from ckpipe.announcing import PATIENCE_SECONDS, Announcer
 from ckpipe.appointments import Diary
 from ckpipe.arena import Arena
-from ckpipe.attempts import open_attempt
+from ckpipe.attempts import open_attempt, unclaimed_attempt
 from ckpipe.backend import Backend
 from ckpipe.budget import ByteBudget
 from ckpipe.cadence import Cadence
@@ -36,13 +36,14 @@ from ckpipe.housekeeping import Housekeeping
 from ckpipe.leases import Lease
 from ckpipe.loading import Loading
 from ckpipe.lock import StateLock
-from ckpipe.meeting import arrange_meeting
+from ckpipe.meeting import Meeting, arrange_meeting
 from ckpipe.patient_backend import PatientBackend
 from ckpipe.pinning import Pinning
 from ckpipe.planners import choose_planner
 from ckpipe.planning import Planner
 from ckpipe.preemption import Preemption
-from ckpipe.registry import create_backend, scheme_of
+from ckpipe.read_only_backend import ReadOnlyBackend
+from ckpipe.registry import create_backend, create_reader, scheme_of
 from ckpipe.restore import LoadRequest
 from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
@@ -101,10 +102,7 @@ class Engine(Housekeeping):
         meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
         backend = await anyio.to_thread.run_sync(self._create_backend)
         async with backend:
-            patient = PatientBackend(backend, logging_policy(self._settings.upload))
-            attempt = await open_attempt(
-                patient, self._settings.attempt_id, rank=self._topology.rank, meeting=meeting
-            )
+            patient, attempt = await self._enter(backend, meeting)
             planner = await anyio.to_thread.run_sync(
                 choose_planner, self._topology, self._settings, self._max_file_bytes(backend)
             )
@@ -113,10 +111,11 @@ class Engine(Housekeeping):
             lease = Lease(patient, attempt.partition("Z-")[2])
             try:
                 async with anyio.create_task_group() as self._tasks:
-                    # Its first object comes with the first renewal: the claim is as new as that.
-                    self._tasks.start_soon(lease.keep, name="lease of the attempt")
+                    if not self._settings.read_only:
+                        # Its first object comes with the first renewal: the claim is that new.
+                        self._tasks.start_soon(lease.keep, name="lease of the attempt")
                     await self._tasks.start(self.hooks.serve, self._background.append)
-                    if self._topology.world_size > 1:
+                    if self._topology.world_size > 1 and not self._settings.read_only:
                         told = (self.diary, self.cadence, self._preemption)
                         self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
                     task_status.started()
@@ -130,7 +129,17 @@ class Engine(Housekeeping):
     def _create_backend(self) -> Backend:
         url = self._settings.url
         assert url is not None
-        return create_backend(url, self._settings.backends.get(scheme_of(url), {}))
+        create = create_reader if self._settings.read_only else create_backend
+        return create(url, self._settings.backends.get(scheme_of(url), {}))
+
+    async def _enter(self, backend: Backend, meeting: Meeting | None) -> tuple[PatientBackend, str]:
+        """What requests go through, and the name of this launch, claimed if it may write."""
+        settings, policy = self._settings, logging_policy(self._settings.upload)
+        if settings.read_only:
+            return ReadOnlyBackend(backend, policy), unclaimed_attempt()
+        patient = PatientBackend(backend, policy)
+        rank = self._topology.rank
+        return patient, await open_attempt(patient, settings.attempt_id, rank=rank, meeting=meeting)
 
     def _max_file_bytes(self, backend: Backend) -> int | None:
         """The largest data file that the store takes, in blocks of the size that will be used."""

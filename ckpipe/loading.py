@@ -73,10 +73,13 @@ class Loading:
         Raises:
             CheckpointNotFound: If the one named is absent or incomplete.
             CorruptCheckpoint: If it is damaged; with a fallback, if all are.
-            UnsupportedTopology: If, with a fallback, some ranks do not say in time whether the
+            UnsupportedTopology: If several ranks may not write, but would have to agree. If, with
+                a fallback, some ranks do not say in time whether the
                 checkpoint is whole for them.
             CkpipeError: Whatever :func:`ckpipe.restore.read_all` raises.
         """
+        if self._site.settings.read_only and self._site.world_size > 1:
+            _check_agreed(which, fallback=fallback)
         question = None
         if which is None or fallback:
             # Counted on all ranks alike, since all of them call alike.
@@ -228,6 +231,16 @@ class _Round:
             rank=self._site.rank,
             hint="Call load(fallback=True) on all ranks alike, or raise "
             "load.agreement_timeout_seconds",
+        )
+
+
+def _check_agreed(which: int | str | None, *, fallback: bool) -> None:
+    """Refuses what many ranks would have to agree on, if nothing may be written."""
+    if which is None or fallback:
+        what = "falls back" if fallback else "loads the newest checkpoint"
+        raise UnsupportedTopology(
+            f"A pipeline with read_only=True {what} on one rank only: several agree by writing",
+            hint="Name the same step or id on all ranks; steps() tells what there is",
         )
 
 

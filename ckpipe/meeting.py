@@ -54,7 +54,8 @@ def arrange_meeting(topology: Topology, settings: Settings) -> Meeting | None:
     Raises:
         UnsupportedTopology: If there are several ranks and they have no way to.
     """
-    if topology.world_size == 1 or settings.attempt_id is not None:
+    named = settings.attempt_id is not None or settings.read_only
+    if topology.world_size == 1 or named:
         return None
     store = default_store()
     if store is None:

@@ -17,6 +17,7 @@ from ckpipe import cuda
 from ckpipe.announcing import END
 from ckpipe.engine import Engine
 from ckpipe.errors import (
+    PermissionDenied,
     PipelineClosed,
     SettingsError,
     UnsupportedTopology,
@@ -230,6 +231,12 @@ class PipelineCore:
     ) -> SaveRequest:
         """Checks what ``save`` was given, on the caller's thread."""
         _ = self.engine
+        if self.settings.read_only:
+            raise PermissionDenied(
+                "The pipeline was opened to read only",
+                step=step,
+                hint="Open one without read_only=True to save",
+            )
         if until not in ("captured", "staged", "committed"):
             raise UsageError(
                 f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step

@@ -269,6 +269,12 @@ class Settings(BaseSettings):
     solo: bool = False
     """Whether this process saves alone although other ranks run."""
 
+    read_only: bool = False
+    """Whether the pipeline only looks and loads: then it writes nothing at all, so that a
+    read-only mount or a key without the right to write will do. Saving raises, and
+    what is being loaded is not protected from others who delete. Several ranks name the
+    checkpoint that they load, since they could only agree on the newest by writing."""
+
     meeting_timeout_seconds: float = Field(300.0, gt=0)
     """How long opening waits for the other ranks when they agree on an attempt, in seconds."""
 

@@ -59,7 +59,8 @@ _HINTS: Mapping[int, str] = {
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or use another file system",
     errno.EACCES: "Give this user access to the directory, or name another one",
     errno.EPERM: "Give this user access to the directory, or name another one",
-    errno.EROFS: "Mount the file system for writing, or name another directory",
+    errno.EROFS: "Mount the file system for writing, name another directory, or open the "
+    "pipeline with read_only=True to load only",
     errno.ENOTDIR: "A part of the path is a file, so that nothing can lie below it",
     errno.EISDIR: "The key names a directory that has objects below it",
     errno.EMFILE: "Raise the limit on open files (ulimit -n)",

@@ -1,0 +1,91 @@
+"""A pipeline that only looks and loads, which leaves no trace on the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.errors import CheckpointNotFound, PermissionDenied, StoreError, UnsupportedTopology
+
+REFUSED = "opened to read only"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        for step in (1, 2):
+            pipeline.save({"weights": torch.full((5,), float(step))}, step=step)
+    return tmp_path / "run"
+
+
+def everything(root: Path) -> dict[str, tuple[int, int]]:
+    """All that lies below a root, with what changes when somebody writes."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in (root, *root.rglob("*"))
+    }
+
+
+def test_looking_and_loading_change_nothing(root: Path) -> None:
+    before = everything(root)
+    with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
+        assert [info.step for info in pipeline.steps()] == [1, 2]
+        latest = pipeline.latest()
+        assert latest is not None
+        assert latest.step == 2
+        assert pipeline.verify(1).files == 1
+        newest = pipeline.load()
+        assert newest is not None
+        assert newest.state["weights"].tolist() == [2.0] * 5
+        target = {"weights": torch.zeros(5)}
+        pipeline.load(target, step=1, fallback=True)
+        assert target["weights"].tolist() == [1.0] * 5
+        with pytest.raises(CheckpointNotFound):
+            pipeline.load(step=7)
+    assert everything(root) == before
+
+
+CHANGES: dict[str, Callable[[ckpipe.SyncPipeline], object]] = {
+    "save": lambda pipeline: pipeline.save({}, step=9),
+    "delete": lambda pipeline: pipeline.delete(1),
+    "pin": lambda pipeline: pipeline.pin(1),
+    "prune": lambda pipeline: pipeline.prune(),
+    "sweep": lambda pipeline: pipeline.sweep(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_would_change_the_store_is_refused(root: Path, change: str) -> None:
+    before = everything(root)
+    with ckpipe.SyncPipeline(root, read_only=True, keep_last=1) as pipeline:
+        with pytest.raises(PermissionDenied, match=REFUSED):
+            CHANGES[change](pipeline)
+        assert [info.step for info in pipeline.steps()] == [1, 2]
+    assert everything(root) == before
+
+
+def test_a_root_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    with pytest.raises(StoreError), ckpipe.SyncPipeline(missing, read_only=True):
+        pass
+    assert not missing.exists()
+
+
+def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process group, no other rank and no attempt id are needed to look."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = everything(root)
+    with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
+        with pytest.raises(UnsupportedTopology, match="newest"):
+            pipeline.load()
+        with pytest.raises(UnsupportedTopology, match="falls back"):
+            pipeline.load(step=1, fallback=True)
+        loaded = pipeline.load(step=1, per_rank="rank0")
+        assert loaded is not None
+        assert loaded.state["weights"].tolist() == [1.0] * 5
+    assert everything(root) == before
