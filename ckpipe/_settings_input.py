@@ -76,6 +76,8 @@ def _as_group(name: str, value: Any) -> Any:
         return {"planner": value}
     if name == "preemption" and isinstance(value, bool | str):
         return {"enabled": value}
+    if name == "worker" and isinstance(value, str):
+        return {"mode": value}
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -8,8 +8,11 @@ even the first save touches few of them. A block belongs to one save from :meth:
 
 from __future__ import annotations
 
+import itertools
 import mmap
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -35,9 +38,14 @@ class Block:
     view: memoryview
     tensor: torch.Tensor
     address: int
-    segment: _Segment
+    segment: Segment
     touched: bool = False
     uses: int = 0
+
+    @property
+    def at(self) -> int:
+        """Where it begins in its segment, in bytes."""
+        return self.address - self.segment.tensor.data_ptr()
 
     def touch(self) -> None:
         """Has the system back every page with memory; blocking, for a worker thread.
@@ -49,11 +57,22 @@ class Block:
 
 
 @dataclass(eq=False, slots=True)
-class _Segment:
+class Segment:
+    """What the pool grows and shrinks by.
+
+    Args:
+        memory: The mapping.
+        tensor: Its bytes.
+        blocks: How many blocks it is cut into.
+        number: Its number, which no other segment of the arena has had.
+        descriptor: By which another process can map it; None if it is this process's own.
+    """
+
     memory: mmap.mmap
     tensor: torch.Tensor
     blocks: int
-    free: list[Block] = field(default_factory=list)
+    number: int
+    descriptor: int | None = None
 
 
 class Arena:
@@ -62,12 +81,19 @@ class Arena:
     Args:
         block_bytes: The size of a block; a multiple of the page size.
         pinning: Registers memory with CUDA, where that is wanted and there.
+        shared: Whether another process can map the memory. Its pages are not huge then.
     """
 
-    def __init__(self, block_bytes: int, pinning: Pinning | None = None) -> None:
+    def __init__(
+        self, block_bytes: int, pinning: Pinning | None = None, *, shared: bool = False
+    ) -> None:
         self.block_bytes = block_bytes
         self._pinning = pinning
-        self._segments: list[_Segment] = []
+        self._shared = shared
+        self._segments: list[Segment] = []
+        self._numbers = itertools.count()
+        self.on_drop: Callable[[Segment], None] = lambda segment: None
+        """Called with each segment that is given back to the system."""
         self._free: list[Block] = []
         self._untouched: list[Block] = []
 
@@ -151,14 +177,15 @@ class Arena:
     def _grow(self, blocks: int) -> None:
         size = blocks * self.block_bytes
         try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            descriptor, memory = _map_shared(size) if self._shared else (None, _map_private(size))
         except OSError as error:
             raise MemoryError(f"No memory for {size} bytes: {error}") from error
         if size >= HUGE_PAGE_BYTES:
             _advise(memory, "MADV_HUGEPAGE")
         # A forked DataLoader worker would otherwise share, and on writes copy, the arena.
         _advise(memory, "MADV_DONTFORK")
-        segment = _Segment(memory, torch.frombuffer(memory, dtype=torch.uint8), blocks)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        segment = Segment(memory, tensor, blocks, next(self._numbers), descriptor)
         if self._pinning is not None:
             self._pinning.pin(segment.tensor)
         view = memoryview(memory)
@@ -170,12 +197,29 @@ class Arena:
         self._segments.append(segment)
         self._untouched.extend(reversed(new))
 
-    def _drop(self, segment: _Segment) -> None:
+    def _drop(self, segment: Segment) -> None:
         if self._pinning is not None:
             self._pinning.unpin(segment.tensor)
         self._segments.remove(segment)
         self._free = [block for block in self._free if block.segment is not segment]
         self._untouched = [block for block in self._untouched if block.segment is not segment]
+        self.on_drop(segment)
+        if segment.descriptor is not None:
+            os.close(segment.descriptor)
+
+
+def _map_private(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _map_shared(size: int) -> tuple[int, mmap.mmap]:
+    descriptor = os.memfd_create("ckpipe", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size)
+        return descriptor, mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

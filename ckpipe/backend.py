@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from ckpipe.errors import InvalidKey
 
@@ -143,6 +143,11 @@ class Backend(abc.ABC):
     """
 
     limits: UploadLimits = UploadLimits()
+
+    prefers_worker: ClassVar[bool] = False
+    """Whether a transfer takes many turns of an event loop, as over a network, each of which waits
+    for a trainer that runs Python. Saves then go through a worker process unless the settings say
+    otherwise."""
 
     async def __aenter__(self) -> Self:
         """Opens the store; creates the root if the store has such a thing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpipe.agreements import agree, agreed
+from ckpipe.awaiting import until_finished
 from ckpipe.discovery import discover
 from ckpipe.errors import CheckpointIncomplete, InvalidManifest
 from ckpipe.healing import find_healed, newest_healed
@@ -42,6 +43,7 @@ async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
 
 
 async def _found(site: Site, which: int | str | None) -> CheckpointInfo | None:
+    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds)
     if which is None:
         return await newest_healed(site.patient)
     return await find_healed(site.patient, which)

@@ -52,3 +52,21 @@ async def run_delivery(
             commit.run, save, depot, stored, sums, complete_out, name=f"commit {save.name}"
         )
         tasks.start_soon(retention.run, save, depot, complete, name=f"retention {save.name}")
+
+
+class Here:
+    """Runs the second half in this process, beside the first."""
+
+    async def deliver(
+        self,
+        save: Delivery[B],
+        depot: Depot,
+        unsummed: MemoryObjectReceiveStream[B],
+        filled: MemoryObjectReceiveStream[B],
+    ) -> None:
+        """See :class:`ckpipe.carrying.Carrier`."""
+        await run_delivery(save, depot, unsummed, filled)
+
+    async def hand_over(self, save: Delivery[B]) -> None:
+        """It is here already."""
+        return

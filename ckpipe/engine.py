@@ -13,11 +13,10 @@ from anyio.abc import TaskStatus
 
 from ckpipe.announcing import PATIENCE_SECONDS, Announcer
 from ckpipe.appointments import Diary
-from ckpipe.arena import Arena
 from ckpipe.attempts import open_attempt, unclaimed_attempt
 from ckpipe.backend import Backend
-from ckpipe.budget import ByteBudget
 from ckpipe.cadence import Cadence
+from ckpipe.crossing import uses_process
 from ckpipe.errors import (
     CkpipeError,
     DrainTimeout,
@@ -26,6 +25,7 @@ from ckpipe.errors import (
     SaveSkipped,
     StoreError,
     UsageError,
+    first_error,
 )
 from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
@@ -38,9 +38,7 @@ from ckpipe.loading import Loading
 from ckpipe.lock import StateLock
 from ckpipe.meeting import Meeting, arrange_meeting
 from ckpipe.patient_backend import PatientBackend
-from ckpipe.pinning import Pinning
 from ckpipe.planners import choose_planner
-from ckpipe.planning import Planner
 from ckpipe.preemption import Preemption
 from ckpipe.read_only_backend import ReadOnlyBackend
 from ckpipe.registry import create_backend, create_reader, scheme_of
@@ -49,7 +47,8 @@ from ckpipe.retrying import logging_policy
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
-from ckpipe.site import Site, block_size, initial_budget
+from ckpipe.site import Site
+from ckpipe.site_making import Parts, make_site, max_file_bytes
 from ckpipe.topology import Topology
 from ckpipe.types import CheckpointId, LoadResult, SaveStatus
 
@@ -102,11 +101,16 @@ class Engine(Housekeeping):
         meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
         backend = await anyio.to_thread.run_sync(self._create_backend)
         async with backend:
+            shared = uses_process(self._settings, backend)
             patient, attempt = await self._enter(backend, meeting)
+            most = max_file_bytes(self._settings, backend)
             planner = await anyio.to_thread.run_sync(
-                choose_planner, self._topology, self._settings, self._max_file_bytes(backend)
+                choose_planner, self._topology, self._settings, most
             )
-            self._site = self._make_site(backend, patient, attempt, planner)
+            parts = Parts(
+                backend, patient, self._lock, self._events, self._topology, planner, attempt, shared
+            )
+            self._site, worker = make_site(self._settings, parts)
             self._follower, self._loading = Follower(self._site), Loading(self._site)
             lease = Lease(patient, attempt.partition("Z-")[2])
             try:
@@ -118,8 +122,12 @@ class Engine(Housekeeping):
                     if self._topology.world_size > 1 and not self._settings.read_only:
                         told = (self.diary, self.cadence, self._preemption)
                         self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
+                    if worker is not None:
+                        worker.start(self._tasks)
                     task_status.started()
                     await self._stop.wait()
+                    if worker is not None:
+                        await worker.close()
                     self._tasks.cancel_scope.cancel()
             finally:
                 self._site.arena.close()
@@ -140,35 +148,6 @@ class Engine(Housekeeping):
         patient = PatientBackend(backend, policy)
         rank = self._topology.rank
         return patient, await open_attempt(patient, settings.attempt_id, rank=rank, meeting=meeting)
-
-    def _max_file_bytes(self, backend: Backend) -> int | None:
-        """The largest data file that the store takes, in blocks of the size that will be used."""
-        most = backend.limits.max_blocks
-        return None if most is None else most * block_size(self._settings, backend.limits)
-
-    def _make_site(
-        self, backend: Backend, patient: Backend, attempt: str, planner: Planner
-    ) -> Site:
-        block = block_size(self._settings, backend.limits)
-        return Site(
-            backend=backend,
-            patient=patient,
-            settings=self._settings,
-            lock=self._lock,
-            events=self._events,
-            arena=Arena(block, Pinning(self._settings.staging.pinned)),
-            budget=ByteBudget(initial_budget(self._settings, block)),
-            planner=planner,
-            rank=self._topology.rank,
-            world_size=self._topology.world_size,
-            attempt=attempt,
-            rule=self._settings.retention.rule,
-            block_bytes=block,
-            lanes=self._settings.upload.lanes,
-            retry=logging_policy(self._settings.upload),
-            sweep_after=self._settings.retention.sweep_after,
-            keep_reports=self._settings.keep_reports,
-        )
 
     # Saves
 
@@ -219,7 +198,7 @@ class Engine(Housekeeping):
             if save.unsettled is not None:
                 self._follower.add(save.unsettled)
         except Exception as group:
-            error = _first(group)
+            error = first_error(group)
             if isinstance(error, CkpipeError):
                 error.located(step=save.id.step, rank=save.rank)
             if isinstance(error, SkipSave):
@@ -344,6 +323,7 @@ class Engine(Housekeeping):
             save.status = "failed"
             self._background.append(error)
             self._end(save, error)
+        save.cancel_requested = True
         if save.scope is not None:
             save.scope.cancel()
         if save in self._active:
@@ -396,14 +376,6 @@ class Engine(Housekeeping):
             return 0, 0, 0
         budget = self._site.budget
         return budget.used, budget.capacity, budget.waiting
-
-
-def _first(error: Exception) -> Exception:
-    """The error that a group of errors is about: of several, one of ckpipe's own if there is."""
-    if not isinstance(error, ExceptionGroup):
-        return error
-    leaves = [_first(each) for each in error.exceptions]
-    return next((each for each in leaves if isinstance(each, CkpipeError)), leaves[0])
 
 
 async def _quietly(save: Save) -> None:

@@ -39,6 +39,7 @@
     │   ├── StateLockTimeout        the lock was held for too long
     │   ├── CaptureTooSlow          a step would have waited too long for the copy
     │   ├── DrainTimeout            the pipeline closed before the save was through
+    │   ├── WorkerDied              the worker process is gone, and the save with it
     │   ├── CommitConflict          another writer owns the name
     │   └── CommitUnknown           whether the commit landed could not be found out
     └── StoreError                  look at the store
@@ -247,6 +248,13 @@ class DrainTimeout(SaveError):
     """The pipeline had to close before the save was through."""
 
 
+class WorkerDied(SaveError):
+    """The worker process that brought the save to the store was killed, hung or did not start.
+
+    The message has its exit code and the last lines of its log. The next save starts another.
+    """
+
+
 class CommitConflict(SaveError):
     """Another writer committed under the same name."""
 
@@ -290,3 +298,11 @@ class Throttled(StoreUnavailable):
 
     retry_after: float | None = None
     """Seconds the store asked to wait, if it said so."""
+
+
+def first_error(error: Exception) -> Exception:
+    """The error that a group of errors is about: of several, one of ckpipe's own if there is."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    leaves = [first_error(each) for each in error.exceptions]
+    return next((each for each in leaves if isinstance(each, CkpipeError)), leaves[0])

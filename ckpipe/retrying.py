@@ -142,9 +142,10 @@ def logging_policy(settings: Upload) -> RetryPolicy:
         settings.backoff_max_seconds,
         settings.attempt_timeout_seconds,
         settings.deadline_seconds,
-        _log,
+        logging_retries,
     )
 
 
-def _log(error: CkpipeError, seconds: float) -> None:
+def logging_retries(error: CkpipeError, seconds: float) -> None:
+    """Logs that an operation is tried again."""
     logger.warning("Trying again in %.1f s after %s: %s", seconds, type(error).__name__, error)

@@ -22,7 +22,6 @@ import math
 
 from anyio import create_memory_object_stream, create_task_group
 
-from ckpipe.delivery_run import run_delivery
 from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn
 from ckpipe.site import Site
 from ckpipe.stages import lock, plan, stage
@@ -51,7 +50,7 @@ async def run_save(save: Save, site: Site) -> None:
                 stage.copy, save, site, planned, unsummed_out, filled_out, name=f"copy {save.name}"
             )
             tasks.start_soon(
-                run_delivery, save, site, unsummed, filled, name=f"deliver {save.name}"
+                site.carrier.deliver, save, site, unsummed, filled, name=f"deliver {save.name}"
             )
     finally:
         save.close_ration()

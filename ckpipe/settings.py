@@ -242,12 +242,45 @@ class Preemption(_Group):
         return names
 
 
+class Worker(_Group):
+    """Where saves are brought to the store, once they are staged."""
+
+    mode: Literal["auto", "thread", "process"] = "auto"
+    """``thread``: in a thread of this process. ``process``: in a worker process, which takes no
+    turn of this interpreter and finishes what was staged even if this process is killed.
+    ``auto``: a process for stores behind a network, a thread for local disks and where something
+    cannot cross to another process. Also written ``worker="process"`` at the top level."""
+
+    survive: bool = True
+    """Whether the worker process finishes staged saves when this process is gone."""
+
+    start_seconds: float = Field(60.0, gt=0)
+    """How long the worker process may take to start and open the store, in seconds."""
+
+    heartbeat_seconds: float = Field(0.75, gt=0)
+    """How long a worker process may be silent, in seconds, before it is looked at. One that is
+    stopped or waits for nothing is given up then; one that is busy, or waits for a disk or for a
+    processor, has thirty times as long."""
+
+    stop_seconds: float = Field(5.0, ge=0)
+    """How long a worker process has to end on closing, in seconds, until it is killed."""
+
+    resume_wait_seconds: float = Field(60.0, ge=0)
+    """How long a load of the newest checkpoint waits for newer ones that workers of a trainer
+    that is gone are still bringing to the store, in seconds."""
+
+    log_dir: str | None = None
+    """Where the log of a worker process is kept while it runs, and after one that did not end in
+    peace. By default a private directory below that of temporary files."""
+
+
 class Settings(BaseSettings):
     """The settings of a pipeline: checked when made, frozen from then on.
 
     Args:
         fields: The settings below. A group is given as a dict or as its class; of a group,
             only what is named is set, and the rest comes from the environment or the defaults.
+            ``worker`` may be its mode.
             ``staging_bytes`` and ``keep_last`` are short for what they name in their groups,
             a retention rule may stand for the whole group ``retention``, and True or False for
             ``preemption``.
@@ -344,6 +377,9 @@ class Settings(BaseSettings):
     preemption: Preemption = Preemption()
     """Signals that announce the end."""
 
+    worker: Worker = Worker()
+    """Where saves are brought to the store."""
+
     backends: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
     """Options for backends, by URL scheme: ``{"file": {"direct": False}}``. They may hold
     credentials, so neither ``repr`` nor error messages show them."""
@@ -417,4 +453,5 @@ __all__ = [
     "Settings",
     "Staging",
     "Upload",
+    "Worker",
 ]

@@ -18,6 +18,7 @@ from ckpipe.arena import Arena
 from ckpipe.backend import UploadLimits
 from ckpipe.budget import ByteBudget, Ration
 from ckpipe.cargo import Cargo
+from ckpipe.carrying import Carrier
 from ckpipe.collector import collector_paused
 from ckpipe.copying import plan_blocks
 from ckpipe.delivery import Depot
@@ -56,6 +57,7 @@ class Site(Depot):
         budget: How much of it saves may hold.
         planner: Makes plans.
         attempt: The name of this launch.
+        carrier: Brings what is copied to the store.
     """
 
     settings: Settings
@@ -64,6 +66,7 @@ class Site(Depot):
     budget: ByteBudget
     planner: Planner
     attempt: str
+    carrier: Carrier
     program: Program | None = None
     trail: Trail | None = None
     division: Division | None = None

@@ -246,8 +246,23 @@ def train(case: Case) -> None:
     tell(case, loss=trained(model, optimizer, range(case["step"], case["step"] + 3)), names=names)
 
 
+def stage_and_die(case: Case) -> None:
+    """Every rank stages a save whose worker sleeps, waits for all others, and dies."""
+    rank = dist.get_rank()
+    worker = {"mode": "process", "heartbeat_seconds": 600}
+    pipeline = ckpipe.SyncPipeline(case["root"], worker=worker, **SETTINGS).__enter__()
+    pipeline.save(private(rank, 1), step=1).wait_complete(timeout=60)
+    process = pipeline._core.engine.site.carrier.process_id  # type: ignore[attr-defined]
+    os.kill(process, signal.SIGSTOP)
+    pipeline.save(private(rank, 2), step=2)
+    tell(case, worker=process)
+    dist.barrier()
+    die()
+
+
 CASES: dict[str, Callable[[Case], None]] = {
-    each.__name__: each for each in (meet, run, divide, alone, barrier, preempted, train)
+    each.__name__: each
+    for each in (meet, run, divide, alone, barrier, preempted, train, stage_and_die)
 }
 
 

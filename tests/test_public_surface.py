@@ -102,6 +102,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "limits": "UploadLimits(min_block_bytes=1, max_blocks=None, alignment=1)",
         "list": "(self, prefix: str = '') -> AsyncIterator[ObjectInfo]",
         "open_upload": "(self, key: str, *, size: int, block_bytes: int) -> Upload",
+        "prefers_worker": "False",
         "put": "(self, key: str, data: bytes, mode: PutMode) -> None",
         "read_into": "(self, key: str, offset: int, buffer: memoryview) -> None",
         "remove_stale_uploads": "(self, prefix: str, *, before: datetime) -> int",
@@ -147,6 +148,8 @@ SETTINGS = """
     plan.planner plan.timeout_seconds plan.replicated
     retention.keep_last retention.rules retention.sweep_after_seconds
     preemption.enabled preemption.signals preemption.grace_seconds backends
+    worker.mode worker.survive worker.start_seconds worker.heartbeat_seconds worker.stop_seconds
+    worker.resume_wait_seconds worker.log_dir
 """
 _SPECIAL = ("__init__", "__aenter__", "__enter__", "__await__")
 
@@ -203,7 +206,7 @@ def test_every_public_method_is_documented(name: str) -> None:
         member
         for member in SIGNATURES[name]
         if not member.startswith("__")
-        and member != "limits"
+        and member not in ("limits", "prefers_worker")
         and not inspect.getdoc(getattr(cls, member))
     ]
     assert bare == []

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gang import Gang, gang, told
+from gang import Gang, gang, private, told
 from safetensors.torch import load_file
+from worker_runs import wake_and_await_end
 
 import ckpipe
 from ckpipe.errors import CheckpointIncomplete
@@ -127,3 +128,18 @@ def test_shards_of_all_ranks_are_exported_as_whole_tensors(world: Gang, tmp_path
     assert result is not None
     for name, tensor in result.state["training"]["model"].items():
         assert torch.equal(load_file(folder / places[name])[name], tensor.detach())
+
+
+def test_four_ranks_are_killed_and_their_checkpoint_completes(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("stage_and_die", root, 4) == [None] * 4
+    for workers in told(root, "worker").values():
+        wake_and_await_end(workers[0])
+    with ckpipe.SyncPipeline(root) as pipeline:
+        newest = pipeline.latest()
+        assert newest is not None
+        assert newest.step == 2
+        pipeline.verify(2)
+        result = pipeline.load(per_rank="rank0")
+        assert result is not None
+        assert torch.equal(result.state["mine"], private(0, 2)["mine"])

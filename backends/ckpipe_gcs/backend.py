@@ -75,6 +75,7 @@ class GcsBackend(Backend):
     """
 
     limits = UploadLimits(max_blocks=MAX_PARTS)
+    prefers_worker = True
 
     def __init__(
         self,

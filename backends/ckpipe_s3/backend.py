@@ -72,6 +72,7 @@ class S3Backend(Backend):
     """
 
     limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
+    prefers_worker = True
 
     def __init__(
         self,

@@ -86,8 +86,9 @@ async def copy(
                         await _copy_at_once(save, state, copiers, outlet)
             finally:
                 state.turn.end(copied=True)
-            _staged(save, site, state)
             outlet.open()
+            await site.carrier.hand_over(save)
+            _staged(save, site, state)
 
 
 def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:

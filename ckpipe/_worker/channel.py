@@ -1,0 +1,184 @@
+"""Messages over a socket between two processes, in order, with descriptors where one needs one."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+
+import anyio
+
+from ckpipe._worker.messages import Message, decode, encode
+
+_READ_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 32
+_LENGTH_BYTES = 8
+
+_ours: set[int] = set()
+"""Descriptors of sockets of this process, which a forked child must not keep open."""
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets. A child that is forked from this process, and not started by us, has
+    neither: it would otherwise keep the other end from seeing that this process is gone."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    _ours.update(each.fileno() for each in pair)
+    return pair
+
+
+def close_socket(sock: socket.socket) -> None:
+    """Closes a socket of a pair; may be called twice."""
+    _ours.discard(sock.fileno())
+    sock.close()
+
+
+def _close_in_child() -> None:
+    for descriptor in list(_ours):
+        os.close(descriptor)
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Channel:
+    """One end of the socket; all of it is used on one event loop.
+
+    Args:
+        sock: The socket, which the channel owns from now on.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._in = bytearray()
+        self._out: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._more = anyio.Event()
+        self._sent = anyio.Event()
+        self._broken = False
+        self._descriptors: deque[int] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was posted is with the system, or nobody will ever get it."""
+        return not self._out
+
+    def post(self, message: Message | bytes, *descriptors: int) -> None:
+        """Sends a message, or one that is encoded already, after all that were posted before.
+
+        What the socket does not take at once is sent by :meth:`serve`. If the other end is gone,
+        nothing happens: who reads from it finds out.
+        """
+        if self._broken:
+            return
+        frame = message if isinstance(message, bytes) else encode(message)
+        self._out.append((memoryview(frame), descriptors))
+        if len(self._out) == 1 and not self._push():
+            self._more.set()
+
+    def _push(self) -> bool:
+        """Sends what the socket takes; False if there is more."""
+        while self._out:
+            data, descriptors = self._out[0]
+            try:
+                done = self._send(data, descriptors)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._broken = True
+                self._out.clear()
+                break
+            if done == len(data):
+                self._out.popleft()
+            else:
+                self._out[0] = (data[done:], ())
+        self._sent.set()
+        return True
+
+    def _send(self, data: memoryview, descriptors: tuple[int, ...]) -> int:
+        if not descriptors:
+            return self._socket.send(data)
+        rights = array.array("i", descriptors)
+        return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
+    async def serve(self) -> None:
+        """Sends what could not be sent at once, until it is cancelled."""
+        while True:
+            await self._more.wait()
+            self._more = anyio.Event()
+            while not self._push():
+                await anyio.wait_writable(self._socket)
+
+    async def flush(self) -> None:
+        """Waits until all that was posted is with the system, which delivers it in any case."""
+        while self._out:
+            self._sent = anyio.Event()
+            await self._sent.wait()
+
+    async def receive(self) -> Message:
+        """The next message.
+
+        Raises:
+            anyio.EndOfStream: If the other end is gone and all it sent was received.
+        """
+        while True:
+            message = self.receive_nowait()
+            if message is not None:
+                return message
+            await anyio.wait_readable(self._socket)
+
+    def receive_nowait(self) -> Message | None:
+        """The next message that is there already; None if there is none yet.
+
+        Raises:
+            anyio.EndOfStream: If the other end is gone and all it sent was received.
+        """
+        while True:
+            message = self._take()
+            if message is not None:
+                return message
+            try:
+                self._read()
+            except BlockingIOError:
+                return None
+
+    def _take(self) -> Message | None:
+        if len(self._in) < _LENGTH_BYTES:
+            return None
+        end = _LENGTH_BYTES + int.from_bytes(self._in[:_LENGTH_BYTES], "little")
+        if len(self._in) < end:
+            return None
+        body = bytes(self._in[_LENGTH_BYTES:end])
+        del self._in[:end]
+        return decode(body)
+
+    def _read(self) -> None:
+        space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(
+                _READ_BYTES, space, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            raise anyio.EndOfStream from None
+        for level, kind, rights in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
+                self._descriptors.extend(numbers)
+        if not data:
+            raise anyio.EndOfStream
+        self._in += data
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with the message received last; the caller closes it."""
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """Closes the socket; nobody may be receiving."""
+        self._broken = True
+        self._out.clear()
+        self._sent.set()
+        close_socket(self._socket)
+        while self._descriptors:
+            os.close(self._descriptors.popleft())

@@ -1,0 +1,312 @@
+"""What trainer and worker tell each other.
+
+A message is a frozen dataclass; on the socket it is eight bytes with its length, little-endian, and
+then the version of this protocol, its name and its fields. A descriptor that belongs to a message
+travels with its first byte (``SCM_RIGHTS``, unix(7)). Messages keep their order.
+
+The life of a save: ``NewCargo`` if its plan is new, ``Begin``, a ``Block`` for each block and each
+of the two stages that need it, ``Handed`` once all is copied; from then on nobody needs the
+trainer. Back come ``Free`` for each block, ``Told`` for each event, ``Settled`` at the commit and
+``Ended`` at the end.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckpipe._worker.forms import CARGO, ERROR, EVENT, ID, INFO, TENSORS, Form, optional, plain
+from ckpipe.cargo import Cargo
+from ckpipe.events import Event
+from ckpipe.keys import Json
+from ckpipe.manifest import TensorRow
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+VERSION = 1
+"""Of the protocol. Both ends are one installation; another version is a mixture of two."""
+
+Use = Literal["serialize", "upload"]
+"""The stage that a block is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of the trainer: all that a worker has to know.
+
+    Args:
+        trainer: The trainer's process id.
+        path: Its ``sys.path``.
+        directory: Its working directory, to which a relative root refers.
+        environment: Its environment.
+        url: The root.
+        options: The backend's options.
+        rank: The rank.
+        world_size: How many ranks save together.
+        block_bytes: The size of a block.
+        lanes: Blocks of one save under way at the same time.
+        retry: Retries, backoff, longest backoff, timeout and deadline of requests.
+        sweep_after: How long tombstones stay, in seconds.
+        rule: The retention rule in its plain form; None for all.
+        keep_reports: Whether manifests keep the reports of their saves.
+        survive: Whether to finish what was staged when the trainer is gone.
+        heartbeat: Seconds without a message after which the trainer gives the worker up.
+    """
+
+    trainer: int
+    path: list[str]
+    directory: str
+    environment: Mapping[str, str]
+    url: str
+    options: Mapping[str, Any]
+    rank: int
+    world_size: int
+    block_bytes: int
+    lanes: int
+    retry: tuple[int, float, float, float, float | None]
+    sweep_after: float
+    rule: Mapping[str, Any] | None
+    keep_reports: bool
+    survive: bool
+    heartbeat: float
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of shared memory; its descriptor comes with it."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The trainer has given a piece of shared memory back."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewCargo:
+    """What saves are to store from now on that name this number."""
+
+    number: int
+    cargo: Cargo
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A save has begun to copy.
+
+    Args:
+        save: Its number on this socket.
+        id: The checkpoint.
+        began: When it was called for, by ``time.perf_counter``, which all processes share.
+        cargo: The number of what it stores.
+        resumed_from: Id of the checkpoint that the run had loaded.
+    """
+
+    save: int
+    id: CheckpointId
+    began: float
+    cargo: int
+    resumed_from: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block is filled.
+
+    Args:
+        save: The number of the save.
+        number: The number of the block in its cargo.
+        segment: Where in the shared memory it lies.
+        at: The same, in bytes from the segment's beginning.
+        use: Which stage may have it.
+    """
+
+    save: int
+    number: int
+    segment: int
+    at: int
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class NewShape:
+    """What the structures of states look like from now on, until there is another."""
+
+    tree: list[Any]
+    tensors: tuple[TensorRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """All blocks were announced: the save needs its trainer no more.
+
+    Args:
+        save: The number of the save.
+        values: The inline values.
+        started: When it began, ISO 8601 in UTC.
+        writer: Versions.
+        metadata: The user's.
+        metrics: The user's, encoded.
+        final: Whether it is the run's final checkpoint.
+        clock: What was noted of its stages so far.
+        planned: Whether a plan had to be made.
+        captured_seconds: When forward and backward could go on, after the call.
+        staged_seconds: When the state was copied, after the call.
+    """
+
+    save: int
+    values: tuple[Json, ...]
+    started: str
+    writer: Mapping[str, str]
+    metadata: Mapping[str, Json]
+    metrics: Mapping[str, Json]
+    final: bool
+    clock: dict[str, Any]
+    planned: bool
+    captured_seconds: float | None
+    staged_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The save is not wanted any more."""
+
+    save: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """No more saves will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Nothing is wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has opened the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The worker's loop turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """The worker cannot serve, and ends."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A block is not needed any more."""
+
+    save: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something happened."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """The library logged something in the worker."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """This rank's part of a save is durable.
+
+    Args:
+        save: The number of the save.
+        info: The checkpoint.
+        seconds: When, after the call.
+        unsettled: Whether other ranks may not have committed.
+        clock: What was noted of its stages so far.
+    """
+
+    save: int
+    info: CheckpointInfo
+    seconds: float
+    unsettled: bool
+    clock: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All stages of a save have ended.
+
+    Args:
+        save: The number of the save.
+        error: What went wrong; None if nothing did.
+        unsettled: Whether other ranks may not have committed.
+        clock: What was noted of its stages.
+    """
+
+    save: int
+    error: Exception | None
+    unsettled: bool
+    clock: dict[str, Any]
+
+
+Message = (
+    Hello | Segment | Dropped | NewCargo | Begin | Block | NewShape | Handed | GiveUp | Finish
+    | Stop | Ready | Alive | Unable | Free | Told | Logged | Settled | Ended
+)  # fmt: skip
+
+_NESTED: dict[type[Any], dict[str, Any]] = {
+    NewCargo: {"cargo": CARGO.part},
+    Begin: {"id": ID.part},
+    NewShape: {"tensors": TENSORS.rows},
+    Unable: {"error": ERROR},
+    Told: {"event": EVENT},
+    Settled: {"info": INFO.part},
+    Ended: {"error": optional(ERROR)},
+}
+_FORMS: dict[str, Form[Any]] = {
+    kind.__name__: Form(kind, **_NESTED.get(kind, {})) for kind in Message.__args__
+}
+
+
+def encode(message: Message) -> bytes:
+    """A message as it is sent, its length included.
+
+    Raises:
+        ValueError: If it holds what cannot cross.
+    """
+    name = type(message).__name__
+    document = (VERSION, name, _FORMS[name].pack(message))
+    try:
+        body = marshal.dumps(document)
+    except ValueError:
+        body = marshal.dumps(plain(document))
+    return len(body).to_bytes(8, "little") + body
+
+
+def decode(body: bytes | memoryview) -> Message:
+    """The message of a frame, without its length.
+
+    Raises:
+        ValueError: If it is of another version of the protocol.
+    """
+    version, name, packed = marshal.loads(body)
+    if version != VERSION:
+        raise ValueError(f"Trainer and worker are of different versions: {version}, {VERSION}")
+    message: Message = _FORMS[name].unpack(packed)
+    return message

@@ -1,0 +1,269 @@
+"""The worker's life: it serves its trainer, and finishes what was staged when that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from datetime import timedelta
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from ckpipe._worker.channel import Channel
+from ckpipe._worker.jobs import Job, SharedMemory
+from ckpipe._worker.messages import (
+    Alive,
+    Begin,
+    Block,
+    Dropped,
+    Finish,
+    GiveUp,
+    Handed,
+    Hello,
+    Logged,
+    Message,
+    NewCargo,
+    NewShape,
+    Ready,
+    Segment,
+    Stop,
+    Told,
+    Unable,
+)
+from ckpipe.backend import Backend
+from ckpipe.cargo import Cargo
+from ckpipe.delivery import Depot
+from ckpipe.errors import first_error
+from ckpipe.events import Event, EventBus
+from ckpipe.leases import Lease
+from ckpipe.object_names import launch_id
+from ckpipe.patient_backend import PatientBackend
+from ckpipe.registry import create_backend
+from ckpipe.retention import from_data
+from ckpipe.retrying import RetryPolicy, logging_retries
+
+logger = logging.getLogger("ckpipe")
+
+MOST_CARGOES = 4
+"""How many of the trainer's plans are remembered; the trainer forgets the same ones."""
+
+BEATS = 4
+"""How often the worker says that it is alive, in the time after which it is given up."""
+
+
+class Service:
+    """What one worker does.
+
+    Args:
+        channel: The way to the trainer.
+        hello: What the trainer has said first.
+    """
+
+    def __init__(self, channel: Channel, hello: Hello) -> None:
+        self._channel, self._hello = channel, hello
+        self._memory = SharedMemory()
+        self._cargoes: dict[int, Cargo] = {}
+        self._shape: NewShape | None = None
+        self._jobs: dict[int, Job] = {}
+        self._listening = anyio.CancelScope()
+        self._stopped = False
+        self._end: Finish | Stop | None = None
+
+    async def run(self) -> bool:
+        """Serves until the trainer has had enough or is gone; False if it cannot."""
+        backend = await self._open()
+        if backend is None:
+            return False
+        async with backend:
+            self._depot = self._make_depot(backend)
+            self._channel.post(Ready())
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(self._beat, name="heartbeat")
+                beside.start_soon(self._watch, name="watch of the trainer")
+                async with anyio.create_task_group() as jobs:
+                    await self._listen(jobs)
+                    await self._wind_up(beside)
+                beside.cancel_scope.cancel()
+        return True
+
+    async def _open(self) -> Backend | None:
+        hello = self._hello
+        try:
+            return await anyio.to_thread.run_sync(create_backend, hello.url, hello.options)
+        except Exception as error:
+            logger.exception("The store cannot be used")
+            self._channel.post(Unable(error))
+            await self._channel.flush()
+            return None
+
+    def _make_depot(self, backend: Backend) -> Depot:
+        hello = self._hello
+        policy = RetryPolicy(*hello.retry, on_retry=logging_retries)
+        events = EventBus()
+        events.add(lambda event: self._channel.post(Told(event)))
+        return Depot(
+            backend=backend,
+            patient=PatientBackend(backend, policy),
+            events=events,
+            rank=hello.rank,
+            world_size=hello.world_size,
+            block_bytes=hello.block_bytes,
+            lanes=hello.lanes,
+            retry=policy,
+            sweep_after=timedelta(seconds=hello.sweep_after),
+            rule=None if hello.rule is None else from_data(hello.rule),
+            keep_reports=hello.keep_reports,
+        )
+
+    # What the trainer says
+
+    async def _listen(self, jobs: TaskGroup) -> None:
+        with self._listening, contextlib.suppress(anyio.EndOfStream):
+            while self._end is None:
+                self._hear(await self._channel.receive(), jobs)
+        with contextlib.suppress(anyio.EndOfStream):  # what a trainer said that is gone
+            while self._end is None and (message := self._channel.receive_nowait()) is not None:
+                self._hear(message, jobs)
+
+    def _hear(self, message: Message, jobs: TaskGroup) -> None:
+        match message:
+            case Segment():
+                descriptor = self._channel.take_descriptor()
+                self._memory.map(message.number, descriptor, message.nbytes)
+            case Dropped():
+                self._memory.drop(message.number)
+            case NewCargo():
+                self._cargoes[message.number] = message.cargo
+                while len(self._cargoes) > MOST_CARGOES:
+                    del self._cargoes[min(self._cargoes)]
+            case NewShape():
+                self._shape = message
+            case Begin():
+                self._begin(message, jobs)
+            case Block():
+                if (job := self._jobs.get(message.save)) is not None:
+                    job.take(message, self._memory)
+            case Handed():
+                if (job := self._jobs.get(message.save)) is not None and self._shape is not None:
+                    job.seal(message, self._shape)
+            case GiveUp():
+                if (job := self._jobs.get(message.save)) is not None:
+                    job.give_up()
+            case Finish() | Stop():
+                self._end = message
+
+    def _begin(self, begin: Begin, jobs: TaskGroup) -> None:
+        self._depot.resumed_from = begin.resumed_from
+        job = Job(begin, self._cargoes[begin.cargo], self._hello.rank, self._channel)
+        self._jobs[begin.save] = job
+        jobs.start_soon(self._run, job, name=f"save {job.name}")
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await job.run(self._depot)
+        finally:
+            del self._jobs[job.number]
+
+    # Beside the jobs
+
+    async def _beat(self) -> None:
+        while True:
+            await anyio.sleep(self._hello.heartbeat / BEATS)
+            if self._channel.idle:
+                self._channel.post(Alive())
+
+    async def _watch(self) -> None:
+        """Notices the trainer's death, also while somebody else holds its socket open."""
+        try:
+            watched = os.pidfd_open(self._hello.trainer)
+        except OSError:  # it is gone, and its socket tells
+            return
+        try:
+            if os.getppid() == self._hello.trainer:  # else the number is somebody else's by now
+                await anyio.wait_readable(watched)
+            self._listening.cancel()
+        finally:
+            os.close(watched)
+
+    # The end
+
+    async def _wind_up(self, beside: TaskGroup) -> None:
+        """Ends the jobs as the end of the trainer's words asks; the caller waits for them."""
+        if self._end is None:
+            logger.warning("The trainer (process %d) is gone", self._hello.trainer)
+        keep = isinstance(self._end, Finish) or (self._end is None and self._hello.survive)
+        for job in list(self._jobs.values()):
+            if not keep or not job.handed:
+                job.give_up()
+            elif self._end is None and not job.settled.is_set():
+                logger.warning("%s was staged and is brought to its end", job.name)
+                for subject in (job.name, launch_id(job.id.attempt)):
+                    beside.start_soon(self._hold, job, subject, name=f"lease on {subject}")
+
+    async def _hold(self, job: Job, subject: str) -> None:
+        """Holds a lease until a save is committed: others wait for it, and nobody sweeps it."""
+        lease = Lease(self._depot.patient, subject)
+        try:
+            await lease.renew()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lease.keep)
+                await job.settled.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await lease.release()
+
+
+class _Forwarding(logging.Handler):
+    """Passes what the library logs on to the trainer's logger, but for events, which it has."""
+
+    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(logging.WARNING)
+        self._channel, self._loop = channel, loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not (isinstance(record.args, tuple) and any(isinstance(a, Event) for a in record.args)):
+            message = Logged(record.levelno, record.getMessage())
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._channel.post, message)
+
+
+def adopt(hello: Hello) -> None:
+    """Takes the trainer's import path, directory and environment over; blocking."""
+    sys.path[:] = hello.path
+    os.environ.clear()
+    os.environ.update(hello.environment)
+    with contextlib.suppress(OSError):  # the directory is gone
+        os.chdir(hello.directory)
+
+
+async def serve(channel: Channel) -> int:
+    """Serves the trainer at the other end of a channel; returns the exit code."""
+    code = 0
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(channel.serve, name="channel")
+            hello = await channel.receive()
+            if not isinstance(hello, Hello):
+                raise ValueError(f"A trainer begins with {type(hello).__name__}")
+            await anyio.to_thread.run_sync(adopt, hello)
+            logger.addHandler(_Forwarding(channel, asyncio.get_running_loop()))
+            logger.info("This worker (process %d) serves process %d", os.getpid(), hello.trainer)
+            code = 0 if await Service(channel, hello).run() else 1
+            await channel.flush()
+            tasks.cancel_scope.cancel()
+    except* anyio.EndOfStream:
+        logger.warning("The trainer was gone before it said anything")
+    except* Exception as group:
+        error = first_error(group)
+        logger.error("The worker fails", exc_info=error)
+        channel.post(Unable(error))
+        code = 1
+    return code
+
+
+__all__ = ["Service", "adopt", "serve"]

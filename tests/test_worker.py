@@ -1,0 +1,256 @@
+"""The worker process beside a trainer that lives: the same results, and every way it can die."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pipelines import same, small_state, stores
+from ranks import settle
+from sampling import EVERY
+from worker_runs import SETTINGS, state_of, worker_of
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.events import Event
+from ckpipe_local import LocalBackend
+
+CYCLES = 100 if EVERY else 8
+PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ckpipe.SyncPipeline]:
+    """A pipeline with a worker process, whose worker the tests may kill."""
+    root = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERY_SECRET", "hush-1")
+        options = {"file": {"direct": True}}
+        with ckpipe.SyncPipeline(root, backends=options, **PROCESS) as opened:
+            yield opened
+
+
+def recorded(root: Path, worker: str) -> tuple[list[Event], ckpipe.SaveReport]:
+    """What some saves tell, and the report of the last."""
+    heard: list[Event] = []
+    fields: dict[str, Any] = {"attempt_id": "run", "keep_last": 1, "worker": worker} | SETTINGS
+    with ckpipe.SyncPipeline(root, **fields) as opened:
+        opened.events.add(heard.append)
+        for step in (1, 2):
+            handle = opened.save(
+                small_state(step), step=step, metrics={"loss": float("nan")}, metadata={"a": [step]}
+            )
+            handle.wait()
+        settled = opened.save(small_state(), step=3)
+    result = settled.report
+    assert settled.status == "committed"
+    with ckpipe.SyncPipeline(root) as opened:
+        loaded = opened.load()
+        assert loaded is not None
+        assert same(loaded.state, small_state())
+    return heard, result
+
+
+def shape_of(event: Event) -> tuple[Any, ...]:
+    """An event without what differs from run to run."""
+    kept = ("step", "rank", "bytes_done", "bytes_total", "reason", "error")
+    return type(event).__name__, *(getattr(event, name) for name in kept if hasattr(event, name))
+
+
+def test_events_reports_and_bits_are_those_of_a_thread(tmp_path: Path) -> None:
+    here, report = recorded(tmp_path / "thread", "thread")
+    there, other = recorded(tmp_path / "process", "process")
+    assert sorted(map(shape_of, there)) == sorted(map(shape_of, here))
+    assert other.stages.keys() == report.stages.keys()
+    assert {name: stage.bytes for name, stage in other.stages.items()} == {
+        name: stage.bytes for name, stage in report.stages.items()
+    }
+    assert (other.bytes, other.tensors) == (report.bytes, report.tensors)
+    assert other.durable_seconds is not None
+    assert other.staged_seconds is not None
+    assert other.durable_seconds > 0
+    files = [
+        sorted(path.read_bytes() for path in (tmp_path / each).glob("step-*/*.safetensors"))
+        for each in ("thread", "process")
+    ]
+    assert files[0] == files[1] != []
+
+
+def conflict(opened: ckpipe.SyncPipeline) -> errors.CkpipeError:
+    """What a save fails with whose place somebody else has taken."""
+    root = Path(opened.settings.url or "")
+    index = root / f"step-{7:012d}.{opened._core.engine.site.attempt}.0.json"
+    index.write_text("somebody else's")
+    handle = opened.save(small_state(), step=7)
+    with pytest.raises(errors.CommitUnknown, match="Whether the commit landed") as caught:
+        handle.wait()
+    assert caught.value.key == index.name
+    assert handle.status == "failed"
+    index.unlink()
+    return caught.value
+
+
+def test_errors_are_those_of_a_thread(pipeline: ckpipe.SyncPipeline, tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker="thread", **SETTINGS) as opened:
+        here = conflict(opened)
+    there = conflict(pipeline)
+    assert (there.step, there.rank, there.hint) == (here.step, here.rank, here.hint) != (None,) * 3
+    assert type(there.__cause__) is type(here.__cause__) is errors.ObjectExists
+
+
+def test_a_worker_is_small_and_knows_no_secret(pipeline: ckpipe.SyncPipeline) -> None:
+    pipeline.save({"weight": torch.randn(1 << 22)}).wait()
+    process = psutil.Process(worker_of(pipeline))
+    assert process.cmdline()[-3:-1] == ["-m", "ckpipe._worker"]
+    assert "hush-1" not in Path(f"/proc/{process.pid}/environ").read_text()
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    pages = dict(line.split()[:2] for line in status.splitlines() if line.startswith("Rss"))
+    assert int(pages["RssAnon:"]) + int(pages["RssFile:"]) < 150 * 1024
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    assert os.getsid(process.pid) == process.pid
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_worker_is_noticed_and_replaced(
+    pipeline: ckpipe.SyncPipeline, blow: signal.Signals
+) -> None:
+    pipeline.save(state_of(1)).wait()
+    settle(pipeline)
+    worker = worker_of(pipeline)
+    os.kill(worker, signal.SIGSTOP)
+    handle = pipeline.save(state_of(2))
+    began = time.monotonic()
+    os.kill(worker, blow)
+    with pytest.raises(errors.WorkerDied, match=r"exit code -9.*log ends with") as caught:
+        handle.wait(timeout=30)
+    assert time.monotonic() - began < 5  # a second, on a machine that has nothing else to do
+    assert (caught.value.step, caught.value.rank) == (handle.step, 0)
+    assert handle.status == "failed"
+    assert not psutil.pid_exists(worker)
+    last = pipeline.save(state_of(3))
+    last.wait()
+    settle(pipeline)
+    assert worker_of(pipeline) != worker
+    pipeline.verify(last.step)
+    assert pipeline._core.engine.site.budget.used == 0
+
+
+def test_a_worker_that_dies_idle_costs_no_save(pipeline: ckpipe.SyncPipeline) -> None:
+    pipeline.save(state_of(1)).wait()
+    settle(pipeline)
+    process = psutil.Process(worker_of(pipeline))
+    process.kill()
+    process.wait(30)
+    pipeline.save(state_of(2)).wait()
+
+
+def test_a_cancelled_save_gives_its_memory_back(pipeline: ckpipe.SyncPipeline) -> None:
+    pipeline.save(state_of(1)).wait()
+    settle(pipeline)
+    worker = worker_of(pipeline)
+    os.kill(worker, signal.SIGSTOP)
+    handle = pipeline.save(state_of(2))
+    threading.Timer(0.1, os.kill, (worker, signal.SIGCONT)).start()
+    handle.cancel()
+    with pytest.raises(errors.SaveCancelled):
+        handle.wait()
+    settle(pipeline)
+    assert pipeline._core.engine.site.budget.used == 0
+    pipeline.save(state_of(3)).wait()
+    assert worker_of(pipeline) == worker
+
+
+def test_closing_never_hangs_and_says_what_is_lost(tmp_path: Path) -> None:
+    opened = ckpipe.SyncPipeline(tmp_path, drain_timeout_seconds=0.05, **PROCESS)
+    opened.__enter__()
+    opened.save(state_of(1)).wait()
+    worker = worker_of(opened)
+    os.kill(worker, signal.SIGSTOP)
+    opened.save(state_of(2))
+    with pytest.raises(errors.DrainTimeout):
+        opened.__exit__(None, None, None)
+    assert not psutil.pid_exists(worker)
+
+
+def test_opening_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:
+    here = psutil.Process()
+    children = set(here.children())
+
+    def cycle(step: int) -> None:
+        with ckpipe.SyncPipeline(tmp_path, keep_last=1, **PROCESS) as opened:
+            if step % 8 == 0:
+                opened.save(state_of(step), step=step)
+
+    cycle(0)
+    gc.collect()
+    before = here.num_fds()
+    for step in range(1, CYCLES + 1):
+        cycle(step)
+    gc.collect()
+    assert here.num_fds() <= before
+    assert set(here.children()) <= children
+
+
+def test_each_pipeline_has_its_own_and_descriptors_do_not_grow(
+    pipeline: ckpipe.SyncPipeline, tmp_path: Path
+) -> None:
+    tensors = {str(number): torch.full((200,), float(number)) for number in range(2000)}
+    with ckpipe.SyncPipeline(tmp_path, **PROCESS) as other:
+        for each in (pipeline, other):
+            each.save(tensors).wait()
+        assert worker_of(pipeline) != worker_of(other)
+        here = psutil.Process()
+        before = here.num_fds(), psutil.Process(worker_of(other)).num_fds()
+        for _ in range(3):
+            other.save(tensors).wait()
+        assert (here.num_fds(), psutil.Process(worker_of(other)).num_fds()) <= before
+
+
+def test_what_cannot_cross_is_said_at_open_or_stays_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = ckpipe.KeepIf(lambda each: True)
+    with (
+        pytest.raises(errors.SettingsError, match="Python function"),
+        ckpipe.SyncPipeline(tmp_path, retention=rule, worker="process"),
+    ):
+        pass
+    with (
+        stores() as store,
+        pytest.raises(errors.SettingsError, match="registered in this process"),
+        ckpipe.SyncPipeline(store.url, worker="process"),
+    ):
+        pass
+    monkeypatch.setattr(LocalBackend, "prefers_worker", True)
+    with ckpipe.SyncPipeline(tmp_path, retention=rule) as opened:
+        assert not hasattr(opened._core.engine.site.carrier, "process_id")
+        opened.save(state_of(1)).wait()
+    with ckpipe.SyncPipeline(tmp_path) as opened:
+        assert hasattr(opened._core.engine.site.carrier, "process_id")
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fields: dict[str, Any] = {"worker": {"mode": "process", "log_dir": str(tmp_path / "file")}}
+    with (
+        ckpipe.SyncPipeline(tmp_path / "run", **fields) as opened,
+        pytest.raises(errors.WorkerDied, match="could be started"),
+    ):
+        opened.save(state_of(1), until="committed")
+
+
+def test_hooks_run_in_the_trainer(pipeline: ckpipe.SyncPipeline) -> None:
+    called: list[int] = []
+    pipeline.on_complete(lambda event: called.append(os.getpid()))
+    pipeline.save(state_of(1)).wait()
+    settle(pipeline)
+    assert called == [os.getpid()]

@@ -1,0 +1,104 @@
+"""A trainer is gone after its save was staged: the worker finishes the save, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from pathlib import Path
+
+import anyio
+import pytest
+from pipelines import same
+from sampling import EVERY
+from worker_runs import SETTINGS, Trainers, state_of, trainers, wake_and_await_end
+
+import ckpipe
+from ckpipe.leases import Lease, read_leases
+from ckpipe_local import LocalBackend
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Trainers]:
+    with trainers() as made:
+        yield made
+
+
+def log_of(root: Path) -> str:
+    """What the only worker of a run has logged."""
+    (path,) = root.with_suffix(".logs").iterdir()
+    return path.read_text()
+
+
+def leases_of(root: Path) -> list[str]:
+    async def read() -> list[str]:
+        async with LocalBackend(str(root)) as backend:
+            return [each.key for each in await read_leases(backend)]
+
+    return anyio.run(read)
+
+
+@pytest.mark.parametrize("leaves", ["kill", "fork", "exit", "raise"] if EVERY else ["fork"])
+def test_what_was_staged_is_committed_and_old_ones_pruned(
+    mortal: Trainers, tmp_path: Path, leaves: str
+) -> None:
+    root = tmp_path / "run"
+    group, worker = mortal.run(root, leaves)
+    try:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as a whole group may get them
+            os.kill(worker, each)
+        wake_and_await_end(worker)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    with ckpipe.SyncPipeline(root) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [2]
+        pipeline.verify(2)
+        result = pipeline.load()
+        assert result is not None
+        assert same(result.state, state_of(2))
+    assert "is gone" in log_of(root)
+    assert "is committed" in log_of(root).partition("is gone")[2]
+    assert leases_of(root) == []
+
+
+def test_without_survival_nothing_is_committed(mortal: Trainers, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    _, worker = mortal.run(root, "kill", survive=False)
+    wake_and_await_end(worker)
+    with ckpipe.SyncPipeline(root) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [1]
+    assert leases_of(root) == []
+
+
+def test_the_next_trainer_waits_for_a_worker_that_still_finishes(
+    mortal: Trainers, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    _, worker = mortal.run(root, "kill")
+    with ckpipe.SyncPipeline(root) as pipeline, ThreadPoolExecutor(1) as threads:
+        (first,) = pipeline.steps()
+        name = first.id.replace("step-000000000001", "step-000000000002")
+        # What the worker itself does as soon as it notices; here it sleeps.
+        pipeline._core.submit(Lease(pipeline._core.engine.site.patient, name).renew).result()
+        loading = threads.submit(pipeline.load)
+        with contextlib.suppress(Late):
+            pytest.fail(f"did not wait, and loaded {loading.result(timeout=1)}")
+        wake_and_await_end(worker)
+        result = loading.result(timeout=30)
+        assert result is not None
+        assert result.step == 2
+
+
+def test_waiting_for_a_worker_is_bounded(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker={"resume_wait_seconds": 0.2}, **SETTINGS) as pipeline:
+        first = pipeline.save(state_of(1), step=1)
+        first.wait()
+        name = first.id.replace("step-000000000001", "step-000000000002")
+        pipeline._core.submit(Lease(pipeline._core.engine.site.patient, name).renew).result()
+        result = pipeline.load()
+        assert result is not None
+        assert result.step == 1

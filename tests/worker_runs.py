@@ -1,0 +1,146 @@
+"""Trainers in processes of their own that leave staged saves to their workers, in several ways.
+
+As a script this is a process that has imported all there is to import and has one thread. For
+every line of JSON on its standard input it forks a trainer, and answers with its wait status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpipe
+import ckpipe.pipeline
+import ckpipe.sync
+
+SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """What a checkpoint of a step holds."""
+    return {"step": step, "weight": torch.full((100_000,), float(step))}
+
+
+def worker_of(pipeline: ckpipe.SyncPipeline) -> int:
+    """The process id of a pipeline's worker."""
+    found = pipeline._core.engine.site.carrier.process_id  # type: ignore[attr-defined]
+    assert isinstance(found, int)
+    return found
+
+
+def train(case: dict[str, Any]) -> None:
+    """Commits step 1, stages step 2 while the worker sleeps, tells of it, and leaves."""
+    worker = {
+        "mode": "process",
+        "heartbeat_seconds": 600,
+        "survive": case.get("survive", True),
+        "log_dir": case["log"],
+    }
+    pipeline = ckpipe.SyncPipeline(case["root"], keep_last=1, worker=worker, **SETTINGS)
+    pipeline.__enter__()
+    pipeline.save(state_of(1), step=1).wait()
+    process = worker_of(pipeline)
+    os.kill(process, signal.SIGSTOP)
+    pipeline.save(state_of(2), step=2)
+    Path(case["told"]).write_text(str(process))
+    {"kill": _kill, "exit": _exit, "fork": _fork, "raise": _raise}[case["leaves"]]()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit() -> None:
+    os._exit(0)
+
+
+def _raise() -> None:
+    raise RuntimeError("training failed")
+
+
+def _fork() -> None:
+    """Leaves a child behind that has all its descriptors, as a worker of a DataLoader."""
+    if os.fork() == 0:
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Runs one trainer for each line of the standard input."""
+    for line in sys.stdin:
+        case = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            try:
+                train(case)
+            except BaseException:
+                traceback.print_exc(file=sys.stdout if "-v" in sys.argv else sys.stderr)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{json.dumps([child, status])}\n")
+        sys.stdout.flush()
+
+
+class Trainers:
+    """Starts trainers and waits for their end.
+
+    Args:
+        process: The process that forks them.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, root: Path, leaves: str, **case: Any) -> tuple[int, int]:
+        """Runs one; returns its process group, and its worker, which sleeps."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        told = root.with_suffix(".worker")
+        case |= {
+            "root": str(root),
+            "leaves": leaves,
+            "told": str(told),
+            "log": str(root.with_suffix(".logs")),
+        }
+        self._process.stdin.write(json.dumps(case) + "\n")
+        self._process.stdin.flush()
+        group, _ = json.loads(self._process.stdout.readline())
+        return group, int(told.read_text())
+
+
+def wake_and_await_end(worker: int, seconds: float = 60) -> None:
+    """Lets a worker that sleeps go on, and waits until it has ended."""
+    watched = os.pidfd_open(worker)
+    try:
+        os.kill(worker, signal.SIGCONT)
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        assert poll.poll(seconds * 1000), "the worker goes on and on"
+    finally:
+        os.close(watched)
+
+
+@contextmanager
+def trainers() -> Iterator[Trainers]:
+    """The process that forks trainers, for as long as it is needed."""
+    command = [sys.executable, __file__]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Trainers(process)
+
+
+if __name__ == "__main__":
+    main()
