@@ -16,15 +16,19 @@ from ckpipe.backend import Backend
 from ckpipe.completion import descend
 from ckpipe.discovery import NO_INDEX, describe, discover, pick
 from ckpipe.errors import CorruptCheckpoint, ObjectNotFound, StoreError, UnsupportedVersion
+from ckpipe.lanes import run_lanes
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.object_names import directory
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
+_AT_ONCE = 8
+"""Incomplete checkpoints that are looked into at the same time."""
+
 
 async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The same checkpoints in the same order, those completed that could be.
+    """The same checkpoints in the same order, those completed that could be, several at once.
 
     Costs one list for each incomplete one that has no manifests, and a few requests more for one
     that has some.
@@ -32,7 +36,15 @@ async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Chec
     Raises:
         StoreError: If the store failed to list.
     """
-    return [await heal(backend, info) for info in infos]
+    found = list(infos)
+    pending = iter([place for place, info in enumerate(found) if info.reason == NO_INDEX])
+
+    async def lane() -> None:
+        for place in pending:
+            found[place] = await heal(backend, found[place])
+
+    await run_lanes(_AT_ONCE, lane)
+    return found
 
 
 async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:

@@ -21,8 +21,10 @@ from typing import TypeVar
 import anyio
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
-from ckpipe.errors import StoreError
+from ckpipe.discovery import check_not_deleted
+from ckpipe.errors import PermissionDenied, StoreError
 from ckpipe.object_names import LEASES, lease_key
+from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 T = TypeVar("T")
@@ -121,6 +123,10 @@ class Lease:
         try:
             await self._backend.put(key, b"{}", PutMode.CREATE)
             await self._backend.delete(older)
+        except PermissionDenied:
+            # Who may not write may still read; then there is just no protection.
+            logger.info("A lease on %s may not be written", self._subject)
+            return
         except StoreError as error:
             logger.warning("A lease on %s could not be renewed: %s", self._subject, error)
             return
@@ -138,6 +144,8 @@ class Lease:
             return
         try:
             await self._backend.delete(self._written)
+        except PermissionDenied:
+            return
         except StoreError as error:
             logger.warning("The lease on %s could not be released: %s", self._subject, error)
 
@@ -178,6 +186,29 @@ async def under_lease(
     return result
 
 
+async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
+    """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        work: What to do with it.
+
+    Returns:
+        What the work returns, and it raises what the work raises.
+
+    Raises:
+        CheckpointIncomplete: If it is being deleted already.
+        StoreError: If the store failed.
+    """
+
+    async def once_sure() -> T:
+        await check_not_deleted(backend, id)
+        return await work()
+
+    return await under_lease(backend, str(id), once_sure)
+
+
 __all__ = [
     "LEASE_LIFE",
     "RENEW_EVERY",
@@ -186,6 +217,7 @@ __all__ = [
     "leased",
     "live_subjects",
     "read_leases",
+    "reading",
     "store_time",
     "under_lease",
 ]

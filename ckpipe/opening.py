@@ -25,7 +25,7 @@ class Access(enum.Enum):
     """What somebody is about to do with a store."""
 
     READ = "read"
-    """Look only: nothing is written, so that a read-only root will do."""
+    """Look only, so that a read-only root will do; but for leases nothing is written."""
 
     CHANGE = "change"
     """Change what is there: a root that does not exist is an error, and is not made."""

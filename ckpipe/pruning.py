@@ -24,12 +24,16 @@ from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.discovery import discover, read_index
-from ckpipe.errors import CorruptCheckpoint, ObjectExists
+from ckpipe.errors import CorruptCheckpoint, ObjectExists, UnsupportedVersion
 from ckpipe.keys import decode_float
+from ckpipe.lanes import run_lanes
 from ckpipe.leases import is_leased
 from ckpipe.object_names import DELETED, index_key, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
+
+_AT_ONCE = 16
+"""Indexes that are read at the same time."""
 
 Facts = dict[str, tuple[Mapping[str, float], bool]]
 """Metrics of a checkpoint and whether it is final, by id; read once and kept."""
@@ -153,9 +157,10 @@ async def best(
 async def _candidates(
     backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts
 ) -> list[Candidate]:
+    await _learn(backend, complete, facts)
     candidates = []
     for info in complete:
-        metrics, final = await _facts(backend, info, facts) or ({}, False)
+        metrics, final = facts.get(info.id, ({}, False))
         created = info.saved_at or datetime.now(UTC)
         candidates.append(
             Candidate(info.id, info.step, info.attempt, info.count, created, metrics, final)
@@ -163,19 +168,20 @@ async def _candidates(
     return candidates
 
 
-async def _facts(
-    backend: Backend, info: CheckpointInfo, facts: Facts
-) -> tuple[Mapping[str, float], bool] | None:
-    if info.id not in facts:
-        id = CheckpointId.parse(info.id)
-        assert id is not None
-        try:
-            bundle = await read_index(backend, id)
-        except CorruptCheckpoint:
-            return None
-        metrics = {name: decode_float(value) for name, value in bundle.parts[0].metrics.items()}
-        facts[info.id] = (metrics, any(part.final for part in bundle.parts))
-    return facts[info.id]
+async def _learn(backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts) -> None:
+    """Reads the indexes of checkpoints that nothing is known of, several at once."""
+    pending = iter([info for info in complete if info.id not in facts])
+
+    async def lane() -> None:
+        for info in pending:
+            try:
+                bundle = await read_index(backend, info.key)
+            except (CorruptCheckpoint, UnsupportedVersion):
+                continue
+            metrics = {name: decode_float(value) for name, value in bundle.parts[0].metrics.items()}
+            facts[info.id] = (metrics, any(part.final for part in bundle.parts))
+
+    await run_lanes(min(_AT_ONCE, len(complete)), lane)
 
 
 async def prune(

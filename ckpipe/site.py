@@ -24,7 +24,7 @@ from ckpipe.copying import plan_blocks
 from ckpipe.delivery import Depot
 from ckpipe.discovery import check_not_deleted
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
-from ckpipe.leases import under_lease
+from ckpipe.leases import reading
 from ckpipe.lock import StateLock
 from ckpipe.plan_checks import check_plan
 from ckpipe.planners import OWN_PLANNERS
@@ -79,16 +79,12 @@ class Site(Depot):
             CheckpointIncomplete: If it is being deleted already.
             StoreError: If the store failed.
         """
-
-        async def once_sure() -> T:
+        if self.settings.read_only:  # a lease would be written
             await check_not_deleted(self.patient, id)
             return await work()
-
-        if self.settings.read_only:  # a lease would be written
-            return await once_sure()
         self.loading[str(id)] += 1
         try:
-            return await under_lease(self.patient, str(id), once_sure)
+            return await reading(self.patient, id, work)
         finally:
             self.loading[str(id)] -= 1
 

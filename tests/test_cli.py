@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from commands import PROGRAM, Commands, program, save_steps
 from pipelines import small_state, stores
 
 import ckpipe
+from ckpipe import errors
+from ckpipe.cli.app import run
 from ckpipe.cli.screen import size, visible
 from ckpipe.version import __version__
 
@@ -278,12 +281,41 @@ def test_looking_writes_nothing(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     before[tmp_path] = tmp_path.stat().st_mtime_ns
-    for command in ("ls", "info", "verify"):
+    for command in ("ls", "info"):
         assert call(command, tmp_path).code == 0
     assert call("prune", tmp_path, "--keep-last", 1, "--dry-run").code == 0
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     after[tmp_path] = tmp_path.stat().st_mtime_ns
     assert after == before
+    assert call("verify", tmp_path).code == 0
+    assert set(tmp_path.rglob("*")) | {tmp_path} == before.keys(), "but for a lease"
+
+
+@pytest.mark.parametrize("command", ["verify", "diff", "cp"])
+def test_what_a_command_reads_is_not_removed_meanwhile(
+    call: Commands, tmp_path: Path, command: str
+) -> None:
+    with stores() as made, ThreadPoolExecutor(1) as pool:
+        save_steps(made.url, 1, 2)
+        more = {"verify": (), "diff": ("2",), "cp": ()}[command]
+        place = (str(tmp_path),) if command == "cp" else ()
+        gate = made.faulty.pause(lambda each: each.verb in ("read_into", "view"))
+        reader = pool.submit(run, [command, made.url, *place, "1", *more])
+        gate.wait_until_held()
+        refused = call("rm", made.url, 1)
+        assert (refused.code, "lease" in refused.err) == (2, True)
+        assert call("prune", made.url, "--keep-last", 1).code == 0
+        gate.release()
+        assert reader.result(60) in (0, 1)
+        assert call("rm", made.url, 1).code == 0
+
+
+def test_who_may_not_write_may_read(call: Commands, caplog: pytest.LogCaptureFixture) -> None:
+    with stores() as made:
+        save_steps(made.url, 1)
+        made.faulty.fail(errors.PermissionDenied("read only"), "put", times=None)
+        assert call("verify", made.url).code == 0
+        assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 def test_the_program_prints_plain_text_into_pipes(tmp_path: Path) -> None:

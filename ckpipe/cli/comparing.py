@@ -25,6 +25,7 @@ from ckpipe.comparing import (
 from ckpipe.discovery import read_index
 from ckpipe.inspection import data_bytes, labels_per_rank
 from ckpipe.keys import LabelFilter, label_filter
+from ckpipe.leases import reading
 from ckpipe.manifest import Bundle
 from ckpipe.opening import Access, open_store
 from ckpipe.settings import Settings
@@ -65,16 +66,21 @@ def diff(
                 open_store(other or url, settings, Access.READ, meter.advance) as two,
             ):
                 infos = [await chosen(one, first), await chosen(two, second)]
-                bundles = [
-                    await read_index(one, infos[0].key),
-                    await read_index(two, infos[1].key),
-                ]
-                found = _selected(compare_structures(*bundles), select)
-                differing: list[TensorDifference] = []
-                if not structure:
-                    meter.expect(sum(map(data_bytes, bundles)))
-                    sides = list(zip((one, two), bundles, strict=True))
-                    differing = await _compare(sides[0], sides[1], found.common, settings)
+
+                async def compare() -> tuple[StructureDifference, list[TensorDifference]]:
+                    left, right = [
+                        await read_index(backend, info.key)
+                        for backend, info in zip((one, two), infos, strict=True)
+                    ]
+                    found = _selected(compare_structures(left, right), select)
+                    if structure:
+                        return found, []
+                    meter.expect(data_bytes(left) + data_bytes(right))
+                    return found, await _compare((one, left), (two, right), found.common, settings)
+
+                found, differing = await reading(
+                    one, infos[0].key, lambda: reading(two, infos[1].key, compare)
+                )
         alike = not (found.only_first or found.only_second or found.changed or differing)
         screen.result(
             {

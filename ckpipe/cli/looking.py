@@ -27,11 +27,12 @@ from ckpipe.discovery import check_not_deleted, discover, read_index
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
 from ckpipe.inspection import data_bytes, describe
 from ckpipe.keys import label_filter
+from ckpipe.leases import reading
 from ckpipe.opening import Access, open_store
 from ckpipe.restore import verify
 from ckpipe.settings import Settings
 from ckpipe.summaries import Summary, summarise
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointInfo, VerifyResult
 
 
 def list_(
@@ -140,13 +141,18 @@ async def _verified(
     arena = Arena(settings.staging.block_bytes)
     began = time.perf_counter()
     data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
-    try:
+
+    async def work() -> VerifyResult:
         bundle = await read_index(backend, info.key)
         meter.expect(data_bytes(bundle))
-        done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
+        return await verify(backend, bundle, arena, lanes=settings.load.lanes)
+
+    try:
+        done = await reading(backend, info.key, work)
         data |= {"files": done.files, "bytes": done.bytes}
     except CorruptCheckpoint as error:
-        await check_not_deleted(backend, info.key)  # then it is no wonder that parts are gone
+        # Should the lease not have been written, it is no wonder that parts are gone.
+        await check_not_deleted(backend, info.key)
         data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
     finally:
         arena.close()

@@ -13,10 +13,11 @@ from ckpipe.backend import Backend
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import OK, Command, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Screen, size
-from ckpipe.copying_checkpoints import CopySettings, copy_checkpoint
+from ckpipe.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
 from ckpipe.discovery import discover, read_index
 from ckpipe.errors import UsageError
 from ckpipe.inspection import data_bytes
+from ckpipe.leases import reading
 from ckpipe.opening import Access, open_store
 from ckpipe.pace import Pace
 from ckpipe.retrying import logging_policy
@@ -69,18 +70,18 @@ async def _copied(
     origin: Backend, place: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
 ) -> dict[str, Any]:
     began = time.perf_counter()
-    meter.expect(data_bytes(await read_index(origin, info.key)))
-    report = await copy_checkpoint(
-        origin,
-        place,
-        info.key,
-        CopySettings(
-            replace(logging_policy(settings.upload), pace=Pace()),
-            settings.upload.lanes,
-            settings.staging.block_bytes,
-            meter.advance,
-        ),
+    chosen = CopySettings(
+        replace(logging_policy(settings.upload), pace=Pace()),
+        settings.upload.lanes,
+        settings.staging.block_bytes,
+        meter.advance,
     )
+
+    async def work() -> CopyReport:
+        meter.expect(data_bytes(await read_index(origin, info.key)))
+        return await copy_checkpoint(origin, place, info.key, chosen)
+
+    report = await reading(origin, info.key, work)
     seconds = round(time.perf_counter() - began, 3)
     return {**asdict(report), "step": info.step, "seconds": seconds}
 
