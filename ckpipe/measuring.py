@@ -10,10 +10,13 @@ from __future__ import annotations
 import mmap
 import secrets
 import statistics
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -28,7 +31,7 @@ from ckpipe.object_names import BENCH
 _SMALL_PUTS = 9
 _MEMORY_BYTES = 64 << 20
 _TRIES = 5
-_GOOD_ENOUGH = 0.95
+_GOOD_ENOUGH, _FAST_ENOUGH = 0.95, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,15 @@ class Measurements:
         checksum: Bytes a second that one thread sums up.
         put_seconds: The median time of creating an object of a hundred bytes.
         rates: What the store does, for each number of lanes and size of blocks.
+        write_beside: Bytes a second that are written, with the lanes and blocks that are advised,
+            beside a thread of Python that never waits; None if that was not measured.
     """
 
     copy: float
     checksum: float
     put_seconds: float
     rates: tuple[Rate, ...]
+    write_beside: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,14 @@ class Advice:
         upload_lanes: ``upload.lanes``: the fewest that write nearly as fast as any.
         load_lanes: ``load.lanes``: the fewest that read nearly as fast as any.
         block_bytes: ``staging.block_bytes``: the smallest blocks with which that is so.
+        worker: ``worker``: a process if a trainer bound to Python would slow writes down.
         bottleneck: What a save will wait for, as a sentence.
     """
 
     upload_lanes: int
     load_lanes: int
     block_bytes: int
+    worker: Literal["thread", "process"]
     bottleneck: str
 
 
@@ -99,11 +107,13 @@ def advise(found: Measurements) -> Advice:
         "checksums": found.checksum,
         "writes to the store": writing.write,
     }
+    beside = writing.write if found.write_beside is None else found.write_beside
     slowest = min(parts, key=lambda name: parts[name])
     return Advice(
         writing.lanes,
         reading.lanes,
         writing.block_bytes,
+        "thread" if beside >= _FAST_ENOUGH * writing.write else "process",
         f"A save will wait for {slowest} ({parts[slowest] / 1e9:.2f} GB/s)",
     )
 
@@ -133,7 +143,7 @@ class Trial:
     @property
     def total_bytes(self) -> int:
         """All bytes that are written and read."""
-        return 2 * self.object_bytes * len(self.lanes) * len(self.block_bytes)
+        return 2 * self.object_bytes * (len(self.lanes) * len(self.block_bytes) + 1)
 
 
 async def measure(backend: Backend, trial: Trial) -> Measurements:
@@ -156,10 +166,34 @@ async def measure(backend: Backend, trial: Trial) -> Measurements:
             await _rate(backend, f"{below}{lanes}-{block}", lanes, block, trial)
             for block, lanes in product(trial.block_bytes, trial.lanes)
         ]
+        best = _smallest(rates, lambda rate: rate.write)
+        with python_bound_thread():
+            key = f"{below}beside"
+            beside = await _rate(backend, key, best.lanes, best.block_bytes, trial)
     finally:
         with anyio.CancelScope(shield=True):
             await backend.delete([each.key async for each in backend.list(below)])
-    return Measurements(copy, checksum, put_seconds, tuple(rates))
+    return Measurements(copy, checksum, put_seconds, tuple(rates), beside.write)
+
+
+@contextmanager
+def python_bound_thread() -> Iterator[None]:
+    """Runs a thread that holds the interpreter whenever it may, as a trainer may do."""
+    over = threading.Event()
+
+    def spin() -> None:
+        total = 0
+        while not over.is_set():
+            for number in range(10_000):
+                total += number
+
+    thread = threading.Thread(target=spin, name="ckpipe bench", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _check(trial: Trial, backend: Backend) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpipe.backend import Backend
@@ -37,12 +37,17 @@ class Summary:
     problem: str = ""
 
 
-async def summarise(backend: Backend, infos: Sequence[CheckpointInfo]) -> list[Summary]:
+async def summarise(
+    backend: Backend,
+    infos: Sequence[CheckpointInfo],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Summary]:
     """Reads the indexes of checkpoints, several at once; damaged ones are told, not raised.
 
     Args:
         backend: The store.
         infos: Checkpoints of it. Incomplete ones have no index and cost no request.
+        on_done: Called after each.
 
     Returns:
         A summary for each, in the same order.
@@ -56,6 +61,7 @@ async def summarise(backend: Backend, infos: Sequence[CheckpointInfo]) -> list[S
     async def lane() -> None:
         for info in pending:
             found[info.id] = await summary(backend, info)
+            on_done()
 
     await run_lanes(min(_AT_ONCE, len(infos)), lane)
     return [found[info.id] for info in infos]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -236,6 +237,45 @@ def test_what_is_leased_or_resumed_from_stays(call: Commands, tmp_path: Path) ->
     assert "lease" in call("rm", tmp_path, one).err
     os.utime(lease, (0, 0))
     assert call("rm", tmp_path, one).code == 0
+
+
+STUCK_DELETION = """
+import anyio
+from ckpipe.registry import register_backend
+from ckpipe.testing.wrapping import WrappedBackend
+from ckpipe_local import LocalBackend
+
+class Stuck(WrappedBackend):
+    async def around(self, operation, call):
+        if operation.verb == "delete":
+            print("stuck", flush=True)
+            await anyio.sleep_forever()
+        return await call()
+
+register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
+from ckpipe.cli import main
+main()
+"""
+
+
+def test_an_interrupted_deletion_counts_and_is_finished_later(
+    call: Commands, tmp_path: Path
+) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    arguments = ["rm", f"stuck://{tmp_path}", "1", "--force"]
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK_DELETION, *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    found = {each["id"]: each for each in call("ls", tmp_path, "--json").data["checkpoints"]}
+    assert (found[one]["complete"], found[two]["complete"]) == (False, True)
+    assert call("verify", tmp_path, "--all").code == 0
+    assert call("sweep", tmp_path).code == 0
+    assert not (tmp_path / one).exists()
+    assert [e["id"] for e in call("ls", tmp_path, "--json").data["checkpoints"]] == [two]
 
 
 def test_prune_does_what_the_dry_run_says(call: Commands, tmp_path: Path) -> None:

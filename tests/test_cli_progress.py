@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+import threading
 
 import pytest
 from rich.console import Console
 
 from ckpipe.cli import progress
-from ckpipe.cli.progress import Meter
+from ckpipe.cli.progress import Meter, Patience, of_things
 
 
 def shown(*, terminal: bool) -> str:
@@ -35,3 +37,47 @@ def test_pipes_and_quick_actions_show_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert shown(terminal=True) == ""
     monkeypatch.setattr(progress, "SILENT_SECONDS", -1.0)
     assert shown(terminal=False) == ""
+
+
+def test_things_are_counted_with_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENT_SECONDS", -1.0)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with Meter(console, "reading indexes", 3, of_things) as meter:
+        for _ in range(3):
+            meter.advance(1)
+    assert "3/3" in out.getvalue()
+    assert re.search(r"\d+/s", out.getvalue())
+
+
+class Seen(io.StringIO):
+    """A terminal that tells when something is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+
+def test_what_cannot_be_counted_is_said_to_be_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
+    out = Seen()
+    with Patience(Console(file=out, force_terminal=True, width=80)):
+        assert out.written.wait(30)
+    assert "at work" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K")
+
+
+def test_nobody_is_told_who_does_not_look_or_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = Seen()
+    with Patience(Console(file=out, force_terminal=True, width=80)) as patience:
+        patience.end()
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
+    with Patience(Console(file=out, force_terminal=False, width=80)) as patience:
+        patience._show()
+    assert out.getvalue() == ""

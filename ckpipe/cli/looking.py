@@ -12,7 +12,7 @@ from rich.text import Text
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.cli.name_tree import shown_tree
-from ckpipe.cli.progress import Meter
+from ckpipe.cli.progress import Meter, of_things
 from ckpipe.cli.running import (
     FOUND,
     OK,
@@ -47,7 +47,10 @@ def list_(
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
             infos = await discover(backend)
-            found = [Summary(each) for each in infos] if brief else await summarise(backend, infos)
+            found = [Summary(each) for each in infos]
+            if not brief:
+                with screen.meter("reading indexes", len(infos), of_things) as meter:
+                    found = await summarise(backend, infos, lambda: meter.advance(1))
         rows = [_row(each) for each in found]
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
         screen.result(

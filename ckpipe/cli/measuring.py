@@ -47,6 +47,7 @@ def bench(
                 f"on one thread; a small object takes {found.put_seconds * 1000:.1f} ms"
             ),
             _rates(found),
+            Text(_beside(found)),
             Text(_sentences(advice)),
         )
         return OK
@@ -80,10 +81,16 @@ def _rates(found: Measurements) -> Table:
     return table(("lanes", "block", "write", "read"), rows, "lanes", "block", "write", "read")
 
 
+def _beside(found: Measurements) -> str:
+    rate = "?" if found.write_beside is None else _gigabytes(found.write_beside)
+    return f"beside a trainer bound to Python {rate} are written from a thread"
+
+
 def _sentences(advice: Advice) -> str:
     return (
         f"{advice.bottleneck}.\nSet upload.lanes to {advice.upload_lanes}, load.lanes to "
-        f"{advice.load_lanes} and staging.block_bytes to {size(advice.block_bytes)}."
+        f"{advice.load_lanes}, staging.block_bytes to {size(advice.block_bytes)} and worker to "
+        f"{advice.worker}."
     )
 
 

@@ -52,8 +52,9 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     screen = ctx.obj
     assert isinstance(screen, Screen)
     try:
-        _ = screen.settings  # read here, since it would block the loop
-        code = anyio.run(work, screen)
+        with screen.patience:
+            _ = screen.settings  # read here, since it would block the loop
+            code = anyio.run(work, screen)
         screen.out.file.flush()
     except CkpipeError as error:
         screen.note(f"error: {error}")

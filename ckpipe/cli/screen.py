@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckpipe.cli.progress import Meter
+from ckpipe.cli.progress import Meter, Patience, Unit, of_bytes
 from ckpipe.settings import Settings
 
 _PIPE_WIDTH = 100_000
@@ -37,6 +37,7 @@ class Screen:
         self.as_json, self._file = as_json, settings
         self.out = _console(stderr=False)
         self.err = _console(stderr=True)
+        self.patience = Patience(self.err)
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -54,6 +55,7 @@ class Screen:
             data: The result as data classes, mappings and lists: what ``--json`` prints.
             shown: The same for people.
         """
+        self.patience.end()
         if self.as_json:
             self.out.file.write(json.dumps(plain_data(data), allow_nan=False) + "\n")
         else:
@@ -71,17 +73,22 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Says something beside the result."""
+        self.patience.end()
         self.err.print(Text(visible(text)))
 
     @contextmanager
-    def meter(self, action: str, total: int | None = None) -> Iterator[Meter]:
+    def meter(
+        self, action: str, total: int | None = None, unit: Unit = of_bytes
+    ) -> Iterator[Meter]:
         """Shows how far an action is, if it takes longer and somebody looks on.
 
         Args:
             action: What is done, as a word or two.
-            total: How many bytes it will take, if that is known.
+            total: How much there is to do, if that is known.
+            unit: What is counted.
         """
-        with Meter(self.err, action, total) as meter:
+        self.patience.end()
+        with Meter(self.err, action, total, unit) as meter:
             yield meter
 
 
