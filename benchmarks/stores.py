@@ -2,12 +2,18 @@
 
     python benchmarks/stores.py [--mib 1024] [--rounds 5] [--json FILE]
     python benchmarks/stores.py --url s3://bucket/bench --endpoint-url http://127.0.0.1:8333
+    python benchmarks/stores.py --beside boto3 obstore     the same bytes through other clients
+    python benchmarks/stores.py --trainer [--worker process]    while a thread runs Python
 
-Without a URL it starts SeaweedFS on this machine. A save, from the call until it is committed, is
-measured against the same bytes sent as the parts of one upload, from memory that is there already,
-with the same client, part size and lanes and no checksums; a load of it in place against the same
-bytes read in ranges into memory that nobody looks at. What is deleted is deleted outside of the
-clock. Every round measures each thing once; ratios are medians of each round's ratio.
+The other clients come with the extra ``bench``. Without a URL it starts SeaweedFS on this machine.
+A save, from the call until it is committed, is measured against the same bytes sent as the parts
+of one upload, from memory that is there already, with the same client, part size and lanes and no
+checksums; a load of it in place against the same bytes read in ranges into memory that nobody looks
+at. What is deleted is deleted outside of the clock. Every round measures each thing once; ratios
+are medians of each round's ratio. With a trainer each save and load is measured twice, alone and
+while another thread of this process runs nothing but Python. CPU time is this process's, so that of
+a worker process is not in it. Memory is what a first save and load, outside of the clock, add to
+this process beyond the arena.
 """
 
 from __future__ import annotations
@@ -20,16 +26,20 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import raw
 import torch
+from store_contenders import CONTENDERS, Contender
 
 import ckpipe
 from ckpipe_s3.address import Address, parse_address
@@ -42,8 +52,51 @@ import s3_servers
 PART = 16 * raw.MIB
 LANES, READ_LANES = 4, 6  # ckpipe's own defaults
 OBJECT = "bare-object"
+MEMORY_MIB = 80
 
-Times = dict[str, list[float]]
+FIGURES = {
+    "save against bare upload_part": ("bare write", "save", 0.92),
+    "load against bare ranged GET": ("bare read", "load", 0.92),
+    "save beside a trainer": ("save", "save beside a trainer", 0.85),
+    "load beside a trainer": ("load", "load beside a trainer", 0.85),
+}
+"""What is set against what, and the share of its speed that is to be reached."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What doing something took.
+
+    Args:
+        seconds: By the clock.
+        cpu: Of this process, in seconds.
+    """
+
+    seconds: float
+    cpu: float
+
+
+Costs = dict[str, list[Cost]]
+Work = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Args:
+        mib: Size of the state.
+        rounds: How often everything is measured.
+        trainer: Whether also beside a thread that runs Python.
+        beside: Names of other clients.
+        fields: Settings of the pipeline.
+    """
+
+    mib: int
+    rounds: int
+    trainer: bool
+    beside: tuple[str, ...]
+    fields: dict[str, Any]
 
 
 async def in_lanes(
@@ -106,25 +159,67 @@ class Bare:
         await self._client.delete_object(**self._where)
 
 
-async def timed(work: Callable[[], Awaitable[None]]) -> float:
-    """Seconds that some work takes."""
-    began = time.perf_counter()
+async def cost(work: Work) -> Cost:
+    """What some work takes."""
+    began, cpu = time.perf_counter(), time.process_time()
     await work()
-    return time.perf_counter() - began
+    return Cost(time.perf_counter() - began, time.process_time() - cpu)
 
 
-async def measure(url: str, access: Access, mib: int, rounds: int) -> Times:
-    """Saves and loads, bare and ours, in turn."""
-    times: Times = defaultdict(list)
-    tensors = [torch.randn(8, raw.MIB // 4) for _ in range(mib // 8)]
+@contextlib.contextmanager
+def trainer() -> Iterator[None]:
+    """A thread that runs nothing but Python, until the end of the block."""
+    stop = threading.Event()
+
+    def train() -> None:
+        steps = 0
+        while not stop.is_set():
+            for _ in range(10_000):
+                steps += 1
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def peak_bytes(work: Work) -> int:
+    """The most memory that this process has during some work above what it had before."""
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+    stop = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.wait(0.005):
+            most = max(most, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch, name="memory")
+    thread.start()
+    try:
+        await work()
+    finally:
+        stop.set()
+        thread.join()
+    return most - before
+
+
+async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
+    """Saves and loads, bare, ours and others', in turn; and the MiB that ours take."""
+    costs: Costs = defaultdict(list)
+    tensors = [torch.randn(8, raw.MIB // 4) for _ in range(plan.mib // 8)]
     state = {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
-    memory = raw.touched(mib * raw.MIB)
+    memory = memoryview(raw.touched(plan.mib * raw.MIB))[: plan.mib * raw.MIB]
     options = {"s3": {"endpoint_url": access.endpoint_url, "region": access.region}}
     async with (
         open_client(access) as client,
-        ckpipe.Pipeline(f"{url}/ours", backends=options) as pipeline,
+        ckpipe.Pipeline(f"{url}/ours", backends=options, **plan.fields) as pipeline,
     ):
-        bare = Bare(client, parse_address(url), memoryview(memory)[: mib * raw.MIB])
+        bare = Bare(client, parse_address(url), memory)
+        others = {name: CONTENDERS[name](url, access, memory, PART, LANES) for name in plan.beside}
 
         async def save() -> None:
             await pipeline.save(state, until="committed")
@@ -132,16 +227,37 @@ async def measure(url: str, access: Access, mib: int, rounds: int) -> Times:
         async def load() -> None:
             await pipeline.load(state)
 
-        for turn in range(-1, rounds):
-            into: Times = times if turn >= 0 else defaultdict(list)
-            into["bare write"].append(await timed(bare.write))
-            into["save"].append(await timed(save))
-            into["bare read"].append(await timed(bare.read))
-            into["load"].append(await timed(load))
-            await bare.remove()
+        async def both() -> None:
+            await save()
+            await load()
+
+        most = await peak_bytes(both)
+        arena = pipeline._core.engine.site.arena
+        memory_mib = (most - arena.blocks * arena.block_bytes) / raw.MIB
+        for turn in range(-1, plan.rounds):
+            into: Costs = costs if turn >= 0 else defaultdict(list)
+            for name, work in works(bare, others, save, load).items():
+                into[name].append(await cost(work))
+                if plan.trainer and name in ("save", "load"):
+                    with trainer():
+                        into[f"{name} beside a trainer"].append(await cost(work))
+            for each in (bare, *others.values()):
+                await each.remove()
             for info in (await pipeline.steps())[:-1]:  # the newest was loaded and may not go
                 await pipeline.delete(info.id)
-    return times
+    return costs, memory_mib
+
+
+def works(bare: Contender, others: dict[str, Contender], save: Work, load: Work) -> dict[str, Work]:
+    """All that is measured in a round, in its order."""
+    return {
+        "bare write": bare.write,
+        "save": save,
+        **{f"{name} write": each.write for name, each in others.items()},
+        "bare read": bare.read,
+        "load": load,
+        **{f"{name} read": each.read for name, each in others.items()},
+    }
 
 
 @contextlib.contextmanager
@@ -159,31 +275,36 @@ def store(url: str | None, endpoint: str | None) -> Iterator[tuple[str, str | No
         yield "s3://bench/run", server.url
 
 
-def ratio(times: Times, base: str, name: str) -> float:
+def ratio(costs: Costs, base: str, name: str) -> float:
     """The median over the rounds of the speed of one thing, as a share of another's."""
-    return statistics.median(a / b for a, b in zip(times[base], times[name], strict=True))
+    pairs = zip(costs[base], costs[name], strict=True)
+    return statistics.median(a.seconds / b.seconds for a, b in pairs)
 
 
-def report(times: Times, mib: int) -> dict[str, Any]:
+def report(costs: Costs, memory_mib: float, plan: Plan) -> dict[str, Any]:
     """Prints the table, and returns what was measured."""
-    for name, values in times.items():
-        speeds = sorted(mib * raw.MIB / 1e6 / value for value in values)
+    for name, values in costs.items():
+        speeds = sorted(plan.mib * raw.MIB / 1e6 / each.seconds for each in values)
+        cpu = statistics.median(each.cpu for each in values) * 1024 / plan.mib
         print(
-            f"{name:12s} median {statistics.median(speeds):7.0f} MB/s   "
-            f"({speeds[0]:.0f} to {speeds[-1]:.0f})"
+            f"{name:22s} median {statistics.median(speeds):7.0f} MB/s   "
+            f"({speeds[0]:.0f} to {speeds[-1]:.0f})   {cpu:5.2f} CPU s/GiB"
         )
-    figures = {
-        "save against bare upload_part": ratio(times, "bare write", "save"),
-        "load against bare ranged GET": ratio(times, "bare read", "load"),
-    }
-    for name, value in figures.items():
-        print(f"{name:32s} {value:5.2f}   to reach 0.92   {'ok' if value >= 0.92 else 'MISSED'}")
+    figures = {}
+    for name, (base, ours, reach) in FIGURES.items():
+        if ours in costs:
+            figures[name] = value = ratio(costs, base, ours)
+            met = "ok" if value >= reach else "MISSED"
+            print(f"{name:32s} {value:5.2f}   to reach {reach:.2f}   {met}")
+    met = "ok" if memory_mib <= MEMORY_MIB else "MISSED"
+    print(f"memory above the arena {memory_mib:6.0f} MiB   at most {MEMORY_MIB}   {met}")
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
         "versions": {"ckpipe": ckpipe.__version__, "torch": torch.__version__},
-        "mib": mib,
-        "seconds": dict(times),
+        "plan": asdict(plan),
+        "costs": {name: [asdict(each) for each in values] for name, values in costs.items()},
+        "memory_mib": memory_mib,
         "figures": figures,
     }
 
@@ -195,14 +316,18 @@ def main() -> None:
     parser.add_argument("--endpoint-url", help="of a compatible store")
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trainer", action="store_true", help="also beside a thread of Python")
+    parser.add_argument("--worker", help="the pipeline's setting of this name")
+    parser.add_argument("--beside", nargs="*", default=[], choices=sorted(CONTENDERS))
     parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args()
-    with store(arguments.url, arguments.endpoint_url) as (url, endpoint):
-        access = Access(endpoint_url=endpoint)
-        times = anyio.run(measure, url, access, arguments.mib, arguments.rounds)
-    results = report(times, arguments.mib)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    asked = parser.parse_args()
+    fields = {"worker": asked.worker} if asked.worker else {}
+    plan = Plan(asked.mib, asked.rounds, asked.trainer, tuple(asked.beside), fields)
+    with store(asked.url, asked.endpoint_url) as (url, endpoint):
+        measured = anyio.run(measure, url, Access(endpoint_url=endpoint), plan)
+    results = report(*measured, plan)
+    if asked.json:
+        asked.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""Other clients that move the same bytes to and from the same bucket, for ``stores.py``.
+
+Each moves one object in parts of one size, so many at a time, from and to memory that is there
+already. They sign and checksum as they do by default, and neither copies nor verifies for a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any, Protocol
+
+import anyio.to_thread
+
+from ckpipe_s3.address import parse_address
+from ckpipe_s3.client import Access
+
+
+class Contender(Protocol):
+    """Writes, reads and removes one object."""
+
+    async def write(self) -> None:
+        """Sends the object."""
+
+    async def read(self) -> None:
+        """Reads it into the memory that it was sent from."""
+
+    async def remove(self) -> None:
+        """Deletes it."""
+
+
+class _Sink(io.RawIOBase):
+    """A file over memory, into which ranges are written."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset
+        return offset
+
+    def write(self, data: Any) -> int:
+        end = self._at + len(data)
+        self._data[self._at : end] = data
+        self._at = end
+        return len(data)
+
+
+class Boto:
+    """boto3 with its transfer manager, in a worker thread of its own.
+
+    Args:
+        url: Where.
+        access: How the store is reached.
+        data: The bytes.
+        part: Bytes of a part.
+        lanes: How many at a time.
+    """
+
+    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: int) -> None:
+        import boto3
+        from boto3.s3.transfer import TransferConfig
+
+        self._client = boto3.client("s3", endpoint_url=access.endpoint_url)
+        address = parse_address(url)
+        self._where = (address.bucket, f"{address.prefix}boto")
+        self._data = data
+        self._config = TransferConfig(
+            multipart_threshold=part, multipart_chunksize=part, max_concurrency=lanes
+        )
+
+    async def write(self) -> None:
+        await anyio.to_thread.run_sync(self._write)
+
+    def _write(self) -> None:
+        body = io.BytesIO(self._data)
+        self._client.upload_fileobj(body, *self._where, Config=self._config)
+
+    async def read(self) -> None:
+        await anyio.to_thread.run_sync(self._read)
+
+    def _read(self) -> None:
+        self._client.download_fileobj(*self._where, _Sink(self._data), Config=self._config)
+
+    async def remove(self) -> None:
+        bucket, key = self._where
+        await anyio.to_thread.run_sync(lambda: self._client.delete_object(Bucket=bucket, Key=key))
+
+
+class Obstore:
+    """obstore, whose requests are made by threads of Rust.
+
+    Args:
+        url: Where.
+        access: How the store is reached.
+        data: The bytes.
+        part: Bytes of a part.
+        lanes: How many at a time.
+    """
+
+    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: int) -> None:
+        from obstore.store import S3Store
+
+        address = parse_address(url)
+        self._key, self._data, self._part, self._lanes = "obstore", data, part, lanes
+        options: dict[str, Any] = {"client_options": {"allow_http": True}}
+        if access.endpoint_url:
+            options["endpoint"] = access.endpoint_url
+        self._store: Any = S3Store(address.bucket, prefix=address.prefix, **options)
+
+    async def write(self) -> None:
+        import obstore
+
+        await obstore.put_async(
+            self._store, self._key, self._data,
+            use_multipart=True, chunk_size=self._part, max_concurrency=self._lanes,
+        )  # fmt: skip
+
+    async def read(self) -> None:
+        import obstore
+
+        async def lane(offsets: Any) -> None:
+            for offset in offsets:
+                end = min(offset + self._part, len(self._data))
+                found = await obstore.get_range_async(self._store, self._key, start=offset, end=end)
+                self._data[offset:end] = memoryview(found)
+
+        offsets = iter(range(0, len(self._data), self._part))
+        async with anyio.create_task_group() as tasks:
+            for _ in range(self._lanes):
+                tasks.start_soon(lane, offsets)
+
+    async def remove(self) -> None:
+        import obstore
+
+        await obstore.delete_async(self._store, self._key)
+
+
+CONTENDERS: dict[str, Any] = {"boto3": Boto, "obstore": Obstore}
