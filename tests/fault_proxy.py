@@ -161,6 +161,7 @@ class FaultProxy:
         self.port = 0
         self.rule: Rule = lambda request: None
         self.log: list[tuple[str, Fault | None]] = []
+        self._serving: set[asyncio.Task[Any] | None] = set()
 
     @property
     def url(self) -> str:
@@ -173,9 +174,15 @@ class FaultProxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection."""
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            await self._serve(reader, writer)
-        writer.close()
+        # A loop alone does not keep a task that waits for a connection which is being given up.
+        task = asyncio.current_task()
+        self._serving.add(task)
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await self._serve(reader, writer)
+            writer.close()
+        finally:
+            self._serving.discard(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")

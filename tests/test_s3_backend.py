@@ -31,7 +31,7 @@ from ckpipe.http_stores import MAX_RETRY_AFTER_SECONDS, retry_after
 from ckpipe_s3 import S3Backend
 from ckpipe_s3.address import Address, parse_address
 from ckpipe_s3.body import PIECE_BYTES, MemoryBody
-from ckpipe_s3.failures import requesting
+from ckpipe_s3.failures import requesting, upload_is_gone
 
 BUCKET = "backend"
 BLOCK = 5 << 20
@@ -155,6 +155,10 @@ def answered(code: str, status: int, **headers: str) -> Exception:
             errors.StoreUnavailable,
         ),
         (client_errors.SSLError(endpoint_url="https://x", error=OSError()), errors.StoreError),
+        (
+            client_errors.ReadTimeoutError(endpoint_url="http://me:secret@x"),
+            errors.StoreUnavailable,
+        ),
         (client_errors.ParamValidationError(report="secret"), errors.StoreError),
         (TimeoutError(), errors.StoreUnavailable),
         (ConnectionResetError(), errors.StoreUnavailable),
@@ -168,6 +172,8 @@ def test_errors_are_translated(error: Exception, kind: type[CkpipeError]) -> Non
     assert caught.value.key == "a"
     assert "s3://bucket/a" in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert isinstance(caught.value, errors.StoreError)
+    assert not upload_is_gone(caught.value)
     if isinstance(error, client_errors.ClientError):
         assert "REQ-1" in str(caught.value)
 

@@ -81,7 +81,13 @@ def pipeline(
     return ckpipe.SyncPipeline(
         url,
         staging={"block_bytes": 5 * MIB},
-        upload={"backoff_seconds": 0.01, "attempt_timeout_seconds": 1.5, "lanes": 2, **upload},
+        upload={
+            "retries": 9,  # on a busy machine requests also fail by themselves
+            "backoff_seconds": 0.01,
+            "attempt_timeout_seconds": 1.5,
+            "lanes": 2,
+            **upload,
+        },
         backends={"s3": options},
     )
 

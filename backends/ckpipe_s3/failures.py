@@ -127,7 +127,12 @@ def opening() -> Iterator[None]:
 
 def error_code(error: Any) -> str:
     """The store's own code for a refusal; a status where it has none, empty without an answer."""
-    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+    return str(answer_of(error).get("Error", {}).get("Code", ""))
+
+
+def answer_of(error: Any) -> Mapping[str, Any]:
+    """What the store answered; empty for errors that came without, or instead of, an answer."""
+    return getattr(error, "response", None) or {}
 
 
 def upload_is_gone(error: StoreError) -> bool:

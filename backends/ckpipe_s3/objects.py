@@ -9,7 +9,7 @@ from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError
 from ckpipe.http_stores import check_range, cut_short, truncated
 from ckpipe_s3.body import checksum_header
-from ckpipe_s3.failures import refused
+from ckpipe_s3.failures import answer_of, refused
 from ckpipe_s3.listing import whole_seconds
 from ckpipe_s3.requests import Parameters, Requests
 
@@ -156,5 +156,5 @@ class Objects:
 
 
 def _status(error: StoreError) -> int:
-    answer = getattr(error.__cause__, "response", {})
+    answer = answer_of(error.__cause__)
     return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
