@@ -11,6 +11,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ HIGHER_IS_BETTER = ("step rate",)
 LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
 """How much has to change to be told, of several rounds and of a single one, as a ratio."""
 
+_ACROSS = 3
+
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "benchmarks.md")
 MARKS = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- bench:end -->)", re.DOTALL)
 
 Row = Mapping[str, list[float]]
@@ -120,11 +123,15 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[str]:
     names = []
     for title, measures in tables(results).items():
         shown = [measure for measure in measures if len(measures[measure]) > 1]
+        lines = -(-len(shown) // _ACROSS)
         figure, axes = pyplot.subplots(
-            1, len(shown), figsize=(3.4 * len(shown), 3.4), layout="constrained", squeeze=False
+            lines, _ACROSS, figsize=(11, 3 * lines + 0.3), layout="constrained", squeeze=False
         )
-        for axis, measure in zip(axes[0], shown, strict=True):
-            _bars(axis, measure, measures[measure])
+        for axis, measure in zip_longest(axes.flat, shown):
+            if measure is None:
+                axis.set_visible(False)
+            else:
+                _bars(axis, measure, measures[measure])
         figure.suptitle(title)
         names.append(f"bench-{_slug(title)}.png")
         figure.savefig(folder / names[-1], dpi=100)
@@ -153,7 +160,8 @@ def _bars(axis: Any, measure: str, row: Row) -> None:
     bars = axis.barh(order, medians, xerr=spread, color=colors, ecolor="black", capsize=2)
     axis.bar_label(bars, [f" {median:.3g}" for median in medians])
     axis.set_title(f"{measure.removesuffix(' s')}, {name_of_unit}")
-    axis.margins(x=0.25)
+    axis.margins(x=0.3)
+    axis.set_xlim(left=min(0.0, *medians))
 
 
 def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
@@ -180,6 +188,7 @@ def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
             rows.append(f"{place} {number}" if place else "checksums")
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
+    axis.set_xlim(left=0)
     axis.set_xlabel("milliseconds after the call of save()")
     axis.set_title("One save: stages, and its blocks copied, checksummed and uploaded")
 
@@ -208,16 +217,20 @@ def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) ->
 
     Args:
         results: What was measured.
-        pages: Pages that have marks, ``<!-- bench:plots -->`` or ``<!-- bench:tables -->``, each
-            with ``<!-- bench:end -->`` behind it.
+        pages: Pages that have marks, ``<!-- bench:… -->`` for ``first`` (the first and the last
+            plot), ``plots`` or ``tables``, each with ``<!-- bench:end -->`` behind it.
         plots: The folder of the pictures.
     """
     plots.mkdir(parents=True, exist_ok=True)
     names = draw(results, plots)
     for page in pages:
         path = plots.relative_to(page.parent).as_posix()
-        images = "".join(f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n" for name in names)
-        parts = {"plots": images, "tables": _page_tables(results)}
+        images = [f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n" for name in names]
+        parts = {
+            "first": images[0] + images[-1],
+            "plots": "".join(images),
+            "tables": _page_tables(results),
+        }
         page.write_text(_filled(page.read_text(), parts))
 
 

@@ -89,7 +89,8 @@ def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
     page.parent.mkdir()
     for path in (page, other):
         path.write_text("# A\n<!-- bench:tables -->\nold\n<!-- bench:end -->\nB\n"
-                        "<!-- bench:plots -->\n<!-- bench:end -->\n")  # fmt: skip
+                        "<!-- bench:plots -->\n<!-- bench:end -->\n"
+                        "<!-- bench:first -->\n<!-- bench:end -->\n")  # fmt: skip
     for _ in range(2):
         comparison_report.publish(results(4.0, 2.0), (page, other), tmp_path / "docs" / "plots")
     text = page.read_text()
@@ -104,4 +105,6 @@ def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
 
 def test_the_pages_have_the_marks() -> None:
     for page in comparison_report.PAGES:
-        assert "plots" in {match[1] for match in comparison_report.MARKS.findall(page.read_text())}
+        assert {"plots", "first"} & {
+            match[1] for match in comparison_report.MARKS.findall(page.read_text())
+        }
