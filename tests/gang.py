@@ -260,9 +260,51 @@ def stage_and_die(case: Case) -> None:
     die()
 
 
+class Counting(torch.optim.Optimizer):
+    """Sets its parameters and their averages to the number of its steps."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+        self.number = 0
+        for parameter in model.parameters():
+            self.state[parameter]["average"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.number += 1
+        for parameter, state in self.state.items():
+            parameter.fill_(self.number)
+            state["average"].fill_(self.number)
+
+
+def instants(case: Case) -> None:
+    """Steps go on while sharded tensors are copied: every checkpoint holds one number."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Counting(model)
+    running = torch.zeros(50_000)
+    state = {"model": model, "optimizer": optimizer, "running": running}
+    sharded = [*model.parameters(), *(each["average"] for each in optimizer.state.values())]
+    optimizer.step()
+    running.fill_(1)
+    with ckpipe.SyncPipeline(case["root"], guard=optimizer, **SETTINGS) as pipeline:
+        handles = []
+        for step in range(1, case["saves"] + 1):
+            handles.append(pipeline.save(state, step=step, until="captured"))
+            running.fill_(step + 1)
+            optimizer.step()
+        for handle in handles:
+            handle.wait_complete(timeout=60)
+        for step in range(1, case["saves"] + 1):
+            result = pipeline.load(state, step=step)
+            assert result is not None
+            parts = [each._local_tensor for each in sharded]
+            assert {each.item() for part in (*parts, running) for each in part.unique()} == {step}
+
+
 CASES: dict[str, Callable[[Case], None]] = {
     each.__name__: each
-    for each in (meet, run, divide, alone, barrier, preempted, train, stage_and_die)
+    for each in (meet, run, divide, alone, barrier, preempted, train, stage_and_die, instants)
 }
 
 

@@ -382,6 +382,25 @@ def test_closures_and_several_optimizers(store: Stores) -> None:
             assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_steps_wait_for_the_rest(
+    store: Stores, slow: SlowCopies, threads: DaemonThreads
+) -> None:
+    training = Training()
+    step = torch.compile(training.optimizer.step, backend="eager")
+    with open_pipeline(store, training, lock={"max_step_wait_seconds": PATIENCE}) as pipeline:
+        step()
+        training.fill(0)
+        handle = pipeline.save(training.state, step=0, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        stepping = threads.submit(step)
+        until(pipeline.lock, waiters=1)
+        slow.go_on.set()
+        stepping.result(PATIENCE)
+        assert saved_numbers(committed(pipeline, handle)) == {0.0}
+        assert training.model[0].weight.unique().tolist() != [0.0]  # type: ignore[operator]
+
+
 # ---- who waits for whom ----
 
 

@@ -79,6 +79,10 @@ def test_ranks_save_and_resume_without_a_collective(world: Gang, tmp_path: Path)
     check(root)
 
 
+def test_sharded_states_are_captured_at_one_instant_each(world: Gang, tmp_path: Path) -> None:
+    assert world.run("instants", tmp_path / "run", 2, saves=3) == [0, 0]
+
+
 KILLS: dict[str, dict[str, Any]] = {
     "before staging": {"dies_before": 1},
     "between data and manifest": {"verb": "put", "key": "/m/0/", "landing": "before", "nth": 2},

@@ -1,0 +1,213 @@
+"""What saves cost a training loop on a GPU: the speed of the copy, and the time that steps lose.
+
+    python benchmarks/gpu.py [--rounds 7] [--root DIR] [--json FILE]
+
+Two figures, each from rounds in which both sides take turns:
+
+* *Copy.* GPT-2 124M with AdamW, 1.5 GB, from the device into the staging memory, against a bare
+  copy of the same tensors, one after the other, into memory that torch pinned. Both sides end with
+  the last byte in host memory.
+* *Inflation.* A network of matrices trains while a save with ``until="captured"`` goes from the
+  call to the commit; what its steps took together, call included, less what as many undisturbed
+  steps took just before, over the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import contenders
+import raw
+import torch
+from states import gpt2_with_adamw, state_bytes
+from torch import nn
+
+import ckpipe
+
+WIDTH, LAYERS, BATCH = 4096, 8, 4096
+WARM_UP, UNDISTURBED = 3, 50
+DEVICE = "cuda"
+
+
+@dataclass(slots=True)
+class Measured:
+    """Seconds, round by round."""
+
+    bare: list[float] = field(default_factory=list)
+    staged: list[float] = field(default_factory=list)
+    undisturbed: list[float] = field(default_factory=list)
+    disturbed: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+
+class PinnedCopy:
+    """The bare copy: one call a tensor, into memory that torch pinned."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._pairs = [
+            (torch.empty(each.shape, dtype=each.dtype, pin_memory=True), each)
+            for each in tensors
+            if each.is_cuda
+        ]
+
+    def seconds(self) -> float:
+        """How long it takes until the last byte is there."""
+        torch.cuda.synchronize()
+        return raw.seconds(self._copy)
+
+    def _copy(self) -> None:
+        for target, source in self._pairs:
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+
+def measure_copy(root: Path, rounds: int, into: Measured) -> int:
+    """Measures the copy; returns the bytes of the state."""
+    with torch.device(DEVICE):
+        state = gpt2_with_adamw()
+    tensors = [tensor for _, tensor in contenders.flat(contenders.plain(state))]
+    bare = PinnedCopy(tensors)
+    with ckpipe.SyncPipeline(root, keep_last=1, staging={"overlap": False}) as pipeline:
+        for number in range(WARM_UP):
+            pipeline.save(state, step=number, until="committed")
+            bare.seconds()
+        for number in range(WARM_UP, WARM_UP + rounds):
+            into.bare.append(bare.seconds())
+            handle = pipeline.save(state, step=number)
+            into.staged.append(handle.report.stages["stage"].seconds)
+            handle.wait()
+    return state_bytes(state)
+
+
+class Training:
+    """A network whose steps keep the device busy, and AdamW."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH, device=DEVICE) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.batch = torch.randn(BATCH, WIDTH, device=DEVICE)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.step()
+
+    def step(self) -> None:
+        """One step; returns when the device has done it."""
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        torch.cuda.synchronize()
+
+    def steps(self, count: int) -> None:
+        """Some steps."""
+        for _ in range(count):
+            self.step()
+
+
+def measure_inflation(root: Path, rounds: int, into: Measured) -> None:
+    """Measures what the steps beside a save lose."""
+    training = Training()
+    with ckpipe.SyncPipeline(root, keep_last=1, guard=training.optimizer) as pipeline:
+        for number in range(WARM_UP):
+            pipeline.save(training.state, step=number, until="captured").wait()
+            training.steps(UNDISTURBED)
+        for number in range(WARM_UP, WARM_UP + rounds):
+            undisturbed = raw.seconds(lambda: training.steps(UNDISTURBED)) / UNDISTURBED
+            done = _beside(training, pipeline, number, into)
+            into.undisturbed.append(undisturbed * done)
+            into.steps.append(done)
+
+
+def _beside(training: Training, pipeline: ckpipe.SyncPipeline, number: int, into: Measured) -> int:
+    """Trains from the call of a save to its commit; returns how many steps that were."""
+    done = 0
+
+    def train() -> None:
+        nonlocal done
+        handles: list[ckpipe.SyncSaveHandle] = []
+
+        def call() -> None:
+            handles.append(pipeline.save(training.state, step=number, until="captured"))
+
+        into.calls.append(raw.seconds(call))
+        while handles[0].status in ("queued", "capturing", "staged", "uploading"):
+            training.step()
+            done += 1
+        handles[0].wait()
+
+    into.disturbed.append(raw.seconds(train))
+    return done
+
+
+def report(measured: Measured, nbytes: int) -> dict[str, Any]:
+    """Prints the table and returns it."""
+    shares = [bare / ours for bare, ours in zip(measured.bare, measured.staged, strict=True)]
+    inflated = [
+        (beside - alone) / alone
+        for beside, alone in zip(measured.disturbed, measured.undisturbed, strict=True)
+    ]
+    share, inflation = statistics.median(shares), statistics.median(inflated)
+    rows = [
+        ("bare pinned copy, GB/s", nbytes / statistics.median(measured.bare) / 1e9, None),
+        ("staging, GB/s", nbytes / statistics.median(measured.staged) / 1e9, None),
+        ("captured call, ms", statistics.median(measured.calls) * 1e3, None),
+        ("steps beside a save", statistics.median(measured.steps), None),
+        ("staging / bare copy, %", share * 100, share >= 0.90),
+        ("inflation over a save, %", inflation * 100, inflation <= 0.01),
+    ]
+    for name, value, reached in rows:
+        verdict = "" if reached is None else "ok" if reached else "MISSED"
+        print(f"{name:28s} {value:10.2f}   {verdict}")
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {"gpu": torch.cuda.get_device_name(), "platform": platform.platform()},
+        "versions": {
+            "ckpipe": ckpipe.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "bytes": nbytes,
+        "to reach": {"staging / bare copy, %": 90.0, "inflation over a save, %": 1.0},
+        "figures": {name: value for name, value, _ in rows},
+        "seconds": {
+            "bare": measured.bare,
+            "staged": measured.staged,
+            "undisturbed": measured.undisturbed,
+            "disturbed": measured.disturbed,
+        },
+    }
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--root", type=Path, default=None, help="a folder to save to")
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This needs a CUDA device")
+    folder = Path(tempfile.mkdtemp(prefix="ckpipe-gpu-", dir=arguments.root or Path.cwd()))
+    try:
+        measured = Measured()
+        nbytes = measure_copy(folder / "copy", arguments.rounds, measured)
+        torch.cuda.empty_cache()
+        measure_inflation(folder / "inflation", arguments.rounds, measured)
+        results = report(measured, nbytes)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
