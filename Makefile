@@ -14,7 +14,7 @@ PARALLEL ?= -n 2 --dist worksteal
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-stall format clean
+.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-stall bench-gpu format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 
 bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three minutes)
 	@$(BIN)/python benchmarks/stall.py
+
+bench-gpu: $(READY)  ## Measure copies from a GPU and what steps lose beside them (needs CUDA)
+	@$(BIN)/python benchmarks/gpu.py
 
 bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in .bench/
 	@mkdir -p .bench
