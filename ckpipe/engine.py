@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import anyio
 from anyio.abc import TaskStatus
@@ -347,8 +349,12 @@ class Engine(Housekeeping):
         """Loads a checkpoint; None if none was named and there is none."""
         for save in [each for each in self._active if not each.staged.done()]:
             await _quietly(save)
+        began = time.perf_counter()
         result = await self._loading.load(which, request, fallback=fallback)
         if result is not None:
+            if result.report is not None:
+                before = time.perf_counter() - began - result.report.seconds
+                result = replace(result, report=result.report.found_in(before))
             self._next_step = result.step + 1
             self.cadence.begin_at(result.step)
         return result

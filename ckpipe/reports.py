@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpipe.errors import InvalidManifest
@@ -147,6 +147,18 @@ class LoadReport:
     reads: int
     damaged: Mapping[str, str] = field(default_factory=dict)
 
+    def found_in(self, seconds: float) -> LoadReport:
+        """The report with the time before it: in which the checkpoint and its index were found.
+
+        Args:
+            seconds: From the call of ``load`` until the index was read.
+        """
+        stages = {
+            name: replace(stage, began=stage.began + seconds) for name, stage in self.stages.items()
+        }
+        found = {"find": StageReport(seconds), **stages}
+        return replace(self, stages=found, seconds=self.seconds + seconds)
+
     @property
     def bottleneck(self) -> str:
         """What took most of the time, as a sentence."""
@@ -197,7 +209,7 @@ _SAVE_PARTS = {
     "The commit": ("commit",),
 }
 _LOAD_PARTS = {
-    "Finding the checkpoint and reading its index": ("find", "index"),
+    "Finding the checkpoint and reading its index": ("find",),
     "Matching the checkpoint with the target": ("match",),
     "Reading and verifying the data": ("read",),
     "Putting everything in place": ("apply",),

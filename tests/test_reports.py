@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -120,10 +120,13 @@ def test_sizes_for_people() -> None:
     ]  # fmt: skip
 
 
-def test_a_save_tells_of_every_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_save_tells_of_every_block(tmp_path: Path, worker: Literal["thread", "process"]) -> None:
     small_blocks = {"block_bytes": 65536}
     state = {"a": torch.ones(200_000), "b": torch.zeros(7)}
-    with ckpipe.SyncPipeline(tmp_path, staging=small_blocks, upload={"lanes": 3}) as pipeline:
+    with ckpipe.SyncPipeline(
+        tmp_path, staging=small_blocks, upload={"lanes": 3}, worker=worker
+    ) as pipeline:
         handle = pipeline.save(state, step=0)
         handle.wait()
         report = handle.report
@@ -146,6 +149,9 @@ def test_a_save_tells_of_every_block(tmp_path: Path) -> None:
     assert result.report is not None
     assert result.report.bottleneck
     reads = result.report.stages
+    assert reads["find"].seconds > 0
+    assert sum(stage.seconds for stage in reads.values()) <= result.report.seconds
+    assert reads["find"].seconds <= reads["match"].began
     assert reads["match"].began <= reads["read"].began <= reads["apply"].began
 
 
