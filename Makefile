@@ -14,10 +14,10 @@ PARALLEL ?= -n 2 --dist worksteal
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-stall bench-gpu format clean
+.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-stall bench-gpu format clean
 
 help:  ## Show these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## Train, kill, resume, and compare the two runs
 	@mkdir -p $(DEMO)
@@ -54,6 +54,9 @@ servers: $(READY)  ## Start an S3 server on this machine, to try things against
 
 bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 	@$(BIN)/python benchmarks/local.py
+
+bench-interference: $(READY)  ## Measure what a training loop feels of saves, in thread and process
+	@$(BIN)/python benchmarks/interference.py
 
 bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three minutes)
 	@$(BIN)/python benchmarks/stall.py

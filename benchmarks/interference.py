@@ -1,0 +1,273 @@
+"""What a loop that trains feels of saves beside it: ckpipe in a thread and in a process, and peers.
+
+    python benchmarks/interference.py [--mib 1024] [--rounds 5] [--s3] [--root DIR] [--json FILE]
+
+One thread trains: a loop of plain Python, or products of matrices that torch computes in the one
+thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all.
+A turn steps undisturbed for a while, then saves and goes on stepping until the save is durable.
+*Rate* is the number of steps from the return of the call until then, against what it would be
+undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
+waits. With ``--s3``, ckpipe also saves to a server that is started on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import contenders
+import raw
+import torch
+import torch.distributed as dist
+from contenders import Contender, Wait
+from stall import Ending
+
+import ckpipe
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import s3_servers
+
+Step = Callable[[], object]
+Worker = Literal["thread", "process"]
+PEERS = (contenders.DcpThread, contenders.DcpProcess, contenders.TorchCheckpointing)
+WARM_UP_SAVES = 2
+PYTHON_ROUNDS = 20_000
+MATRIX = 384
+
+
+class Ours(contenders.Ours):
+    """ckpipe with one kind of worker."""
+
+    def __init__(self, root: Path, worker: Worker, url: str = "", **fields: Any) -> None:
+        Contender.__init__(self, root)
+        self._pipeline = ckpipe.SyncPipeline(url or root, worker=worker, keep_last=1, **fields)
+        self._pipeline.__enter__()
+
+    def save(self, state: dict[str, Any]) -> Wait:
+        self.number += 1
+        self.handle = self._pipeline.save(state, step=self.number)
+        return self.handle.wait
+
+
+def python_step() -> int:
+    """Holds the interpreter's lock for some milliseconds."""
+    total = 0
+    for number in range(PYTHON_ROUNDS):
+        total = (total * 31 + number) & 0xFFFF
+    return total
+
+
+def matmul_step() -> Step:
+    """Makes a step that lets the lock go most of the time."""
+    left, right = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
+    target = torch.empty(MATRIX, MATRIX)
+    return lambda: torch.mm(left, right, out=target)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One save and the steps beside it, in seconds."""
+
+    undisturbed: float
+    call: float
+    durable: float
+    steps: list[float]
+
+    @property
+    def rate(self) -> float:
+        """Steps beside the save, against undisturbed ones in the same time."""
+        return len(self.steps) * self.undisturbed / (self.durable - self.call)
+
+    @property
+    def lost(self) -> float:
+        """The training time that the save cost."""
+        return self.durable - len(self.steps) * self.undisturbed
+
+
+@dataclass(slots=True)
+class Measured:
+    """All turns of one contender beside one loop."""
+
+    turns: list[Turn] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """The figures of the table."""
+        steps = sorted(step for turn in self.turns for step in turn.steps) or [0.0]
+
+        def median(of: Callable[[Turn], float]) -> float:
+            return statistics.median(map(of, self.turns))
+
+        return {
+            "rate": median(lambda turn: turn.rate),
+            "p99 step, ms": steps[int(len(steps) * 0.99)] * 1e3,
+            "undisturbed, ms": median(lambda turn: turn.undisturbed) * 1e3,
+            "call, ms": median(lambda turn: turn.call) * 1e3,
+            "durable, s": median(lambda turn: turn.durable),
+            "lost, ms": median(lambda turn: turn.lost) * 1e3,
+        }
+
+
+def stepping(step: Step, until: Callable[[float], bool]) -> list[float]:
+    """Steps until something is so, which is asked after each; the seconds of the steps."""
+    taken = []
+    began = last = time.perf_counter()
+    while True:
+        step()
+        now = time.perf_counter()
+        taken.append(now - last)
+        last = now
+        if until(now - began):
+            return taken
+
+
+def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -> Turn:
+    """One save, with undisturbed steps before it."""
+    undisturbed = statistics.fmean(stepping(step, lambda seconds: seconds > calm))
+    began = time.perf_counter()
+    ending = Ending(contender.save(state))
+    call = time.perf_counter() - began
+    steps = stepping(step, lambda seconds: ending.over)
+    durable = time.perf_counter() - began
+    ending.wait()
+    return Turn(undisturbed, call, durable, steps)
+
+
+def contestants(root: Path, server: s3_servers.S3Server | None) -> dict[str, Contender]:
+    """Everybody who can be had here, by name."""
+    found: dict[str, Contender] = {}
+    kinds: tuple[Worker, ...] = ("thread", "process")
+    for kind in kinds:
+        found[f"ckpipe, {kind}"] = Ours(root / kind, kind)
+    for kind in kinds if server is not None else ():
+        assert server is not None
+        options = {"s3": {"endpoint_url": server.url, "region": "us-east-1"}}
+        url = f"s3://bench/{kind}"
+        found[f"ckpipe, {kind}, S3"] = Ours(root / f"{kind}-s3", kind, url, backends=options)
+    for peer in PEERS:
+        try:
+            found[peer.name] = peer(root / peer.name.replace(" ", "-"))
+        except ImportError:
+            print(f"{peer.name}: not installed")
+    return found
+
+
+def measure(
+    root: Path, server: s3_servers.S3Server | None, mib: int, rounds: int, calm: float
+) -> dict[str, dict[str, Measured]]:
+    """All contenders beside both loops."""
+    state = {
+        "model": {f"weight.{number}": torch.randn(8, raw.MIB // 4) for number in range(mib // 8)}
+    }
+    everybody = contestants(root, server)
+    for contender in everybody.values():
+        for _ in range(WARM_UP_SAVES):
+            contender.save(state)()
+            tidy(contender)
+    loops: dict[str, Step] = {"python": python_step, "matmul": matmul_step()}
+    results: dict[str, dict[str, Measured]] = {loop: {} for loop in loops}
+    for _ in range(rounds):
+        for loop, step in loops.items():
+            for name, contender in everybody.items():
+                found = turn(step, contender, state, calm)
+                results[loop].setdefault(name, Measured()).turns.append(found)
+                tidy(contender)
+    for contender in everybody.values():
+        contender.close()
+    return results
+
+
+def tidy(contender: Contender) -> None:
+    """Removes what a peer has saved, outside of every clock; ckpipe's retention does it itself."""
+    if not isinstance(contender, Ours):
+        contender.forget()
+
+
+def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, float, str, float]]:
+    """What is to be reached on two cores and a local disk: name, figure, sense, goal."""
+    for loop, found in rows.items():
+        thread, process = found["ckpipe, thread"], found["ckpipe, process"]
+        yield f"{loop}: rate, process", process["rate"], ">=", 0.95
+        yield f"{loop}: rate, thread", thread["rate"], ">=", 0.85
+        longer = process["durable, s"] / thread["durable, s"]
+        yield f"{loop}: durable, process against thread", longer, "<=", 1.10
+        if (peer := found.get(contenders.DcpProcess.name)) is not None:
+            yield f"{loop}: lost, process, ms", process["lost, ms"], "<=", peer["lost, ms"] / 2
+
+
+def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
+    """Prints the tables and returns them."""
+    rows = {
+        loop: {name: measured.row() for name, measured in found.items()}
+        for loop, found in results.items()
+    }
+    for loop, found in rows.items():
+        names = list(next(iter(found.values())))
+        print(f"{loop + ' loop':24s}" + "".join(f"{name:>17s}" for name in names))
+        for contender, row in found.items():
+            print(f"{contender:24s}" + "".join(f"{row[name]:17.3f}" for name in names))
+        print()
+    figures = {}
+    for name, value, sense, goal in goals(rows):
+        ok = value >= goal if sense == ">=" else value <= goal
+        print(f"{name:42s} {value:9.3f}   to reach {sense} {goal:.3f}   {'ok' if ok else 'MISSED'}")
+        figures[name] = {"value": value, "to reach": f"{sense} {goal:.3f}"}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "versions": {"ckpipe": ckpipe.__version__, "torch": torch.__version__},
+        "mib": mib,
+        "loops": rows,
+        "figures": figures,
+    }
+
+
+@contextlib.contextmanager
+def bucket(folder: Path) -> Iterator[s3_servers.S3Server]:
+    """A server on this machine, with a bucket."""
+    s3_servers.set_up_process()
+    with s3_servers.seaweedfs(folder) as server:
+        server.make_bucket("bench")
+        yield server
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each, beside each loop")
+    parser.add_argument("--calm", type=float, default=1.0, help="undisturbed seconds before each")
+    parser.add_argument("--s3", action="store_true", help="save to a server on this machine too")
+    parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="ckpipe-interference-", dir=arguments.root or Path.cwd()))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # DCP's process wants one
+    try:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(bucket(folder)) if arguments.s3 else None
+            found = measure(folder, server, arguments.mib, arguments.rounds, arguments.calm)
+    finally:
+        dist.destroy_process_group()
+        shutil.rmtree(folder, ignore_errors=True)
+    results = report(found, arguments.mib)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
