@@ -1,0 +1,188 @@
+"""What trainer and worker tell each other, over a real socket, and how silence is judged."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe import errors
+from ckpipe._worker.channel import Channel, close_socket, socket_pair
+from ckpipe._worker.forms import pack_error, unpack_error
+from ckpipe._worker.messages import (
+    Begin,
+    Ended,
+    Handed,
+    Message,
+    NewCargo,
+    NewShape,
+    Segment,
+    Told,
+    decode,
+    encode,
+)
+from ckpipe.cargo import BlockPlace, Cargo, FilePlan, Span
+from ckpipe.events import Completed, IncompleteCheckpoint
+from ckpipe.manifest import ChunkRow, EntryRow, Layout, TensorRow
+from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.worker_state import ProcessState, hangs, parse_state
+
+ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
+INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))
+LAYOUT = Layout(
+    (EntryRow("weight", "F32", (2, 3), 0, 0, 24),),
+    (ChunkRow(0, 0, 0, (3, 1), None, ((0, 0), (2, 3)), None), ChunkRow(1, None, owner=3)),
+)
+CARGO = Cargo(
+    (FilePlan("rank-00000.safetensors", b"header", range(1), 4120),),
+    LAYOUT,
+    (BlockPlace(0, 0, 4120, (Span(0, 0, 24, 4096),)),),
+)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        NewCargo(3, CARGO),
+        Begin(1, ID, 12.5, 3, None),
+        NewShape(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),)),
+        Told(Completed(str(ID), 7, 0, INFO)),
+        Told(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
+        Ended(1, None, True, {"zero": 1.0}),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_come_back_whole(message: Message) -> None:
+    assert decode(encode(message)[8:]) == message
+
+
+@given(metadata=st.dictionaries(st.text(), PLAIN), values=st.tuples(PLAIN))
+def test_plain_values_come_back_whole(metadata: dict[str, object], values: tuple[object]) -> None:
+    handed = Handed(
+        1, values, "now", {"torch": "2"}, metadata, {"loss": "NaN"}, True, {}, False, None, 0.5
+    )
+    assert decode(encode(handed)[8:]) == handed
+
+
+def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    again = decode(encode(NewShape([Text("dict"), {Text("k"): (Text("v"),)}], ()))[8:])
+    assert again == NewShape(["dict", {"k": ("v",)}], ())
+    assert isinstance(again, NewShape)
+    assert type(again.tree[0]) is str
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode(Segment(1, 2))
+    monkeypatch.setattr("ckpipe._worker.messages.VERSION", 2)
+    with pytest.raises(ValueError, match="different versions"):
+        decode(frame[8:])
+
+
+def test_errors_come_back_with_kind_place_and_cause() -> None:
+    error = errors.Throttled("Slow down", key="a/b", step=3, hint="Wait")
+    error.retry_after = 2.5
+    error.__cause__ = ConnectionResetError("reset")
+    again = unpack_error(pack_error(error))
+    assert type(again) is errors.Throttled
+    assert vars(again) == vars(error)
+    assert str(again) == str(error)
+    assert isinstance(again.__cause__, ConnectionResetError)
+
+
+def test_an_error_of_a_plugin_is_of_the_kind_that_it_extends() -> None:
+    class Quota(errors.StoreFull):
+        pass
+
+    again = unpack_error(pack_error(Quota("No more", key="k")))
+    assert type(again) is errors.StoreFull
+    assert any("Quota" in note for note in again.__notes__)
+    assert isinstance(unpack_error(pack_error(UnicodeDecodeError("u", b"", 0, 1, "x"))), Exception)
+
+
+async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
+    left, right = (Channel(each) for each in socket_pair())
+    read, write = os.pipe()
+    shape = NewShape(["x" * 3_000_000], ())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(left.serve)
+        left.post(shape)
+        left.post(Segment(1, 5), read)
+        left.post(Segment(2, 6))
+        assert not left.idle
+        assert await right.receive() == shape
+        assert await right.receive() == Segment(1, 5)
+        mine = right.take_descriptor()
+        assert await right.receive() == Segment(2, 6)
+        await left.flush()
+        tasks.cancel_scope.cancel()
+    os.write(write, b"hello")
+    assert os.read(mine, 5) == b"hello"
+    for descriptor in (mine, read, write):
+        os.close(descriptor)
+    left.close()
+    with pytest.raises(anyio.EndOfStream):
+        await right.receive()
+    right.post(Segment(3, 7))  # nobody gets it, and nothing happens
+    await right.flush()
+    right.close()
+    gc.collect()
+
+
+def test_a_forked_child_has_no_end_of_the_socket() -> None:
+    code = (
+        "import os; from ckpipe._worker.channel import socket_pair; a, b = socket_pair()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try: os.fstat(a.fileno())\n"
+        "    except OSError: os._exit(0)\n"
+        "    os._exit(1)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_sockets_are_closed_once() -> None:
+    for each in socket_pair():
+        close_socket(each)
+        close_socket(each)
+
+
+def test_state_of_this_process() -> None:
+    with open("/proc/self/stat", "rb") as file:
+        state = parse_state(file.read())
+    assert state.letter == "R"
+    odd = b"12 (a) S 3) T 1 " + b"0 " * 9 + b"7 5 0"
+    assert parse_state(odd) == ProcessState("T", 12)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "silent", "expected"),
+    [
+        (None, ProcessState("T", 5), 1.0, True),
+        (None, ProcessState("T", 5), 0.9, False),
+        (None, ProcessState("S", 5), 1.0, False),  # once is no proof
+        (ProcessState("S", 5), ProcessState("S", 5), 1.5, True),
+        (ProcessState("S", 4), ProcessState("S", 5), 1.5, False),
+        (ProcessState("D", 5), ProcessState("D", 5), 29.0, False),
+        (ProcessState("R", 5), ProcessState("R", 5), 30.0, True),
+    ],
+)
+def test_silence_is_judged_by_what_the_process_does(
+    before: ProcessState | None, now: ProcessState, silent: float, expected: bool
+) -> None:
+    assert hangs(before, now, silent, 1.0) is expected
