@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
@@ -39,6 +39,7 @@ class Leftovers:
         tombstones: The marks of deleted checkpoints.
         unfinished: Deleted checkpoints of which something is left.
         scratch: What measurements have written.
+        agreed: Keys of what the ranks of each launch have agreed on, by its id.
     """
 
     incomplete: tuple[CheckpointInfo, ...]
@@ -47,6 +48,7 @@ class Leftovers:
     tombstones: tuple[ObjectInfo, ...]
     unfinished: tuple[str, ...]
     scratch: tuple[ObjectInfo, ...] = ()
+    agreed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class SweepReport:
         tombstones: Keys of old marks of deletions that go.
         leases: Keys of old leases that go.
         scratch: Keys of old objects of measurements that go.
+        agreements: Keys of what the ranks of old launches had agreed on, which go.
         uploads: How many stale uploads were removed; None in a dry run, which cannot count them.
     """
 
@@ -69,6 +72,7 @@ class SweepReport:
     tombstones: tuple[str, ...]
     leases: tuple[str, ...]
     scratch: tuple[str, ...] = ()
+    agreements: tuple[str, ...] = ()
     uploads: int | None = None
 
 
@@ -107,6 +111,14 @@ def plan_sweep(
             if now - each.modified > sweep_after and _LEASE.fullmatch(each.key)
         ),
         tuple(each.key for each in found.scratch if now - each.modified > sweep_after),
+        tuple(
+            key
+            for launch, keys in found.agreed.items()
+            if launch in found.active
+            and now - found.active[launch] > sweep_after
+            and launch not in live | {launch_of(each) for each in running}
+            for key in keys
+        ),
     )
 
 
@@ -144,8 +156,12 @@ async def look_around(backend: Backend) -> Leftovers:
             _note(active, launch_of(info.attempt), [info.saved_at])
         elif info.reason == NO_INDEX:
             _note(active, launch_of(info.attempt), await _times(backend, f"{info.id}/"))
+    agreed: dict[str, list[str]] = {}
     async for each in backend.list(ATTEMPTS):
-        _note(active, each.key.removeprefix(ATTEMPTS).partition("/")[0], [each.modified])
+        launch, _, name = each.key.removeprefix(ATTEMPTS).partition("/")
+        _note(active, launch, [each.modified])
+        if name.startswith("agreed/"):
+            agreed.setdefault(launch, []).append(each.key)
     deleting = [each for each in map(tombstone_id, (one.key for one in tombstones)) if each]
     return Leftovers(
         incomplete,
@@ -154,6 +170,7 @@ async def look_around(backend: Backend) -> Leftovers:
         tuple(tombstones),
         tuple([str(id) for id in deleting if await _times(backend, prefix(id))]),
         tuple([each async for each in backend.list(BENCH)]),
+        {launch: tuple(keys) for launch, keys in agreed.items()},
     )
 
 
@@ -204,7 +221,7 @@ async def sweep(
         else:
             await delete(backend, info.key)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
-    await backend.delete([*report.leases, *report.scratch])
+    await backend.delete([*report.leases, *report.scratch, *report.agreements])
     uploads = await backend.remove_stale_uploads("", before=now - sweep_after)
     return replace(report, remove=remove, keep=keep, uploads=uploads)
 

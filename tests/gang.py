@@ -182,6 +182,23 @@ def preempted(case: Case) -> None:
     tell(case, handled=len(handled))
 
 
+def retain(case: Case) -> None:
+    """Saves up to a step and keeps two; some ranks prune besides, after each of their saves."""
+    mortal(case)
+    rank, hurry = dist.get_rank(), case.get("slow") != dist.get_rank()
+    with ckpipe.SyncPipeline(URL, keep_last=2, **SETTINGS) as pipeline:
+        loaded = pipeline.load()
+        first = loaded.step + 1 if loaded else 0
+        tell(case, loaded=first - 1)
+        for step in range(first, case["until"]):
+            if not hurry:  # it has more to compute
+                torch.linalg.svd(torch.randn(200, 200))
+            pipeline.save(private(rank, step), step=step).wait()
+            if rank in case["pruners"]:
+                pipeline.prune()
+        tell(case, ended=True)
+
+
 class Net(torch.nn.Module):
     """A few layers, with a normalization that has buffers if it is asked for."""
 
@@ -302,10 +319,10 @@ def instants(case: Case) -> None:
             assert {each.item() for part in (*parts, running) for each in part.unique()} == {step}
 
 
-CASES: dict[str, Callable[[Case], None]] = {
-    each.__name__: each
-    for each in (meet, run, divide, alone, barrier, preempted, train, stage_and_die, instants)
-}
+_CASES = (
+    meet, run, divide, alone, barrier, preempted, retain, train, stage_and_die, instants,
+)  # fmt: skip
+CASES: dict[str, Callable[[Case], None]] = {each.__name__: each for each in _CASES}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from gang import Gang, gang, private, told
 from safetensors.torch import load_file
+from sampling import EVERY, SEED
 from worker_runs import wake_and_await_end
 
 import ckpipe
@@ -147,3 +149,36 @@ def test_four_ranks_are_killed_and_their_checkpoint_completes(world: Gang, tmp_p
         result = pipeline.load(per_rank="rank0")
         assert result is not None
         assert torch.equal(result.state["mine"], private(0, 2)["mine"])
+
+
+SAVES = 20 if EVERY else 6
+DEATHS = [
+    {"verb": verb, "key": key, "landing": landing}
+    for verb, key in (("put", "/m/0/"), ("complete", "rank-"), ("list", "/m/0/"))
+    for landing in ("before", "after")
+]
+
+
+@pytest.mark.parametrize("death", DEATHS if EVERY else random.Random(SEED).sample(DEATHS, 1))
+def test_ranks_that_die_lag_and_prune_at_once_lose_nothing(
+    world: Gang, tmp_path: Path, death: dict[str, str]
+) -> None:
+    root = tmp_path / "run"
+    case: dict[str, Any] = {"slow": 2, "pruners": [0, 1], "until": SAVES}
+    codes = world.run("retain", root, 4, victim=3, nth=SAVES // 2, **death, **case)
+    assert codes == [0, 0, 0, None], "nothing is raised on those that live"
+    whole = newest_whole(root, 4)
+    assert world.run("retain", root, 4, **case) == [0] * 4
+    assert same_everywhere(root, "loaded", slice(-1, None)) == [whole]
+    with ckpipe.SyncPipeline(root, keep_last=2) as pipeline:
+        complete = {info.step for info in pipeline.steps() if info.complete}
+        assert complete >= {SAVES - 1, SAVES - 2, whole}, "the last and what was resumed from"
+        pipeline.prune()
+        kept = [info for info in pipeline.steps() if info.complete]
+        assert {info.step for info in kept} == {SAVES - 1, SAVES - 2}
+        for info in kept:
+            pipeline.verify(info)
+    deleted = {each.name for each in (root / ".ckpipe" / "deleted").iterdir()}
+    assert len(deleted) >= SAVES - 4
+    left = {each.name.removesuffix(".json") for each in root.iterdir()}
+    assert not left & deleted, "no file of a deleted one is left"

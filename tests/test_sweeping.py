@@ -14,6 +14,7 @@ from bundles import ID, manifest_of
 from commands import Commands, save_steps
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import ranks
 
 import ckpipe
 from ckpipe.backend import ObjectInfo
@@ -153,6 +154,27 @@ def test_a_deletion_that_was_cut_short_is_finished(call: Commands, tmp_path: Pat
     assert not (tmp_path / one).exists()
     assert not (tmp_path / f"{one}.json").exists()
     assert call("sweep", tmp_path, "--older-than", 0.5).out == "nothing to sweep\n"
+
+
+def test_what_dead_launches_agreed_on_goes_and_their_claims_stay(tmp_path: Path) -> None:
+    for launch in ("old", "young"):
+        with ranks(str(tmp_path), 2, attempt_id=launch) as world:
+            assert [pipeline.load() for pipeline in world] == [None, None]
+    attempts = tmp_path / ".ckpipe" / "attempts"
+    age(attempts / "old", 2)
+    with ranks(str(tmp_path), 2) as world:
+        assert [pipeline.load() for pipeline in world] == [None, None]
+        age(attempts / "run", 2)
+        gone = (".ckpipe/attempts/old/agreed/load-0",)
+        assert world[0].sweep(dry_run=True).agreements == gone
+        assert world[0].sweep().agreements == gone
+        assert world[0].sweep().agreements == ()
+    left = [str(each.relative_to(attempts)) for each in attempts.rglob("*") if each.is_file()]
+    assert sorted(each for each in left if "agreed" in each) == [
+        "run/agreed/load-0",
+        "young/agreed/load-0",
+    ]
+    assert {"old/claim-00000", "old/claim-00001", "old/start"} <= set(left)
 
 
 def test_a_run_sweeps_others_and_not_itself(tmp_path: Path) -> None:

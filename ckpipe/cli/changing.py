@@ -202,6 +202,7 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
         ("old marks of deletions", report.tombstones),
         ("old leases", report.leases),
         ("old objects of measurements", report.scratch),
+        ("agreements of old launches", report.agreements),
     ]
     for what, keys in counts:
         if keys:

@@ -1,0 +1,273 @@
+"""Retention against a model: any history, any crash, and a healer and a pruner step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from bundles import manifest_of
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from sampling import EVERY, SEED
+
+from ckpipe.backend import PutMode
+from ckpipe.completion import ascend
+from ckpipe.discovery import discover
+from ckpipe.healing import healed
+from ckpipe.keys import encode_float
+from ckpipe.leases import Lease, leased
+from ckpipe.manifest import Bundle
+from ckpipe.manifest_codec import encode_bundle
+from ckpipe.object_names import index_key, manifest_key, prefix, tombstone_key
+from ckpipe.pruning import Facts, decide_on, delete, pin, prune, unpin
+from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
+from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
+from ckpipe.testing.wrapping import Operation, WrappedBackend
+from ckpipe.types import CheckpointId
+
+DAY = timedelta(days=1)
+RULES = [
+    KeepLast(1),
+    KeepLast(2) | KeepBest("loss"),
+    KeepEvery(steps=2) & KeepLast(3),
+    KeepBest("loss", "max", 2),
+]
+T = TypeVar("T")
+Action = tuple[Any, ...]
+
+
+class Crash(BaseException):
+    """What ends a process; nobody handles it."""
+
+
+def manifest(id: CheckpointId, rank: int, loss: float) -> Bundle:
+    bundle, _ = manifest_of({"t": torch.tensor([rank])}, rank, 2)
+    (part,) = bundle.parts
+    return replace(bundle, id=id, parts=(replace(part, metrics={"loss": encode_float(loss)}),))
+
+
+@dataclass
+class World:
+    """A store with a history, and what the model knows of it."""
+
+    store: MemoryBackend = field(default_factory=MemoryBackend)
+    attempt: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    complete: set[str] = field(default_factory=set)
+    deleted: set[str] = field(default_factory=set)
+    pinned: set[str] = field(default_factory=set)
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    def next_id(self, step: int) -> CheckpointId:
+        attempt = f"202501{self.attempt + 1:02d}T000000000Z-x{self.attempt}"
+        key = f"{attempt} {step}"
+        self.counts[key] = count = self.counts.get(key, -1) + 1
+        return CheckpointId(attempt, step, count)
+
+    def newest(self) -> str | None:
+        ids = [each for each in map(CheckpointId.parse, self.complete) if each is not None]
+        return str(max(ids)) if ids else None
+
+    async def save(self, step: int, loss: float, committed: int) -> None:
+        """Saves with two ranks, of which so many commit; the index may be left to a healer."""
+        id = self.next_id(step)
+        for rank in range(2):
+            await self.store.put(f"{id}/rank-{rank:05d}.safetensors", b"x", PutMode.CREATE)
+            if rank < min(committed, 2):
+                data = encode_bundle(manifest(id, rank, loss))
+                await self.store.put(manifest_key(id, rank), data, PutMode.CREATE)
+        if committed == 3:
+            await ascend(self.store, id, 1, 2)
+            self.complete.add(str(id))
+
+    async def heal(self) -> None:
+        """What anybody does who lists the root."""
+        found = await healed(self.store, await discover(self.store))
+        self.complete |= {each.id for each in found if each.complete}
+        await self.check()
+
+    async def prune(self, rule: Rule, crash: tuple[int, Landing] | None) -> None:
+        """Prunes, and dies in the middle or tells what it has done."""
+        faulty = FaultyBackend(self.store)
+        protected = dict.fromkeys(await leased(self.store), "leased")
+        planned = await decide_on(self.store, rule, protected, {})
+        if crash is not None:
+            faulty.fail(Crash(), crash[0], crash[1])
+        facts: Facts = {}
+        try:
+            done = await prune(faulty, rule, protected, facts, set(), sweep_after=DAY)
+            assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
+            again = await decide_on(self.store, rule, protected, {})
+            assert again.remove == (), "twice is as good as once"
+            assert set(again.keep) == set(planned.keep)
+        except* Crash:  # in a task of its own or not
+            pass
+        now = {each.id for each in await discover(self.store) if each.complete}
+        assert set(planned.keep) <= now <= self.complete
+        assert self.newest() in now or self.newest() is None, "the newest complete one stays"
+        assert now >= self.pinned & self.complete
+        assert now >= self.leases.keys() & self.complete
+        self.deleted |= self.complete - now
+        self.complete = now
+
+    async def check(self) -> None:
+        now = {each.id for each in await discover(self.store) if each.complete}
+        assert now == self.complete
+        assert not now & self.deleted, "what was deleted does not come back"
+
+    async def choose(self, number: int) -> str | None:
+        names = sorted(self.complete)
+        return names[number % len(names)] if names else None
+
+
+LOSSES = st.sampled_from([0.5, 1.0, 2.0, float("nan"), float("inf")])
+CRASHES = st.none() | st.tuples(st.integers(1, 30), st.sampled_from(list(Landing)))
+ACTIONS = st.one_of(
+    st.tuples(st.just("save"), st.integers(0, 5), LOSSES, st.sampled_from([3, 3, 3, 2, 1, 0])),
+    st.tuples(st.just("prune"), st.sampled_from(RULES), CRASHES),
+    st.tuples(st.sampled_from(["heal", "restart"])),
+    st.tuples(st.sampled_from(["pin", "unpin", "lease", "release"]), st.integers(0, 9)),
+)
+
+
+async def act(world: World, action: Action) -> None:
+    kind = action[0]
+    if kind == "save":
+        await world.save(*action[1:])
+    elif kind == "prune":
+        await world.prune(*action[1:])
+    elif kind == "heal":
+        await world.heal()
+    elif kind == "restart":
+        world.attempt += 1
+    else:
+        name = await world.choose(action[1])
+        id = CheckpointId.parse(name or "")
+        if name is None or id is None:
+            return
+        if kind == "pin":
+            await pin(world.store, id)
+            world.pinned.add(name)
+        elif kind == "unpin":
+            await unpin(world.store, id)
+            world.pinned.discard(name)
+        elif kind == "lease" and name not in world.leases:
+            world.leases[name] = Lease(world.store, name)
+            await world.leases[name].renew()
+        elif kind == "release" and name in world.leases:
+            await world.leases.pop(name).release()
+
+
+@hypothesis_settings(max_examples=1000 if EVERY else 40)
+@given(st.lists(ACTIONS, min_size=3, max_size=25))
+async def test_any_history_keeps_what_it_should(actions: list[Action]) -> None:
+    world = World()
+    for action in actions:
+        await act(world, action)
+    await world.heal()
+    await world.prune(KeepLast(1), None)
+    await world.heal()
+    keys = [each.key async for each in world.store.list("")]
+    left = {key.partition("/")[0].removesuffix(".json") for key in keys}
+    assert not left & world.deleted, "no file of a deleted one is left"
+
+
+class Stepped(WrappedBackend):
+    """One process's way to the store, which can be stopped at an operation.
+
+    Args:
+        inner: The store.
+        stop: The number of the operation to stop at, from 1.
+        landing: Before it or after it has landed.
+    """
+
+    def __init__(self, inner: MemoryBackend, stop: int, landing: Landing) -> None:
+        super().__init__(inner)
+        self._left, self._landing = stop, landing
+        self.stopped, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        self._left -= 1
+        here = self._left == 0
+        if here and self._landing is Landing.BEFORE:
+            await self._wait()
+        result = await call()
+        if here and self._landing is Landing.AFTER:
+            await self._wait()
+        return result
+
+    async def _wait(self) -> None:
+        self.stopped.set()
+        await self.go_on.wait()
+
+
+async def run_until_stopped(backend: Stepped, work: Awaitable[object]) -> asyncio.Task[object]:
+    """Starts a process and lets it run until it stops or is through."""
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(backend.stopped.wait())
+    await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    return task
+
+
+FULL = CheckpointId("20250101T000000000Z-x0", 1, 0)
+"""What lacks nothing but its index."""
+
+
+async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first: str) -> None:
+    """A healer and somebody who deletes, each stopped once in the middle of what it does."""
+    world = World()
+    await world.save(1, 1.0, 2)
+    await world.save(2, 1.0, 3)
+    healer = Stepped(world.store, stops[0], landings[0])
+    pruner = Stepped(world.store, stops[1], landings[1])
+
+    async def heal() -> None:
+        await healed(healer, await discover(healer))
+
+    async def remove() -> None:
+        # One may be complete by then, and retention deletes it; one that is not, a sweep does.
+        await prune(pruner, KeepLast(1), {}, {}, set(), sweep_after=DAY)
+        await delete(pruner, FULL)
+
+    actors = {"healer": (healer, heal), "pruner": (pruner, remove)}
+    second = "pruner" if first == "healer" else "healer"
+    tasks = [
+        await run_until_stopped(actors[name][0], actors[name][1]()) for name in (first, second)
+    ]
+    for name, task in zip((first, second), tasks, strict=True):
+        actors[name][0].go_on.set()
+        await task
+    keys = {each.key async for each in world.store.list("")}
+    assert index_key(FULL) not in keys, "an index must not outlive the tombstone"
+    seen = {
+        each.id for each in await healed(world.store, await discover(world.store)) if each.complete
+    }
+    assert seen == world.complete, "the deleted one is not complete, whoever looks"
+    await prune(world.store, KeepLast(1), {}, {}, set(), sweep_after=DAY)
+    keys = {each.key async for each in world.store.list("")}
+    assert not [key for key in keys if key.startswith(prefix(FULL))]
+    assert tombstone_key(FULL) in keys
+
+
+async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
+    every = [
+        ((i, j), (a, b), first)
+        for i in range(1, 16)
+        for j in range(1, 16)
+        for a in Landing
+        for b in Landing
+        for first in ("healer", "pruner")
+    ]
+    for case in every if EVERY else random.Random(SEED).sample(every, 100):
+        try:
+            await race(*case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
