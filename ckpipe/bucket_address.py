@@ -73,7 +73,11 @@ class BucketAddress:
             InvalidKey: If the store cannot hold the key, or it is the backend's own.
         """
         name = self.prefix + check_key(key)
-        if len(name.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES:
+        try:
+            nbytes = len(name.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidKey("The name of an object is Unicode text", key=key) from error
+        if nbytes > MAX_NAME_BYTES:
             message = f"The object's name is longer than the {MAX_NAME_BYTES} bytes of the store"
             raise InvalidKey(message, key=key, hint="Use a shorter prefix")
         if self.is_reserved(key):

@@ -70,7 +70,9 @@ class Api:
         app.router.add_post("/storage/v1/b", self.make_bucket)
         app.router.add_post("/token", self.grant)
         app.router.add_get("/emulator", self.state)
+        app.router.add_post("/emulator/buckets/{bucket}", self.add_bucket)
         app.router.add_delete("/emulator/tokens", self.expire)
+        app.router.add_delete("/emulator/sessions", self.end_sessions)
         return app
 
     @web.middleware
@@ -245,6 +247,17 @@ class Api:
     async def expire(self, request: web.Request) -> web.Response:
         """Makes all tokens bad."""
         self._tokens.clear()
+        return web.Response(status=204)
+
+    async def add_bucket(self, request: web.Request) -> web.Response:
+        """Makes a bucket without a token."""
+        self._store.make_bucket(request.match_info["bucket"])
+        return web.Response(status=204)
+
+    async def end_sessions(self, request: web.Request) -> web.Response:
+        """Ends all sessions, as the store does after a week."""
+        for session in self._store.sessions.values():
+            self._store.end(session)
         return web.Response(status=204)
 
     async def state(self, request: web.Request) -> web.Response:

@@ -296,6 +296,19 @@ def test_a_bit_flipped_on_the_way_back_is_found(
         opened.load(step=1)
 
 
+def test_a_bit_flipped_in_a_block_is_found_by_the_store(
+    server: GcsServer, proxy: FaultProxy, url: str
+) -> None:
+    def flip(request: Request) -> Fault | None:
+        large = request.operation in ("Put", "Send") and request.size > MIB
+        return Fault.FLIPPED if large and proxy.faults() < 3 else None
+
+    proxy.rule = flip
+    assert save(url, proxy.url) is None
+    assert proxy.faults() == 3
+    check(url, server, complete=True)
+
+
 @pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
 def test_a_server_is_killed_and_comes_back(url: str, tmp_path: Path) -> None:
     gcs_servers.set_up_process()

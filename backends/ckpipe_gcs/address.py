@@ -32,10 +32,6 @@ class Address(BucketAddress):
         name = BucketAddress.name(self, key)
         if "\n" in name or "\r" in name:
             raise InvalidKey("The name of an object on this store holds no line ends", key=key)
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidKey("The name of an object on this store is Unicode", key=key) from error
         return name
 
     def part(self, key: str, token: str, level: int, number: int) -> str:

@@ -144,7 +144,8 @@ def _refused(error: Refused, what: str, key: str | None) -> StoreError:
 
 
 def _kind(error: Refused) -> _Kind:
-    if error.status == 400 and "crc32c" in error.text.lower():
+    damaged = "crc32c" in error.text.lower() or error.reason in ("badContent", "parseError")
+    if error.status == 400 and damaged:
         # Bits that were flipped on the way arrive whole when they are sent again.
         return StoreUnavailable, _NETWORK
     if error.status == 503 and error.asked is not None:

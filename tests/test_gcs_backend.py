@@ -1,0 +1,587 @@
+"""What is Google Cloud Storage's own: addresses, options, tokens, errors, sessions, composing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import gcs_servers
+import pytest
+from fault_proxy import Fault, FaultProxy, GcsDialect, Request, fault_proxy
+from gcs_servers import GcsServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe import errors
+from ckpipe.backend import PutMode, check_key
+from ckpipe.checksum import crc32c
+from ckpipe.errors import CkpipeError, InvalidKey
+from ckpipe_gcs import GcsBackend
+from ckpipe_gcs.access import ENDPOINT, find_endpoint
+from ckpipe_gcs.address import PART_SUFFIX, Address, upload_of
+from ckpipe_gcs.body import PIECE_BYTES, MemoryBody, decoded, encoded
+from ckpipe_gcs.composing import MAX_SOURCES, Piece, joined, runs
+from ckpipe_gcs.failures import Refused, requesting
+from ckpipe_gcs.sessions import received
+
+BUCKET = "backend"
+BLOCK = 1 << 19
+
+_numbers = itertools.count()
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "prefix"),
+    [
+        ("gs://bucket", "bucket", ""),
+        ("GS://my.bucket-1/run 17", "my.bucket-1", "run 17/"),
+        ("gs://bucket/a/b%20c/", "bucket", "a/b%20c/"),
+    ],
+)
+def test_urls(url: str, bucket: str, prefix: str) -> None:
+    assert Address.parse(url) == Address(bucket, prefix)
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs:///a", "s3://bucket/a", "gs://b/a//c", "gs://b/../c"])
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(errors.UsageError, match="gs://bucket/prefix"):
+        Address.parse(url)
+
+
+@given(st.text(max_size=40), st.sampled_from(["", "run/", "a/b/"]))
+def test_names_lead_back_to_their_keys(key: str, prefix: str) -> None:
+    address = Address("bucket", prefix)
+    try:
+        name = address.name(key)
+    except InvalidKey:
+        return
+    assert name == prefix + check_key(key)
+    assert address.key(name) == key
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\rb", "a/\ud800", ".ckpipe-probe"])
+def test_names_that_the_store_cannot_hold(key: str) -> None:
+    with pytest.raises(InvalidKey):
+        Address("bucket", "").name(key)
+
+
+@given(st.sampled_from(["data", "step-1/rank-0", "a/b\u2028/c"]), st.integers(0, 9))
+def test_temporary_names_are_no_keys(key: str, number: int) -> None:
+    address = Address("bucket", "run/")
+    name = address.part(key, "0123456789abcdef", 1, number)
+    assert name.rpartition("/")[0] == (address.prefix + key).rpartition("/")[0]
+    assert upload_of(name) == "0123456789abcdef"
+    assert address.key(name) is None
+    with pytest.raises(InvalidKey, match="reserved"):
+        address.name(name.removeprefix("run/"))
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "endpoint", "emulated"),
+    [
+        (None, None, ENDPOINT, False),
+        (None, "localhost:9023", "http://localhost:9023", True),
+        (None, "https://here:1/", "https://here:1", True),
+        ("http://there", "localhost:9023", "http://there", False),
+    ],
+)
+def test_endpoints(option: str | None, variable: str | None, endpoint: str, emulated: bool) -> None:
+    environment = {"STORAGE_EMULATOR_HOST": variable} if variable else {}
+    assert find_endpoint(option, environment) == (endpoint, emulated)
+
+
+@pytest.mark.parametrize("option", ["ftp://x", "http://", "http://me:hunter2@x"])
+def test_bad_endpoints(option: str) -> None:
+    with pytest.raises(errors.UsageError) as caught:
+        find_endpoint(option, {})
+    assert "hunter2" not in str(caught.value)
+
+
+# Bodies and checksums
+
+
+class Sink:
+    """What a body writes to."""
+
+    def __init__(self) -> None:
+        self.pieces: list[memoryview] = []
+
+    async def write(self, piece: memoryview) -> None:
+        self.pieces.append(piece)
+
+
+async def written(body: MemoryBody) -> list[memoryview]:
+    sink: Any = Sink()
+    await body.write(sink)
+    pieces: list[memoryview] = sink.pieces
+    return pieces
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 3 * PIECE_BYTES + 5])
+async def test_a_body_is_its_memory(size: int) -> None:
+    data = bytes(size)
+    body = MemoryBody(b"head", data)
+    assert body.size == size + 4
+    for _ in range(2):
+        pieces = await written(body)
+        assert sum(map(len, pieces)) == size + 4
+        assert all(piece.obj is data for piece in pieces[1:])
+
+
+async def test_an_ended_body_never_touches_its_memory_again() -> None:
+    data = bytearray(10)
+    body = MemoryBody(memoryview(data))
+    body.end()
+    assert await written(body) == []
+    data.clear()  # impossible while a view of it is held
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_checksums_as_text(value: int) -> None:
+    assert decoded(encoded(value)) == value
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "not base 64!", "AAAAAAAA"])
+def test_checksums_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  the text is that of a library
+        decoded(text)
+
+
+@pytest.mark.parametrize(
+    ("header", "count"), [(None, 0), ("bytes=0-0", 1), ("bytes=0-262143", 262144)]
+)
+def test_what_a_session_has(header: str | None, count: int) -> None:
+    assert received(header) == count
+
+
+@pytest.mark.parametrize("header", ["", "bytes=5-9", "bytes 0-9", "0-9"])
+def test_what_no_session_has(header: str) -> None:
+    with pytest.raises(ValueError, match="does not begin at 0"):
+        received(header)
+
+
+# Composing
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=70))
+def test_pieces_joined_have_the_checksum_of_the_whole(contents: list[bytes]) -> None:
+    pieces = [
+        Piece(str(number), "1", len(content), crc32c(content))
+        for number, content in enumerate(contents)
+    ]
+    whole = b"".join(contents)
+    assert joined(pieces) == (len(whole), crc32c(whole))
+    assert [piece for run in runs(pieces) for piece in run] == pieces
+    assert all(1 <= len(run) <= MAX_SOURCES for run in runs(pieces))
+
+
+# Errors
+
+
+def refused(status: int, reason: str = "", text: str = "secret", **more: Any) -> Refused:
+    """What an answer that refuses is made into."""
+    return Refused(status, reason, text, "REQ-1", more.get("asked"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (refused(404, "notFound"), errors.ObjectNotFound),
+        (refused(412, "conditionNotMet"), errors.ObjectExists),
+        (refused(401, "authError"), errors.PermissionDenied),
+        (refused(403, "forbidden"), errors.PermissionDenied),
+        (refused(403, "rateLimitExceeded"), errors.Throttled),
+        (refused(400, "userProjectMissing"), errors.PermissionDenied),
+        (refused(400, "invalid"), errors.StoreError),
+        (refused(400, "invalid", "Provided CRC32C differs"), errors.StoreUnavailable),
+        (refused(429), errors.Throttled),
+        (refused(503), errors.StoreUnavailable),
+        (refused(503, asked=3.0), errors.Throttled),
+        (refused(501), errors.StoreError),
+        (TimeoutError(), errors.StoreUnavailable),
+        (ConnectionResetError("secret"), errors.StoreUnavailable),
+        (aiohttp.ClientPayloadError("secret"), errors.StoreUnavailable),
+        (aiohttp.ServerDisconnectedError("secret"), errors.StoreUnavailable),
+        (KeyError("generation"), errors.StoreUnavailable),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Exception) else value.__name__,
+)
+def test_errors_are_translated(error: Exception, kind: type[CkpipeError]) -> None:
+    with pytest.raises(CkpipeError) as caught, requesting("write", "gs://bucket/a", "a"):
+        raise error
+    assert type(caught.value) is kind
+    assert caught.value.key == "a"
+    assert "gs://bucket/a" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    if isinstance(error, Refused):
+        assert "REQ-1" in str(caught.value)
+    if isinstance(caught.value, errors.Throttled) and isinstance(error, Refused):
+        assert caught.value.retry_after == error.asked
+
+
+# A server behind a proxy that sees every request
+
+
+class Seen:
+    """Requests as they passed."""
+
+    def __init__(self, server: GcsServer, proxy: FaultProxy) -> None:
+        self.server, self.proxy = server, proxy
+        self.url = f"gs://{BUCKET}/root-{next(_numbers)}"
+        self.requests: list[Request] = []
+        self.fault: dict[str, Fault] = {}
+        proxy.rule = self._rule
+
+    def _rule(self, request: Request) -> Fault | None:
+        self.requests.append(request)
+        return self.fault.pop(request.operation, None)
+
+    def backend(self, **options: Any) -> GcsBackend:
+        usual: dict[str, Any] = {
+            "anonymous": True,
+            "resumable_bytes": BLOCK,
+            "endpoint_url": self.proxy.url,
+        }
+        return GcsBackend(self.url, **usual | options)
+
+    def count(self, operation: str) -> int:
+        """How many requests of an operation there were."""
+        return sum(each.operation == operation for each in self.requests)
+
+    async def temporary(self) -> list[str]:
+        """The names of temporary objects below the root."""
+        found = await anyio.to_thread.run_sync(self.server.names, BUCKET)
+        below = self.url.removeprefix(f"gs://{BUCKET}/") + "/"
+        return [name for name in found if name.startswith(below) and name.endswith(PART_SUFFIX)]
+
+
+@pytest.fixture(scope="module")
+def server(gcs_server: GcsServer) -> GcsServer:
+    gcs_server.make_bucket(BUCKET)
+    return gcs_server
+
+
+@pytest.fixture
+def seen(server: GcsServer) -> Iterator[Seen]:
+    with fault_proxy(server.port, GcsDialect()) as proxy:
+        yield Seen(server, proxy)
+
+
+@pytest.fixture
+async def backend(seen: Seen) -> AsyncIterator[GcsBackend]:
+    async with seen.backend() as backend:
+        yield backend
+
+
+async def upload(
+    backend: GcsBackend, blocks: int = 2, key: str = "folder/data", block: int = BLOCK
+) -> bytes:
+    """Uploads an object of some blocks, the last a bit shorter."""
+    data = random.Random(blocks).randbytes(blocks * block - 7)
+    opened = await backend.open_upload(key, size=len(data), block_bytes=block)
+    async with anyio.create_task_group() as tasks:
+        for offset in range(0, len(data), block):
+            tasks.start_soon(opened.write, offset, memoryview(data)[offset : offset + block])
+    await opened.complete()
+    return data
+
+
+async def read(backend: GcsBackend, key: str = "folder/data") -> bytes:
+    buffer = bytearray((await backend.stat(key)).size)
+    await backend.read_into(key, 0, memoryview(buffer))
+    return bytes(buffer)
+
+
+async def test_options_reach_the_requests_that_they_are_for(server: GcsServer, seen: Seen) -> None:
+    await anyio.to_thread.run_sync(server.make_bucket, "payer")
+    key = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+    seen.url = "gs://payer/root"
+    async with seen.backend(user_project="a-project", kms_key_name=key) as backend:
+        assert await upload(backend) == await read(backend)
+        await backend.delete(["folder/data"])
+    assert seen.count("Begin") == 1
+    for request in seen.requests:
+        if request.operation not in ("Send", "Cancel"):
+            assert "userProject=a-project" in request.target
+        writes = request.operation in ("Put", "Begin", "Compose")
+        assert ("kmsKeyName=projects%2Fp" in request.target) is writes
+
+
+async def test_a_bucket_that_lets_the_requester_pay_says_so(server: GcsServer, seen: Seen) -> None:
+    await anyio.to_thread.run_sync(server.make_bucket, "payer")
+    seen.url = "gs://payer/root"
+    async with seen.backend() as backend:
+        with pytest.raises(errors.PermissionDenied, match=r"userProjectMissing.*user_project"):
+            await backend.put("a", b"x", PutMode.CREATE)
+
+
+async def test_a_missing_bucket_is_told(seen: Seen) -> None:
+    seen.url = "gs://no-such-bucket/root"
+    async with seen.backend() as backend:
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: backend.put("a", b"x", PutMode.CREATE),
+            lambda: backend.children(),
+        ]
+        for call in calls:
+            with pytest.raises(errors.StoreError, match=r"bucket.*Create the bucket"):
+                await call()
+
+
+@pytest.mark.parametrize("options", [{"max_connections": 0}, {"request_timeout": -1.0}])
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError, match="more than 0"):
+        GcsBackend("gs://bucket", **options)
+
+
+async def test_an_emulator_is_found_in_the_environment(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{seen.proxy.port}")
+    async with GcsBackend(seen.url) as backend:
+        await backend.put("a", b"x", PutMode.CREATE)
+    assert all("authorization" not in each.headers for each in seen.requests)
+
+
+async def test_a_store_is_probed_once_and_only_by_who_writes(seen: Seen) -> None:
+    async with seen.backend() as backend:
+        assert [info async for info in backend.list()] == []
+    assert [each.operation for each in seen.requests] == ["List"]
+    for number in range(2):
+        async with seen.backend() as backend:
+            await backend.put(f"{number}", b"x", PutMode.CREATE)
+    found = [each.operation for each in seen.requests]
+    assert found == ["List", "Put", "Put", "List", "Put", "Put"]
+
+
+async def test_a_large_upload_is_composed(seen: Seen, backend: GcsBackend) -> None:
+    data = await upload(backend, 3)
+    assert [seen.count(each) for each in ("Begin", "Send", "Compose")] == [2, 2, 1]
+    assert await read(backend) == data
+    assert await seen.temporary() == []
+
+
+async def test_many_blocks_are_composed_in_a_tree(seen: Seen, backend: GcsBackend) -> None:
+    data = await upload(backend, MAX_SOURCES + 2, block=5000)
+    assert seen.count("Compose") == 3
+    assert await read(backend) == data
+    assert await seen.temporary() == []
+
+
+async def test_a_composed_object_is_known_as_ones_own(seen: Seen, backend: GcsBackend) -> None:
+    seen.fault["Compose"] = Fault.LOST
+    data = await upload(backend)
+    assert await read(backend) == data
+    assert await seen.temporary() == []
+
+
+async def test_an_equal_object_of_somebody_else_is_not(seen: Seen, backend: GcsBackend) -> None:
+    await upload(backend)
+    with pytest.raises(errors.ObjectExists):
+        await upload(backend)
+    assert len(await seen.temporary()) == 2  # until the upload is aborted, or the backend closed
+
+
+async def test_leaving_ends_what_nobody_ended(seen: Seen) -> None:
+    async with seen.backend() as backend:
+        opened = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+        await opened.write(0, memoryview(bytes(BLOCK)))
+        assert len(await seen.temporary()) == 1
+    assert await seen.temporary() == []
+
+
+async def test_what_a_crash_left_is_swept(seen: Seen) -> None:
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    crashed = seen.backend()
+    async with crashed, seen.backend() as backend:
+        for key in ("here/data", "there/data"):
+            opened = await crashed.open_upload(key, size=2 * BLOCK, block_bytes=BLOCK)
+            for offset in (0, BLOCK):
+                await opened.write(offset, memoryview(bytes(BLOCK)))
+        earlier = soon - timedelta(minutes=10)
+        assert await backend.remove_stale_uploads("here/", before=earlier) == 0
+        assert len(await seen.temporary()) == 4
+        assert await backend.remove_stale_uploads("here/", before=soon) == 1
+        assert await backend.remove_stale_uploads("", before=soon) == 1
+        assert await seen.temporary() == []
+
+
+async def test_a_session_that_somebody_ended_is_begun_again(
+    seen: Seen, backend: GcsBackend
+) -> None:
+    data = memoryview(bytes(2 * BLOCK))
+    upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+    seen.fault["Send"] = Fault.HALF
+    with pytest.raises(errors.StoreUnavailable):
+        await upload.write(0, data[:BLOCK])
+    await anyio.to_thread.run_sync(seen.server.ask, "DELETE", "/emulator/sessions")
+    with pytest.raises(errors.StoreUnavailable):
+        await upload.write(0, data[:BLOCK])
+    await upload.write(0, data[:BLOCK])
+    await upload.write(BLOCK, data[BLOCK:])
+    await upload.complete()
+    assert await read(backend, "data") == data
+
+
+async def test_blocks_that_are_none(backend: GcsBackend) -> None:
+    with pytest.raises(errors.UsageError, match=r"staging.block_bytes to \"\d+ MiB\""):
+        await backend.open_upload("data", size=32_769 * BLOCK, block_bytes=BLOCK)
+    upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+    with pytest.raises(errors.UsageError):
+        await upload.write(1, memoryview(bytes(BLOCK)))
+    with pytest.raises(errors.UsageError, match="0 of its 2 parts"):
+        await upload.complete()
+
+
+async def test_an_object_that_is_overwritten_while_it_is_read(
+    seen: Seen, backend: GcsBackend
+) -> None:
+    await backend.put("data", bytes(100), PutMode.CREATE)
+    buffer = memoryview(bytearray(50))
+    await backend.read_into("data", 0, buffer)
+    async with seen.backend() as other:
+        await other.put("data", bytes(100), PutMode.OVERWRITE)
+    with pytest.raises(errors.StoreError, match="overwritten"):
+        await backend.read_into("data", 50, buffer)
+    await backend.read_into("data", 50, buffer)  # whoever begins again reads the new one
+
+
+async def test_a_small_object_that_arrives_damaged(seen: Seen, backend: GcsBackend) -> None:
+    await backend.put("data", bytes(100), PutMode.CREATE)
+    seen.fault["Get"] = Fault.FLIPPED_BACK
+    with pytest.raises(errors.StoreUnavailable, match="checksum"):
+        await backend.get("data", max_bytes=100)
+
+
+async def test_lists_come_in_pages(seen: Seen, backend: GcsBackend) -> None:
+    async with (
+        seen.backend(endpoint_url=seen.server.url) as direct,
+        anyio.create_task_group() as tasks,
+    ):
+        for number in range(205):
+            tasks.start_soon(direct.put, f"{number:03}/x", b"x", PutMode.CREATE)
+    seen.requests.clear()
+    assert len((await backend.children()).prefixes) == 205
+    assert len([info async for info in backend.list()]) == 205
+    assert seen.count("List") == 6
+
+
+async def test_a_server_that_goes_silent_is_given_up(seen: Seen) -> None:
+    async with seen.backend(request_timeout=0.2) as backend:
+        await backend.put("b", b"x", PutMode.CREATE)
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "Put": lambda: backend.put("a", b"x", PutMode.CREATE),
+            "Get": lambda: backend.get("b", max_bytes=1),
+            "List": lambda: backend.children(),
+            "Look": lambda: backend.stat("b"),
+            "Delete": lambda: backend.delete(["b"]),
+        }
+        for operation, call in calls.items():
+            seen.fault[operation] = Fault.HANG
+            with anyio.fail_after(20), pytest.raises(errors.StoreUnavailable, match="in time"):
+                await call()
+
+
+# Tokens
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """An emulator that wants tokens, and gives them."""
+    gcs_servers.set_up_process()
+    with gcs_servers.emulator(tmp_path_factory.mktemp("guarded"), authorize=True) as server:
+        yield server
+
+
+@pytest.fixture
+def credentials(guarded: GcsServer, tmp_path: Path) -> Callable[..., str]:
+    """Writes a file of credentials for the emulator's tokens."""
+
+    def write(refresh_token: str = "good", path: str = "/token") -> str:
+        file = tmp_path / f"{refresh_token}.json"
+        told = {"type": "authorized_user", "client_id": "me", "client_secret": "hush-hush"}
+        told |= {"refresh_token": refresh_token, "token_uri": guarded.url + path}
+        file.write_text(json.dumps(told))
+        return str(file)
+
+    return write
+
+
+def with_tokens(server: GcsServer, bucket: str, **options: Any) -> GcsBackend:
+    return GcsBackend(f"gs://{bucket}/root", endpoint_url=server.url, **options)
+
+
+async def granted(server: GcsServer) -> int:
+    state = await anyio.to_thread.run_sync(server.ask, "GET", "/emulator")
+    return int(state["tokens"])
+
+
+async def make_bucket(server: GcsServer) -> str:
+    name = f"guarded-{next(_numbers)}"
+    await anyio.to_thread.run_sync(server.ask, "POST", f"/emulator/buckets/{name}")
+    return name
+
+
+async def test_one_token_is_asked_for_and_kept(
+    guarded: GcsServer, credentials: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, before = await make_bucket(guarded), await granted(guarded)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", credentials())
+    async with with_tokens(guarded, bucket) as backend:
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(backend.put, f"{number}", b"x", PutMode.OVERWRITE)
+        assert len((await backend.children()).objects) == 8
+    assert await granted(guarded) == before + 1
+
+
+async def test_a_token_that_expired_is_renewed(
+    guarded: GcsServer, credentials: Callable[..., str]
+) -> None:
+    bucket = await make_bucket(guarded)
+    async with with_tokens(guarded, bucket, credentials_file=credentials()) as backend:
+        await backend.put("a", b"first", PutMode.CREATE)
+        before = await granted(guarded)
+        await anyio.to_thread.run_sync(guarded.ask, "DELETE", "/emulator/tokens")
+        data = await upload(backend)
+        assert await granted(guarded) >= before + 1
+        assert await read(backend) == data
+
+
+@pytest.mark.parametrize(("token", "path"), [("bad", "/token"), ("good", "/nowhere")])
+async def test_refused_credentials(
+    guarded: GcsServer, credentials: Callable[..., str], token: str, path: str
+) -> None:
+    file = credentials(token, path)
+    async with with_tokens(guarded, "any-bucket", credentials_file=file) as backend:
+        with pytest.raises(errors.PermissionDenied) as caught:
+            await backend.get("a", max_bytes=1)
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in str(caught.value)
+    assert "hush-hush" not in repr(caught.getrepr(showlocals=False))
+
+
+async def test_no_credentials(
+    guarded: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    async with with_tokens(guarded, "any-bucket", request_timeout=20.0) as backend:
+        with pytest.raises(errors.PermissionDenied, match="no credentials"):
+            await backend.get("a", max_bytes=1)
+    with pytest.raises(errors.StoreError, match="credentials_file"):
+        async with with_tokens(guarded, "any-bucket", credentials_file=str(tmp_path / "none")):
+            pass
+
+
+async def test_anonymous_requests_are_refused_where_a_token_is_wanted(guarded: GcsServer) -> None:
+    async with with_tokens(guarded, "any-bucket", anonymous=True) as backend:
+        with pytest.raises(errors.PermissionDenied, match="authError"):
+            await backend.get("a", max_bytes=1)
