@@ -49,8 +49,8 @@ docs: $(READY)  ## Build the documentation into site/
 	@$(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "docs: open $(abspath site)/index.html"
 
-servers: $(READY)  ## Start an S3 server on this machine, to try things against
-	@$(BIN)/python tests/s3_servers.py
+servers: $(READY)  ## Start an S3 server and a GCS emulator on this machine, to try things against
+	@$(BIN)/python tests/servers.py
 
 bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 	@$(BIN)/python benchmarks/local.py

@@ -28,6 +28,7 @@ class Fault(enum.Enum):
     THROTTLED = "429 with Retry-After, not forwarded"
     EXPIRED = "the credentials have expired, not forwarded"
     RESET_AT_ONCE = "the connection is reset before the request's body is read"
+    FORBIDDEN = "403, not forwarded"
     RESET_BEFORE = "the connection is reset once the request was read, not forwarded"
     RESET_WITHIN = "the connection is reset in the middle of the request's body"
     HALF = "the server gets half of the request's body, and both connections are reset"
@@ -84,6 +85,7 @@ class S3Dialect:
             Fault.UNAVAILABLE: self._refusal(503, b"SlowDown"),
             Fault.THROTTLED: self._refusal(429, b"TooManyRequests", "Retry-After: 0.1"),
             Fault.EXPIRED: self._refusal(400, b"ExpiredToken"),
+            Fault.FORBIDDEN: self._refusal(403, b"AccessDenied"),
         }
 
     def _refusal(self, status: int, code: bytes, *headers: str) -> bytes:
@@ -115,6 +117,7 @@ class GcsDialect:
             Fault.UNAVAILABLE: self._refusal(503, "backendError"),
             Fault.THROTTLED: self._refusal(429, "rateLimitExceeded", "Retry-After: 0.1"),
             Fault.EXPIRED: self._refusal(401, "authError"),
+            Fault.FORBIDDEN: self._refusal(403, "forbidden"),
         }
 
     def _refusal(self, status: int, reason: str, *headers: str) -> bytes:

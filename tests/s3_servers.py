@@ -7,9 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -155,19 +153,3 @@ def seaweedfs(folder: Path, ports: list[int] | None = None) -> Iterator[S3Server
     ]  # fmt: skip
     with running(command, folder / "weed.log", port):
         yield S3Server(port)
-
-
-def main() -> None:
-    """Runs SeaweedFS with an empty bucket, until it is stopped with Ctrl-C."""
-    set_up_process()
-    with tempfile.TemporaryDirectory() as folder, seaweedfs(Path(folder)) as server:
-        server.make_bucket("demo")
-        print(f"export AWS_ACCESS_KEY_ID={KEY} AWS_SECRET_ACCESS_KEY={SECRET}")
-        print(f"python examples/s3_quickstart.py s3://demo/run-1 --endpoint-url {server.url}")
-        print("Ctrl-C stops the server and forgets its data.", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ _numbers = itertools.count()
 T = TypeVar("T")
 
 
-def sampled(cases: list[T], count: int) -> list[T]:
+def sampled(cases: Sequence[T], count: int) -> Sequence[T]:
     """So many of the cases, drawn at random; all of them in the long form of the tests."""
     return cases if EVERY else random.Random(SEED).sample(cases, count)
 
@@ -66,7 +66,9 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {"weight": torch.randint(256, (7 * MIB,), generator=made, dtype=torch.uint8)}
 
 
-def pipeline(url: str, endpoint: str, **upload: Any) -> ckpipe.SyncPipeline:
+def pipeline(
+    url: str, endpoint: str, retention: dict[str, Any] | None = None, **upload: Any
+) -> ckpipe.SyncPipeline:
     """A pipeline that tries again at once, and does not wait long for anything.
 
     Whole blocks go through sessions, and the last one, which is shorter, in one request.
@@ -75,6 +77,7 @@ def pipeline(url: str, endpoint: str, **upload: Any) -> ckpipe.SyncPipeline:
     return ckpipe.SyncPipeline(
         url,
         staging={"block_bytes": BLOCK},
+        retention=retention or {},
         upload={"backoff_seconds": 0.01, "attempt_timeout_seconds": 3, "lanes": 2, **upload},
         backends={"gs": options | {"resumable_bytes": BLOCK}},
     )
@@ -242,6 +245,17 @@ def test_refused_credentials_are_told_and_not_tried_again(
     assert "upload_id" not in str(error)
     assert proxy.faults() <= 3
     check(url, server, complete=False)
+
+
+def test_who_may_not_delete_saves_and_leaves_what_a_sweep_removes(
+    server: GcsServer, proxy: FaultProxy, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.rule = Once("Delete", Fault.FORBIDDEN, times=10_000)
+    assert save(url, proxy.url) is None
+    assert "were left behind" in caplog.text
+    with pipeline(url, server.url, retention={"sweep_after_seconds": 0}) as opened:
+        assert opened.sweep().uploads == 1
+    check(url, server, complete=True)
 
 
 def test_a_cancelled_save_leaves_nothing(server: GcsServer, proxy: FaultProxy, url: str) -> None:
