@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Iterator
 
+import anyio
 import pytest
 from gcs_servers import GcsServer, fake_gcs, fake_server
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, PutMode
+from ckpipe.errors import StoreError
 from ckpipe.testing import BackendConformance
 from ckpipe_gcs import GcsBackend
 
@@ -28,7 +30,33 @@ def empty_root(server: GcsServer) -> str:
     return f"gs://{BUCKET}/root-{next(_numbers)}"
 
 
-class TestEmulator(BackendConformance):
+class GcsConformance(BackendConformance):
+    """The contract, where ranges of one object never are of two versions of it."""
+
+    async def test_ranges_of_an_object_that_is_overwritten(self, backend: Backend) -> None:
+        versions = [bytes([number]) * 50_000 for number in range(8)]
+        await backend.put("a", versions[0], PutMode.OVERWRITE)
+        refused: list[str] = []
+
+        async def overwrite() -> None:
+            for version in versions:
+                await backend.put("a", version, PutMode.OVERWRITE)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(overwrite)
+            for _ in range(20):
+                buffer = bytearray(40_000)
+                try:
+                    await backend.read_into("a", 5_000, memoryview(buffer))
+                except StoreError as error:
+                    refused.append(str(error))
+                    continue
+                assert len(set(buffer)) == 1
+        assert len(refused) < 15
+        assert all("overwritten" in each for each in refused)
+
+
+class TestEmulator(GcsConformance):
     @pytest.fixture
     async def backend(self, gcs_server: GcsServer) -> AsyncIterator[Backend]:
         url = empty_root(gcs_server)
@@ -52,7 +80,7 @@ def fake_gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsSer
         yield server
 
 
-class TestFakeGcsServer(BackendConformance):
+class TestFakeGcsServer(GcsConformance):
     """An emulator that other people wrote, so that ours is not the only reading of the API.
 
     It is more lenient than the API in what this suite does not ask: gaps in sessions, and checksums
