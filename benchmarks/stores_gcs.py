@@ -175,10 +175,8 @@ def main() -> None:
     asked = parser.parse_args()
     fields = {"worker": asked.worker} if asked.worker else {}
     plan = Plan(asked.mib, asked.rounds, False, (), fields)
-    if asked.url:
-        measured = anyio.run(measure, asked.url, {}, plan, BOTH)
-    else:
-        measured = measure_here(plan)
+    url = asked.url
+    measured = anyio.run(measure, url, {}, plan, BOTH) if url else measure_here(plan)
     results = report(*measured, plan)
     if asked.json:
         asked.json.write_text(json.dumps(results, indent=1) + "\n")

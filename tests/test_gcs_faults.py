@@ -27,6 +27,7 @@ from server_processes import free_ports
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
+from ckpipe.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.address import PART_SUFFIX
 
@@ -67,7 +68,11 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def pipeline(
-    url: str, endpoint: str, retention: dict[str, Any] | None = None, **upload: Any
+    url: str,
+    endpoint: str,
+    retention: dict[str, Any] | None = None,
+    worker: str = "thread",
+    **upload: Any,
 ) -> ckpipe.SyncPipeline:
     """A pipeline that tries again at once, and does not wait long for anything.
 
@@ -78,6 +83,7 @@ def pipeline(
         url,
         staging={"block_bytes": BLOCK},
         retention=retention or {},
+        worker=worker,
         upload={"backoff_seconds": 0.01, "attempt_timeout_seconds": 3, "lanes": 2, **upload},
         backends={"gs": options | {"resumable_bytes": BLOCK}},
     )
@@ -291,6 +297,17 @@ def test_a_load_survives_faults(
     assert proxy.faults() == 2
     assert loaded is not None
     assert same(loaded.state, state())
+
+
+def test_a_worker_process_saves(
+    server: GcsServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_registered_here(url):
+        pytest.skip("This environment was made before the GCS backend: run make clean test")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{server.port}")
+    with ckpipe.SyncPipeline(url, worker="process") as opened:
+        opened.save(state(), step=1, until="committed")
+    check(url, server, complete=True)
 
 
 def test_a_bit_flipped_in_a_small_object_is_read_again(
