@@ -14,7 +14,7 @@ PARALLEL ?= -n 2 --dist worksteal
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-stall bench-gpu format clean
+.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-scale bench-stall bench-gpu format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 
 bench-interference: $(READY)  ## Measure what a training loop feels of saves, in thread and process
 	@$(BIN)/python benchmarks/interference.py
+
+bench-scale: $(READY)  ## Measure planning and committing for up to 16,384 made-up ranks
+	@mkdir -p .bench
+	@$(BIN)/python benchmarks/scale.py --json .bench/scale.json --plots .bench
 
 bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three minutes)
 	@$(BIN)/python benchmarks/stall.py

@@ -235,7 +235,7 @@ def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundl
         merged = merge(bundles, "group" if group else "index", group)
         if group is None:
             # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
-            check_owners(merged, known_facts(merged))
+            check_owners(merged, known_facts(merged, {}))
         return merged, encode_bundle(merged)
 
 

@@ -50,7 +50,9 @@ class TrainingState:
     this class; put its ``state_dict`` into the state itself.
 
     An optimizer that has not stepped yet has no state. Its tensors are made for the checkpoint,
-    so that names and shards are always the same, and the optimizer is left as it was.
+    so that names and shards are always the same, and the optimizer is left as it was. Which
+    optimizers had stepped is saved as ``begun``: to load optimizers without their model, include
+    ``optimizer`` and ``begun``.
 
     Args:
         model: The model.

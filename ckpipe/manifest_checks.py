@@ -33,8 +33,16 @@ _LAZY = frozenset(("", "c", "n", "cn"))
 _MAX_CRC = 0xFFFFFFFF
 
 
-def check_bundle(bundle: Bundle) -> None:
+Facts = Mapping[tuple[int, int], LayoutFacts]
+"""What is known of layouts, by the numbers of a structure and a layout."""
+
+
+def check_bundle(bundle: Bundle, known: Facts | None = None) -> None:
     """Checks that a bundle agrees with itself and with the format.
+
+    Args:
+        bundle: The bundle.
+        known: What is known of layouts that were checked when they were read.
 
     Raises:
         UnsafePath: If a file's name is not the one that the format gives it.
@@ -48,22 +56,22 @@ def check_bundle(bundle: Bundle) -> None:
         check_structure(structure)
     for part in bundle.parts:
         _check_part(bundle, part)
-    facts = known_facts(bundle)
+    facts = known_facts(bundle, known or {})
     for part in bundle.parts:
-        known = facts[part.structure, part.layout]
-        _check_files(part, known.data_bytes)
-        _check_checksums(part, known.checksums)
+        layout = facts[part.structure, part.layout]
+        _check_files(part, layout.data_bytes)
+        _check_checksums(part, layout.checksums)
     _check_foreign(bundle, facts)
     check_owners(bundle, facts)
     _check_per_rank(bundle)
 
 
-Facts = Mapping[tuple[int, int], LayoutFacts]
-"""What is known of layouts, by the numbers of a structure and a layout."""
-
-
-def known_facts(bundle: Bundle) -> Facts:
+def known_facts(bundle: Bundle, known: Facts) -> Facts:
     """What is known of the layouts of a bundle; each is checked, unless it was when it was read.
+
+    Args:
+        bundle: The bundle.
+        known: What is known already.
 
     Raises:
         As :func:`ckpipe.layout_checks.check_layout` does.

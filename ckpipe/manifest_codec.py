@@ -20,7 +20,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
 )
 from ckpipe.keys import Json
-from ckpipe.layout_checks import ChunkColumns, check_layout
+from ckpipe.layout_checks import ChunkColumns, LayoutFacts, check_layout
 from ckpipe.manifest import FORMAT_VERSION, Bundle, BundleKind, Layout, Part, PerRank, Structure
 from ckpipe.manifest_checks import check_bundle, check_dtypes
 from ckpipe.manifest_tables import CHUNKS, FILES, PARTS, SHARED, TENSORS, structure_form
@@ -150,7 +150,7 @@ def decode_bundle(
         _check_version(document)
         _check_identity(document, id, kind)
         bundle = _decode(document, reading, id, kind)
-        check_bundle(bundle)
+        check_bundle(bundle, reading.facts)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         error.key = error.key or key
         raise error.located(step=id.step) from None
@@ -167,7 +167,9 @@ class _Reading:
         self._most_rows, self._rows = most_rows, 0
         self._structures: list[Structure] = []
         self._labels: list[tuple[str, ...]] = []
+        self._layouts = 0
         self._error: CorruptCheckpoint | None = None
+        self.facts: dict[tuple[int, int], LayoutFacts] = {}
         self.elements: dict[str, Element] = {
             "structures": self._guarded(self._structure),
             "layouts": self._guarded(self._layout),
@@ -202,16 +204,19 @@ class _Reading:
         entries = read_entries(data.get("entries"))
         chunks = ChunkColumns(*CHUNKS.columns_of(data.get("chunks")))
         self._rows += len(chunks.tensor)
-        late = _Late(number, entries, chunks)
+        place = (number, self._layouts)
+        self._layouts += 1
         if number >= len(self._structures):
-            return late
-        tail = without_structure(text, number)
-        if self._rows <= self._most_rows or tail is None:
-            return late.layout(self._labels)
+            return _Late(number, entries, chunks)
         tensors, labels = self._structures[number].tensors, self._labels[number]
         check_dtypes(tensors)
-        facts = check_layout(with_names(entries, labels), chunks, tensors)
-        return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
+        named = with_names(entries, labels)
+        facts = check_layout(named, chunks, tensors)
+        tail = without_structure(text, number)
+        if self._rows > self._most_rows and tail is not None:
+            return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
+        self.facts[place] = facts
+        return Layout(entry_rows(named), chunk_rows(chunks))
 
     def layouts(self, found: list[Any]) -> tuple[Layout, ...]:
         """The layouts, now that all structures are known."""

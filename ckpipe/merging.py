@@ -120,7 +120,7 @@ def _per_rank(bundle: Bundle) -> tuple[PerRank, ...]:
     members: list[list[Part]] = [[] for _ in bundle.structures]
     for part in bundle.parts:
         members[part.structure].append(part)
-    private = {layout: facts.private for (_, layout), facts in known_facts(bundle).items()}
+    private = {layout: facts.private for (_, layout), facts in known_facts(bundle, {}).items()}
     return tuple(
         PerRank(_differing_tensors(each, private), _differing_values(each)) for each in members
     )

@@ -118,11 +118,15 @@ def run(case: Case) -> None:
 
 
 def matrix(rows: int, step: int) -> DTensor:
-    """A matrix of rows of 8 KiB that are divided between the ranks."""
-    size = dist.get_world_size()
-    part = torch.arange(rows << 10, dtype=torch.float64).reshape(rows, 1024).chunk(size)
+    """A matrix of rows of 8 KiB that are divided between the ranks; some may get none."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.arange(rows << 10, dtype=torch.float64).reshape(rows, 1024) + step
+    parts = whole.chunk(size)
+    part = parts[rank] if rank < len(parts) else whole[:0]
     mesh = init_device_mesh("cpu", (size,))
-    return DTensor.from_local(part[dist.get_rank()] + step, mesh, [Shard(0)])
+    return DTensor.from_local(
+        part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def divide(case: Case) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpipe.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
 from ckpipe.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.load_planning import (
     ALLOWANCE_BYTES,
@@ -19,6 +20,7 @@ from ckpipe.load_planning import (
     plan_reads,
 )
 from ckpipe.manifest import EntryRow, FileRow, Layout, Part
+from ckpipe.stored_tensors import Piece
 
 HEADER_BYTES = 4096
 
@@ -131,6 +133,53 @@ def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) 
         assert (one.file, one.offset) <= (other.file, other.offset)
         if one.file == other.file:
             assert other.offset > one.offset + one.size - 2 * case.limits.alignment
+
+
+@st.composite
+def resharded(draw: st.DrawFn) -> tuple[PartData, list[Piece], ReadLimits]:
+    """A matrix that was saved in a grid of blocks, and those parts of them that a block needs."""
+    rows, columns = draw(st.integers(1, 30)), draw(st.integers(1, 3 << 20))
+    shape = (rows, columns)
+    edges = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))}) for n in shape]
+    grid = [pairwise(each) for each in edges]
+    boxes: list[Box] = [
+        ((top, left), (bottom, right)) for (top, bottom), (left, right) in product(*grid)
+    ]
+    data = part_data([[box_volume(box) for box in boxes]])
+    target = tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
+    wanted: Box = (target[0][0], target[1][0]), (target[0][1], target[1][1])
+    pieces = []
+    for number, box in enumerate(boxes):
+        common = intersection(box, wanted)
+        if common is not None:
+            inside = moved(common, box[0])
+            size = box_volume(box)
+            pieces.append(Piece(number, 0, size, None, box_shape(box), inside, None, False))
+    return data, pieces, draw(limits)
+
+
+@given(resharded())
+def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
+    case: tuple[PartData, list[Piece], ReadLimits],
+) -> None:
+    data, pieces, limit = case
+    # What is needed byte for byte, without what lies between rows that are read together.
+    exact = [
+        Need(piece.entry, lo, hi)
+        for piece in pieces
+        if piece.inside is not None
+        for lo, hi in flat_ranges(piece.shape, piece.inside, 0)
+    ]
+    runs = contiguous([absolute(data, need) for need in exact])
+    allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in runs)
+    reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], limit)
+    assert sum(read.size for read in reads) <= allowed
+    chunks = [(piece.entry, piece.lo) for read in reads for piece in read.pieces]
+    assert len(chunks) == len(set(chunks))
+    known = set(chunks)
+    for need in exact:
+        first, last = need.lo // CHUNK_BYTES, (need.hi - 1) // CHUNK_BYTES
+        assert all((need.entry, n * CHUNK_BYTES) in known for n in range(first, last + 1))
 
 
 def test_large_reads_are_aligned() -> None:

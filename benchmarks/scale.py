@@ -1,0 +1,156 @@
+"""What planning, committing and loading cost in worlds of 8 to 16,384 ranks.
+
+    python benchmarks/scale.py [--quick] [--json FILE] [--plots DIR]
+
+Worlds are made up, but for the bytes of tensors: every manifest is really planned, encoded and
+committed to a store in memory, and the index really merged from all of them. Of what every rank
+does alike, a few are sampled. Each measure runs in a process of its own, so that peaks of memory
+are its own; DCP's plan of all ranks runs beside, as far as it ends in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import scale_measures
+import torch
+
+import ckpipe
+
+SIZES = (8, 64, 1024, 16_384)
+RUNS = {
+    "plan": SIZES,
+    "requests": SIZES,
+    "index": SIZES,
+    "dcp": (8, 64, 256, 1024),
+    "load": (10, 100),
+}
+QUICK = {name: sizes[:2] for name, sizes in RUNS.items()}
+LIMIT_SECONDS = 600
+Results = dict[str, dict[str, float]]
+
+GOALS = {
+    "plan ms, sharded": 30,
+    "plan ms, two replicas": 30,
+    "plan ms, replicated": 30,
+    "cached ms": 1,
+    "index s": 60,
+    "peak MiB": 1024,
+    "bytes per shard": 64,
+    "load plan s": 1,
+}
+"""What is to be reached at the largest size."""
+
+
+def measured(name: str, ranks: int) -> dict[str, float]:
+    """One measure in a process of its own; nothing if it does not end in time or in memory."""
+    command = [sys.executable, __file__, "--measure", name, str(ranks)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{name:10s} {ranks:6d}  did not end in {LIMIT_SECONDS} s")
+        return {}
+    if done.returncode:
+        print(f"{name:10s} {ranks:6d}  failed: {done.stderr.strip()[-200:]}")
+        return {}
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    shown = ", ".join(f"{what} {value:.3g}" for what, value in found.items())
+    print(f"{name:10s} {ranks:6d}  {shown}", flush=True)
+    return found
+
+
+def run(runs: Mapping[str, tuple[int, ...]]) -> Results:
+    """All measures at all sizes: for each figure, its value by the number of ranks."""
+    results: Results = defaultdict(dict)
+    for name, sizes in runs.items():
+        for ranks in sizes:
+            for figure, value in measured(name, ranks).items():
+                results[figure][str(ranks)] = value
+    return dict(results)
+
+
+def report(results: Results) -> None:
+    """Prints what was to be reached."""
+    print()
+    for figure, goal in GOALS.items():
+        if results.get(figure):
+            ranks, value = list(results[figure].items())[-1]
+            verdict = "ok" if value <= goal else "MISSED"
+            print(f"{figure:24s} {ranks:>6s} ranks {value:10.2f}   to reach {goal:6g}   {verdict}")
+
+
+PANELS = {
+    "one rank's plan of 1,000 tensors, ms": (
+        "plan ms, sharded", "plan ms, replicated", "cached ms", "dcp local ms",
+    ),
+    "the plan or index of all ranks, s": ("index s", "last commit s", "dcp global s"),
+    "requests of a rank": ("requests", "load: metadata requests"),
+    "metadata, KB": ("load: metadata KB", "manifest KB"),
+}  # fmt: skip
+
+
+def draw(results: Results, path: Path) -> None:
+    """Cost against ranks, both on logarithmic scales."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    for axis, (title, figures) in zip(axes.flat, PANELS.items(), strict=True):
+        for name in figures:
+            points = results.get(name, {})
+            if points:
+                axis.plot([int(n) for n in points], list(points.values()), marker="o", label=name)
+        axis.set(xscale="log", yscale="log", title=title, xlabel="ranks")
+        axis.legend(fontsize="small")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def document(results: Results) -> dict[str, Any]:
+    """What is written as JSON."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "versions": {"ckpipe": ckpipe.__version__, "torch": torch.__version__},
+        "tensors": scale_measures.TENSORS,
+        "shards of the index per rank": scale_measures.SHARDS,
+        "figures": results,
+    }
+
+
+def main() -> None:
+    """Measures, prints, and writes JSON and a plot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="only the two smallest worlds")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--plots", type=Path, default=None, help="a folder for the picture")
+    parser.add_argument("--measure", nargs=2, metavar=("NAME", "RANKS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        name, ranks = arguments.measure
+        print(json.dumps(scale_measures.MEASURES[name](int(ranks))))
+        return
+    results = run(QUICK if arguments.quick else RUNS)
+    report(results)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document(results), indent=1) + "\n")
+    if arguments.plots:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
+        draw(results, arguments.plots / "scale.png")
+
+
+if __name__ == "__main__":
+    main()

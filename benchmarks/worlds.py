@@ -1,0 +1,108 @@
+"""Made-up worlds of any number of ranks: what each holds, plans and commits, without its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ckpipe.cargo import file_rows
+from ckpipe.checksum import chunk_count
+from ckpipe.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.planning import LocalPlanner, RankPlan
+from ckpipe.structure import Captured
+from ckpipe.tensors import TensorLeaf
+from ckpipe.types import CheckpointId
+
+ID = CheckpointId("20261121T034205123Z-scale", 1000, 0)
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks that hold tensors cut in blocks of rows, and several replicas of them or one.
+
+    Args:
+        ranks: How many ranks there are.
+        tensors: How many tensors the state has.
+        replicas: How many ranks hold each shard.
+    """
+
+    ranks: int
+    tensors: int
+    replicas: int = 1
+
+    @cached_property
+    def shardings(self) -> list[Sharding]:
+        """How each tensor lies on the ranks: shapes are as different as those of a model."""
+        shards = self.ranks // self.replicas
+        mesh = Mesh((self.replicas, shards), tuple(range(self.ranks)))
+        cut = (Placement(), Placement(0))
+        return [
+            sharding(mesh, cut, ((1 + n % 7) * shards, 16 * (1 + n % 11)))
+            for n in range(self.tensors)
+        ]
+
+    def labels(self) -> list[str]:
+        """The labels of the tensors, named like those of a model."""
+        return [f"model.layers.{n // 8}.block.{n % 8}.weight" for n in range(self.tensors)]
+
+    def captured(self, rank: int) -> Captured:
+        """What the walk would find on a rank."""
+        leaves, address = [], 1 << 20
+        for label, spread in zip(self.labels(), self.shardings, strict=True):
+            local = spread.local_shape(rank) or (0,)
+            data = torch.empty(local, dtype=torch.float32, device="meta")
+            leaves.append(
+                TensorLeaf(
+                    label, "float32", local, data.stride(), "cpu", "tensor", None, False,
+                    "", address, data.nbytes, data.nbytes, True, None, spread,
+                )
+            )  # fmt: skip
+            address += data.nbytes + 64
+        nodes = [["tensor", number] for number in range(self.tensors)]
+        return Captured(["dict", self.labels(), nodes], leaves, [])
+
+    def plan(self, rank: int) -> RankPlan:
+        """The plan of a rank, made from nothing."""
+        return LocalPlanner().plan(self.captured(rank), rank=rank, world_size=self.ranks)
+
+    def manifest(self, rank: int) -> Bundle:
+        """What a rank commits; its checksums are as random as those of real bytes."""
+        captured = self.captured(rank)
+        plan = LocalPlanner().plan(captured, rank=rank, world_size=self.ranks)
+        count = sum(chunk_count(entry.nbytes) for entry in plan.layout.entries)
+        rows = tuple(_row(leaf) for leaf in captured.tensors)
+        part = Part(
+            rank=rank, structure=0, layout=0, values=(),
+            files=file_rows(plan.files, list(_sums(rank, len(plan.files)))),
+            checksums=tuple(_sums(rank + self.ranks, count)), token=f"{rank:032x}",
+            started="2026-11-21T03:42:05.123+00:00", writer={"ckpipe": "0.1.0"},
+        )  # fmt: skip
+        structure = Structure(captured.tree, rows, 0)
+        return Bundle("manifest", ID, self.ranks, (structure,), (plan.layout,), (part,))
+
+
+def _row(leaf: TensorLeaf) -> TensorRow:
+    return TensorRow(leaf.label, leaf.dtype, leaf.full_shape)
+
+
+def _sums(seed: int, count: int) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn: Iterable[int] = torch.randint(0, 1 << 32, (count,), generator=generator).tolist()
+    return iter(drawn)
+
+
+def shard_count(bundle: Bundle) -> int:
+    """How many shards the parts of a bundle hold."""
+    sizes = [len(layout.chunks) for layout in bundle.layouts]
+    return sum(sizes[part.layout] for part in bundle.parts)
+
+
+def near(ranks: int, samples: int) -> list[int]:
+    """Ranks from all over a world, the first and the last among them."""
+    count = min(ranks, samples)
+    return sorted({math.floor(n * (ranks - 1) / max(1, count - 1)) for n in range(count)})
