@@ -78,7 +78,14 @@ def _check_head(plan: RankPlan, captured: Captured, rank: int, world_size: int) 
 def _check_tables(plan: RankPlan, captured: Captured) -> None:
     """Checks what the format asks for, as a reader of the manifest would."""
     rows = tuple(
-        TensorRow(leaf.label, leaf.dtype, leaf.full_shape, kind=leaf.kind, lazy=leaf.lazy)
+        TensorRow(
+            leaf.label,
+            leaf.dtype,
+            leaf.full_shape,
+            kind=leaf.kind,
+            lazy=leaf.lazy,
+            attributes=leaf.attributes,
+        )
         for leaf in captured.tensors
     )
     try:

@@ -3,8 +3,8 @@
 Theory. A plan that ranks share serves until their states change. Whether it serves for a save must
 be decided alike by all ranks, yet a rank cannot know whether another one's state has changed, and
 is not to wait for it. So for every save there is a *way*, which whoever comes first decides for
-all, by an atomic compare-and-set: ``keep n`` if to that rank plan ``n`` is the newest and fits,
-else ``new``.
+all, by an atomic compare-and-set: ``keep n`` if ``n`` is the newest plan that fits that rank, else
+``new``.
 
 * On the way ``keep``, nobody waits for anybody. A rank whose state has changed still does what the
   others leave to it (see :mod:`ckpipe.shared_plan`), writes what is new by itself, and *wishes*:
@@ -128,10 +128,10 @@ class PlanRounds:
             self._leave(save, way)
 
     def _decide(self, save: str, digest: str) -> str:
-        known = self._plans[max(self._plans)] if self._plans else None
         wish = self._store.add("wishes", 0)
-        fits = known is not None and known.digest == digest and known.wish >= wish
-        proposal = f"keep {known.number}" if known is not None and fits else "new"
+        plans = list(self._plans.values())
+        fit = [each.number for each in plans if each.digest == digest and each.wish >= wish]
+        proposal = f"keep {max(fit)}" if fit else "new"
         way: bytes = self._store.compare_set(f"{save}/way", "", proposal)
         return way.decode()
 

@@ -24,15 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 from mortal_runs import die, note, notes
+from shared_states import check_layouts, check_shared, joint_planner, shared
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from wrapped_models import trained, wrapped
 
 import ckpipe
 import ckpipe.distributed
@@ -146,6 +142,38 @@ def divide(case: Case) -> None:
             pipeline.prune()
 
 
+def plan_together(case: Case) -> None:
+    """Saves states that differ more or less between ranks, with one plan for all of them."""
+    rank, root = dist.get_rank(), Path(case["root"])
+    planner = joint_planner(case["store"], root, case["seconds"])
+    before = collectives()
+    with ckpipe.SyncPipeline(root, plan=planner, **SETTINGS) as pipeline:
+        for step, what in enumerate(case["saves"]):
+            if what == "more-killed" and rank == 1:
+                die()
+            while what == "more-late" and rank == 1 and len(told(root, "failed")) < 2:
+                os.sched_yield()
+            try:
+                pipeline.save(shared(rank, what), step=step).wait()
+                tell(case, committed=step)
+            except ckpipe.CkpipeError as error:
+                tell(case, failed=[step, type(error).__name__, str(error)])
+        check_shared(pipeline)
+    assert collectives() == before
+    tell(case, over=True)
+    while rank == 0 and len(told(root, "over")) < dist.get_world_size() - case.get("dead", 0):
+        os.sched_yield()  # the store may live here
+
+
+def place(case: Case) -> None:
+    """Saves a state in some layouts and loads each into others."""
+    before = collectives()
+    with ckpipe.SyncPipeline(case["root"], plan=case["plan"], **SETTINGS) as pipeline:
+        for saved, loaded in case["pairs"]:
+            check_layouts(pipeline, saved, loaded)
+    assert collectives() == before
+
+
 def alone(case: Case) -> None:
     """Rank 0 saves and loads after all others have gone for good."""
     pipeline = ckpipe.SyncPipeline(case["root"], **SETTINGS)
@@ -201,48 +229,6 @@ def retain(case: Case) -> None:
             if rank in case["pruners"]:
                 pipeline.prune()
         tell(case, ended=True)
-
-
-class Net(torch.nn.Module):
-    """A few layers, with a normalization that has buffers if it is asked for."""
-
-    def __init__(self, *, normalized: bool = True) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(8, 12)
-        self.norm = torch.nn.BatchNorm1d(12) if normalized else torch.nn.Identity()
-        self.second = torch.nn.Linear(12, 8, bias=False)
-        self.tied = torch.nn.Linear(8, 12, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.tied(self.second(torch.relu(self.norm(self.first(x)))))
-        return hidden
-
-
-def wrapped(kind: str) -> torch.nn.Module:
-    """The same model, with the same numbers, in a wrapper."""
-    torch.manual_seed(3)
-    net = Net(normalized=kind not in ("tp", "plain"))
-    size = dist.get_world_size()
-    if kind == "fsdp":
-        fully_shard(net.first, mesh=init_device_mesh("cpu", (size,)))
-        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
-    if kind == "tp":
-        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-        parallelize_module(net, init_device_mesh("cpu", (size,)), plan)
-    return DistributedDataParallel(net) if kind == "ddp" else net
-
-
-def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
-    """Trains on data that depend on nothing but the step; returns the last loss."""
-    model.train()
-    loss = torch.zeros(())
-    for step in steps:
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
 
 
 def train(case: Case) -> None:
@@ -325,6 +311,7 @@ def instants(case: Case) -> None:
 
 _CASES = (
     meet, run, divide, alone, barrier, preempted, retain, train, stage_and_die, instants,
+    plan_together, place,
 )  # fmt: skip
 CASES: dict[str, Callable[[Case], None]] = {each.__name__: each for each in _CASES}
 

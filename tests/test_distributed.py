@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gang import Gang, Net, gang, told, trained
+from gang import Gang, gang, told
+from safetensors import safe_open
+from sampling import EVERY, SEED
+from wrapped_models import Net, trained
 
 from ckpipe.distributed import TrainingState, training_state
 from ckpipe.keys import label_part
@@ -20,14 +24,26 @@ def world() -> Iterator[Gang]:
         yield made
 
 
+PAIRS = [
+    ("fsdp", 2, "none", 1),
+    ("none", 1, "fsdp", 2),
+    ("ddp", 2, "fsdp", 2),
+    ("tp", 2, "plain", 1),
+]
+# Worlds of four take long: one pair of them in each run.
+LARGE = [
+    ("hsdp", 4, "fsdp", 3),
+    ("fsdp", 3, "hsdp", 4),
+    ("2d", 4, "tp", 2),
+    ("tp", 2, "2d", 4),
+    ("2d", 4, "plain", 1),
+    ("hsdp", 4, "ddp", 2),
+]
+
+
 @pytest.mark.parametrize(
     ("saved", "ranks", "loaded", "again"),
-    [
-        ("fsdp", 2, "none", 1),
-        ("none", 1, "fsdp", 2),
-        ("ddp", 2, "fsdp", 2),
-        ("tp", 2, "plain", 1),
-    ],
+    PAIRS + (LARGE if EVERY else random.Random(SEED).sample(LARGE, 1)),
 )
 def test_training_goes_on_in_another_wrapper(
     world: Gang, tmp_path: Path, saved: str, ranks: int, loaded: str, again: int
@@ -40,6 +56,28 @@ def test_training_goes_on_in_another_wrapper(
     names = [each for values in told(root, "names").values() for each in values]
     assert all(each == names[0] for each in names)
     assert len(losses) == ranks + again
+
+
+def test_copies_on_meshes_of_their_own_are_written_once_if_ranks_plan_together(
+    world: Gang, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    case = {"kind": "copies", "first": 1, "save": True, "step": 1, "settings": {"plan": "global"}}
+    assert world.run("train", root, 4, **case) == [0] * 4
+    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    halves = [name for name in names if name.startswith("training.model.first.weight@")]
+    assert sorted(halves) == [
+        f"training.model.first.weight@{box}" for box in ("0,0:6,8", "6,0:12,8")
+    ]
+    assert world.run("train", root, 1, kind="plain", first=0, save=False, step=1) == [0]
+    losses = [loss for values in told(root, "loss").values() for loss in values]
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
+
+
+def entry_names(path: Path) -> list[str]:
+    """The names of the tensors in a data file."""
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
 
 
 def test_optimizer_that_never_stepped_stays_so(world: Gang, tmp_path: Path) -> None:

@@ -73,11 +73,14 @@ def test_planner_of_a_user_divides_as_it_likes(tmp_path: Path) -> None:
                 assert torch.equal(result.state[name], tensor)
 
 
-def test_planner_is_a_setting() -> None:
+def test_planner_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = LastWrites()
     assert ckpipe.Settings(plan="global").plan.planner == "global"
     assert ckpipe.Settings(plan=planner).plan.planner is planner
     assert ckpipe.Settings(plan={"replicated": ["*"]}).plan.planner == "local"
+    monkeypatch.setenv("CKPIPE_PLAN", "global")
+    assert ckpipe.Settings().plan.planner == "global"
+    monkeypatch.delenv("CKPIPE_PLAN")
     both = ckpipe.Settings(plan={"planner": "global", "timeout_seconds": 3})
     assert both.override(plan={"replicated": "none"}).plan.timeout_seconds == 3
 
@@ -181,8 +184,11 @@ def test_plan_that_is_not_valid_fails_before_a_byte_is_copied(how: str, tmp_path
 
 def test_right_plans_of_every_shape_pass(tmp_path: Path) -> None:
     memory = torch.arange(24.0)
+    named = torch.nn.Parameter(torch.ones(3))
+    named.note = {"from": [1, torch.ones(2)]}  # type: ignore[attr-defined]
     state = {
-        "low": memory[:16], "high": memory[8:], "turned": torch.ones(3, 4).T, "tied": memory,
+        "named": named, "low": memory[:16], "high": memory[8:], "turned": torch.ones(3, 4).T,
+        "tied": memory,
         "lazy": torch.ones(3, dtype=torch.complex64).conj(), "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(3), "spread": torch.ones(1).expand(4), "b": torch.ones(3).bfloat16(),
         "part": torch.arange(20).view(4, 5)[1:3, 2:4], "bytes": memory.view(torch.uint8)[3:9],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from gang import Gang, gang, private, told
 from safetensors.torch import load_file
 from sampling import EVERY, SEED
+from shared_states import LAYOUTS
 from worker_runs import wake_and_await_end
 
 import ckpipe
@@ -83,6 +85,55 @@ def test_ranks_save_and_resume_without_a_collective(world: Gang, tmp_path: Path)
 
 def test_sharded_states_are_captured_at_one_instant_each(world: Gang, tmp_path: Path) -> None:
     assert world.run("instants", tmp_path / "run", 2, saves=3) == [0, 0]
+
+
+STORES = ["default", "file", "tcp"]
+
+
+@pytest.mark.parametrize("store", STORES if EVERY else random.Random(SEED).sample(STORES, 1))
+def test_ranks_plan_together_without_a_collective(world: Gang, tmp_path: Path, store: str) -> None:
+    root = tmp_path / "run"
+    saves = ["same", "same", "more", "more", "alone1", "alone1", "unlike", "same", "same"]
+    codes = world.run("plan_together", root, 3, store=store, seconds=60, saves=saves)
+    assert codes == [0, 0, 0]
+    # Rank 2 alone is unlike, and whoever comes first to that save decides what becomes of it.
+    committed = told(root, "committed")
+    failed = told(root, "failed")
+    for rank in range(3):
+        assert [step for step in committed[rank] if step != 6] == [0, 1, 2, 3, 4, 5, 7, 8]
+    for step, kind, text in (each for values in failed.values() for each in values):
+        assert step == 6
+        assert kind in ("UnsupportedState", "SaveError")
+        assert "'w'" in text
+    check(root)
+
+
+def test_every_layout_loads_into_every_other(world: Gang, tmp_path: Path) -> None:
+    pairs = list(itertools.product(range(len(LAYOUTS)), repeat=2))
+    chance = random.Random(SEED)
+    for plan in ("local", "global"):
+        chosen = pairs if EVERY else chance.sample(pairs, 5)
+        root = tmp_path / plan
+        assert world.run("place", root, 4, pairs=chosen, plan=plan) == [0] * 4
+
+
+def test_late_and_dead_ranks_cost_saves_and_nothing_else(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saves = ["same", "more-late", "same", "more-killed", "same"]
+    case = {"store": "default", "seconds": 3, "saves": saves, "dead": 1}
+    assert world.run("plan_together", root, 3, **case) == [0, None, 0]
+    failed = told(root, "failed")
+    for rank in (0, 2):
+        assert [(step, kind) for step, kind, _ in failed[rank]] == [
+            (1, "PlanTimeout"),
+            (3, "PlanTimeout"),
+        ]
+        assert all("Rank 1 did not take part in planning" in text for _, _, text in failed[rank])
+        # Saves of what is as it was need nobody.
+        assert told(root, "committed")[rank] == [0, 2, 4]
+    assert [(step, kind) for step, kind, _ in failed[1]] == [(1, "PlanTimeout")]
+    with ckpipe.SyncPipeline(root) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [0, 2]
 
 
 KILLS: dict[str, dict[str, Any]] = {
