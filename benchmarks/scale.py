@@ -93,10 +93,18 @@ PANELS = {
     "one rank's plan of 1,000 tensors, ms": (
         "plan ms, sharded", "plan ms, replicated", "cached ms", "dcp local ms",
     ),
-    "the plan or index of all ranks, s": ("index s", "last commit s", "dcp global s"),
+    "the index or plan of all shards, s": ("index s", "last commit s", "dcp global s"),
     "requests of a rank": ("requests", "load: metadata requests"),
     "metadata, KB": ("load: metadata KB", "manifest KB"),
 }  # fmt: skip
+
+
+SHARDS = {
+    "index s": scale_measures.SHARDS,
+    "last commit s": scale_measures.SHARDS,
+    "dcp global s": scale_measures.TENSORS,
+}
+"""How many shards each rank has, for figures that are drawn against all shards."""
 
 
 def draw(results: Results, path: Path) -> None:
@@ -111,8 +119,10 @@ def draw(results: Results, path: Path) -> None:
         for name in figures:
             points = results.get(name, {})
             if points:
-                axis.plot([int(n) for n in points], list(points.values()), marker="o", label=name)
-        axis.set(xscale="log", yscale="log", title=title, xlabel="ranks")
+                sizes = [int(n) * SHARDS.get(name, 1) for n in points]
+                axis.plot(sizes, list(points.values()), marker="o", label=name)
+        unit = "shards" if figures[0] in SHARDS else "ranks"
+        axis.set(xscale="log", yscale="log", title=title, xlabel=unit)
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
