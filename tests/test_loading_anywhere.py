@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gang import Gang, Net, gang, told, trained
+from gang import Gang, gang, told
 from sampling import EVERY, SEED
+from wrapped_models import Net, trained
 
 import ckpipe
 from ckpipe.distributed import training_state
