@@ -30,6 +30,7 @@ from server_processes import free_ports
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
+from ckpipe.cli.app import run
 from ckpipe_s3 import S3Backend
 
 BUCKET = "faults"
@@ -266,6 +267,29 @@ def test_expired_credentials_are_told_and_not_tried_again(
     assert SECRET not in repr(error) + str(error)
     assert proxy.faults() <= 3
     check(url, server, complete=False)
+
+
+def test_a_run_without_the_right_to_delete(server: S3Server, proxy: FaultProxy, url: str) -> None:
+    proxy.rule = lambda request: Fault.FORBIDDEN if request.operation == "Delete" else None
+    with pipeline(url, proxy.url) as opened:
+        opened.save(state(), step=1, until="committed")
+        assert opened.load(step=1) is not None
+        with pytest.raises(errors.PermissionDenied, match=r"docs/tutorials/s3\.md"):
+            opened.delete(1)
+    assert proxy.faults() > 1
+
+
+def test_looking_needs_no_right_to_write(
+    server: S3Server, proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(url, server.url) is None
+    monkeypatch.setenv("CKPIPE_BACKENDS__S3__ENDPOINT_URL", proxy.url)
+    writes = ("PUT", "POST", "DELETE")
+    proxy.rule = lambda request: Fault.FORBIDDEN if request.method in writes else None
+    for command in ("ls", "info", "verify"):
+        assert run([command, url]) == 0
+    with pytest.raises(errors.PermissionDenied), pipeline(url, proxy.url):
+        pass
 
 
 PROCESS = """
