@@ -75,7 +75,7 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def pipeline(
-    url: str, endpoint: str, profile: str | None = None, **upload: Any
+    url: str, endpoint: str, profile: str | None = None, worker: str = "thread", **upload: Any
 ) -> ckpipe.SyncPipeline:
     """A pipeline that tries again at once, and does not wait long for anything."""
     options = {"endpoint_url": endpoint, "request_timeout": 1.0, "profile": profile}
@@ -90,6 +90,7 @@ def pipeline(
             **upload,
         },
         backends={"s3": options},
+        worker=worker,
     )
 
 
@@ -133,10 +134,11 @@ class Once:
         return self._fault if next(self._seen) in self._turns else None
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
 def test_a_save_and_a_load_through_nothing_but_a_proxy(
-    server: S3Server, proxy: FaultProxy, url: str
+    server: S3Server, proxy: FaultProxy, url: str, worker: str
 ) -> None:
-    assert save(url, proxy.url) is None
+    assert save(url, proxy.url, worker=worker) is None
     operations = [operation for operation, _ in proxy.log]
     assert operations.count("UploadPart") == 3
     assert operations.count("CreateUpload") == operations.count("Complete") == 1
@@ -197,6 +199,18 @@ def test_a_save_survives_a_storm(
 ) -> None:
     proxy.rule = Once(operation, fault, times=4)
     assert save(url, proxy.url) is None
+    check(url, server, complete=True)
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"), sample(itertools.product(("UploadPart", "Complete"), PASSING), 1)
+)
+def test_a_worker_process_survives_faults(
+    server: S3Server, proxy: FaultProxy, url: str, operation: str, fault: Fault
+) -> None:
+    proxy.rule = Once(operation, fault, times=2)
+    assert save(url, proxy.url, worker="process") is None
+    assert proxy.faults() >= 1
     check(url, server, complete=True)
 
 

@@ -44,7 +44,7 @@ def case(server: S3Server) -> dict[str, Any]:
 def opened(case: dict[str, Any], **fields: Any) -> ckpipe.SyncPipeline:
     """A pipeline of one rank on the bucket of a case."""
     backends = {"s3": {"endpoint_url": case["endpoint"]}}
-    return ckpipe.SyncPipeline(case["bucket"], backends=backends, **fields)
+    return ckpipe.SyncPipeline(case["bucket"], backends=backends, worker="thread", **fields)
 
 
 def below(case: dict[str, Any]) -> str:
