@@ -123,9 +123,10 @@ class LeafFacts:
     def _bases(self, objects: list[Any]) -> list[torch.Tensor]:
         """The tensors that are compared in bulk; of DTensors, the local parts."""
         bases = list(objects)
-        for n in self._wrapped:
-            bases[n] = local = objects[n]._local_tensor
-            check(type(local) is torch.Tensor)
+        local = list(map(attrgetter("_local_tensor"), _of(objects, self._wrapped)))
+        check(set(map(type, local)) <= {torch.Tensor})
+        for n, each in zip(self._wrapped, local, strict=True):
+            bases[n] = each
         return _of(bases, self._bulk)
 
     def _check_wrappers(self, wrapped: list[Any]) -> None:

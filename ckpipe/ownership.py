@@ -121,8 +121,9 @@ def memory_facts(tensors: Iterable[torch.Tensor]) -> list[list[Any]] | None:
     As long as it is the same, the same leaves are owned.
     """
     local = list(tensors)
-    if not set(map(type, local)).issubset(PLAIN_TYPES):
-        local = [part for each in local if (part := _local(each)) is not None]
+    if odd := set(map(type, local)).difference(PLAIN_TYPES):
+        parts = (_local(each) if type(each) in odd else each for each in local)
+        local = [part for part in parts if part is not None]
     try:
         return [list(map(fact, local)) for fact in _MEMORY_FACTS]
     except RuntimeError:  # such as that there are no strides

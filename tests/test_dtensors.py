@@ -21,8 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckpipe import division
 from ckpipe.boxes import Box, box_shape
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
+from ckpipe.keys import LabelFilter
 from ckpipe.planning import LocalPlanner, fingerprint
-from ckpipe.structure import capture
+from ckpipe.structure import capture, walk
+from ckpipe.trail import trail_of
 
 RANK, WORLD = 1, 4
 
@@ -272,3 +274,74 @@ def test_parameters_of_ddp_are_replicated_and_its_buffers_are_not(tmp_path: Path
     assert names.count("model.module.1.running_mean") == 2
     assert {"spread@0:5", "spread@5:10"} <= set(names)
     assert [part.tolist() for _, _, part in found] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+# ---- the next save ----
+
+
+class Tagged(torch.Tensor):
+    """A subclass of tensors."""
+
+
+def placed(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = (4, 3)) -> DTensor:
+    return DTensor.from_local(torch.ones(shape), mesh, list(placements), run_check=False)
+
+
+def follow(before: Any, after: Any) -> bool:
+    """Whether the trail through a state leads through another, and where a walk leads."""
+    select = LabelFilter()
+    with torch.no_grad():
+        trail = trail_of(walk(before, select, pickling=False), select)
+        assert trail is not None
+        assert trail.follow(before, select) is not None
+        found, expected = trail.follow(after, select), capture(after)
+    if found is None:
+        return False
+    assert (found.tree, found.tensors) == (expected.tree, expected.tensors)
+    assert fingerprint(found) == fingerprint(expected)
+    assert [each.data_ptr() for each in found.memory] == [
+        each.data_ptr() for each in expected.memory
+    ]
+    return True
+
+
+def test_a_trail_leads_through_sharded_tensors_that_are_alike(mesh: DeviceMesh) -> None:
+    one = placed(mesh, Shard(0), Replicate())
+    assert follow({"w": one}, {"w": one.detach()})
+    assert follow({"w": one}, {"w": placed(mesh, Shard(0), Replicate())})
+    assert follow({"w": one}, {"w": placed(init_device_mesh("cpu", (2, 2)), Shard(0), Replicate())})
+
+
+def test_a_trail_ends_at_sharded_tensors_that_are_not(mesh: DeviceMesh) -> None:
+    one = placed(mesh, Shard(0), Replicate())
+    strided = _StridedShard(0, split_factor=2)
+    others: dict[str, Any] = {
+        "placements": placed(mesh, Shard(1), Replicate()),
+        "a strided shard": placed(mesh, strided, Replicate()),
+        "mesh": placed(init_device_mesh("cpu", (4, 1)), Shard(0), Replicate()),
+        "global shape": DTensor.from_local(
+            torch.ones(4, 3), mesh, [Shard(0), Replicate()], run_check=False,
+            shape=torch.Size((7, 3)), stride=(3, 1),
+        ),
+        "local shape": placed(mesh, Shard(0), Replicate(), shape=(4, 4)),
+        "dtype": DTensor.from_local(
+            torch.ones(4, 3).half(), mesh, [Shard(0), Replicate()], run_check=False
+        ),
+        "gradient": placed(mesh, Shard(0), Replicate()).requires_grad_(),
+        "parameter": torch.nn.Parameter(placed(mesh, Shard(0), Replicate())),
+        "plain": torch.ones(4, 3),
+    }  # fmt: skip
+    others["local class"] = placed(mesh, Shard(0), Replicate())
+    others["local class"]._local_tensor = torch.ones(4, 3).as_subclass(Tagged)
+    for what, other in others.items():
+        assert not follow({"w": one}, {"w": other}), what
+
+
+def test_sharded_parameters_are_followed(mesh: DeviceMesh) -> None:
+    parameter = torch.nn.Parameter(placed(mesh, Shard(0), Replicate()))
+    assert follow({"w": parameter}, {"w": parameter})
+    assert not follow({"w": parameter}, {"w": placed(mesh, Shard(0), Replicate())})
+    parameter.note = 1  # type: ignore[attr-defined]
+    assert not follow(
+        {"w": torch.nn.Parameter(placed(mesh, Shard(0), Replicate()))}, {"w": parameter}
+    )

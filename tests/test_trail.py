@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import pathlib
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.keys import LabelFilter
 from ckpipe.planning import fingerprint
@@ -190,10 +192,10 @@ def changed(state: dict[str, Any], key: str, how: Callable[[Any], Any]) -> dict[
     return state | {key: how(state[key])}
 
 
-def having(tensor: torch.Tensor, **attributes: Any) -> torch.Tensor:
+def having(obj: Any, **attributes: Any) -> Any:
     for name, each in attributes.items():
-        setattr(tensor, name, each)
-    return tensor
+        setattr(obj, name, each)
+    return obj
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -315,6 +317,58 @@ def test_errors_of_the_users_code_pass() -> None:
     holder.inside = None
     with pytest.raises(KeyError, match="lost"):
         followed(trail, holder)
+
+
+# ---- containers ----
+
+SHARED = [1]
+TENSOR, OTHER = torch.zeros(2), torch.ones(2)
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "a list in two places": ([[1], [1]], [SHARED, SHARED]),
+    "a tensor in two places": ([TENSOR, OTHER], [TENSOR, TENSOR]),
+    "a tensor in one place": ([TENSOR, TENSOR], [TENSOR, OTHER]),
+    "a key of an ordered dict": (OrderedDict(a=1), OrderedDict(b=1)),
+    "an attribute of a dataclass": (Box(1), having(Box(1), more=2)),
+    "an attribute of an ordered dict": (OrderedDict(a=1), having(OrderedDict(a=1), more=2)),
+    "members of a set": ({1, 2}, {1, 3}),
+    "a member's class": ({1}, {True}),
+    "a frozenset": ({1}, frozenset({1})),
+    "the length of a deque": (deque([1], maxlen=2), deque([1], maxlen=3)),
+    "the factory of a default dict": (defaultdict(list, a=1), defaultdict(int, a=1)),
+    "a key's class": ({1: 2}, {True: 2}),
+    "a zero's sign": ({0.0: 2}, {-0.0: 2}),
+    "a class in a key": ({(1, 2): 2}, {(True, 2): 2}),
+    "one more": ([1, 2], [1, 2, 3]),
+    "one less": ((1, 2), (1,)),
+    "an array's dtype": ([np.zeros(3)], [np.zeros(3, dtype=np.float32)]),
+    "an array's shape": ([np.zeros(3)], [np.zeros(4)]),
+    "a subclass's shape": ([torch.ones(3).as_subclass(Tagged)], [OTHER.as_subclass(Tagged)]),
+    "what is vouched for": (Holder([TENSOR]), having(Holder([TENSOR]), __ckpipe_replicated__=bool)),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_every_change_of_a_container_is_seen(what: str) -> None:
+    before, after = PAIRS[what]
+    trail = trail_through(before)
+    assert followed(trail, before) is not None
+    assert followed(trail, after) is None
+    assert told(capture(before)) != told(capture(after))
+
+
+def test_a_type_that_is_registered_meanwhile_is_seen() -> None:
+    @dataclass
+    class Late:
+        inside: Any
+
+    class Where(pathlib.PurePosixPath):
+        pass
+
+    for state in (Late(1), Where("/x")):
+        trail = trail_through([state])
+        assert followed(trail, [state]) is not None
+        ckpipe.register_type(type(state), to_state=str, from_state=type(state))
+        assert followed(trail, [state]) is None
 
 
 # ---- anything that may become anything ----
