@@ -77,6 +77,7 @@ def test_nobody_is_told_who_does_not_look_or_does_not_wait(
     out = Seen()
     with Patience(Console(file=out, force_terminal=True, width=80)) as patience:
         patience.end()
+        patience._show()  # as a timer would that was just too late to be cancelled
     monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
     with Patience(Console(file=out, force_terminal=False, width=80)) as patience:
         patience._show()

@@ -137,7 +137,7 @@ def test_a_report_that_is_not_one_spoils_only_the_timeline(call: Commands, tmp_p
 
 def test_a_page_that_cannot_be_written_is_a_clear_error(call: Commands, tmp_path: Path) -> None:
     save(tmp_path / "root")
-    for target in (tmp_path / "no" / "page.html", tmp_path):
+    for target in (tmp_path / "no" / "page.html", tmp_path / "root"):
         done = call("timeline", tmp_path / "root", "--html", target)
         assert (done.code, done.out) == (2, "")
         assert "cannot be written" in done.err

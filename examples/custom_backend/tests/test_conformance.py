@@ -34,6 +34,15 @@ async def test_all_is_in_one_file_once_it_is_closed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.db"]
 
 
+async def test_giving_up_after_a_complete_that_did_land_changes_nothing(tmp_path: Path) -> None:
+    async with SqliteBackend(f"sqlite://{tmp_path}/run.db") as backend:
+        upload = await backend.open_upload("a", size=3, block_bytes=3)
+        await upload.write(0, memoryview(b"abc"))
+        await upload.complete()
+        await upload.abort()
+        assert await backend.get("a", max_bytes=3) == b"abc"
+
+
 async def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="unable to open"):
         async with SqliteBackend(f"sqlite://{tmp_path}/none.db", access="read"):
