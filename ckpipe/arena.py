@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from ckpipe.pinning import Pinning
-from ckpipe.raw_memory import populate
+from ckpipe.raw_memory import join_pages, populate
 
 HUGE_PAGE_BYTES = 2 << 20
+_TRIES = 4
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -32,6 +33,7 @@ class Block:
         address: Where they begin.
         segment: What it is a part of.
         touched: Whether its pages are backed with memory.
+        joined: Whether small pages were joined to huge ones, where that is of use.
         uses: How often it was handed out; what it held before the last time is gone.
     """
 
@@ -41,11 +43,24 @@ class Block:
     segment: Segment
     touched: bool = False
     uses: int = 0
+    joined: bool = False
 
     @property
     def at(self) -> int:
         """Where it begins in its segment, in bytes."""
         return self.address - self.segment.tensor.data_ptr()
+
+    def join_pages(self) -> None:
+        """Has the system join small pages to huge ones; blocking, for a worker thread.
+
+        The kernel gives private memory huge pages by itself, shared memory only when it is asked
+        to, and a disk takes bytes from small pages at half the speed. The block may be in use.
+        """
+        begin, end = self.segment.bounds
+        low = max(begin, self.address - HUGE_PAGE_BYTES)  # a huge page may reach over the edges
+        high = min(end, self.address + len(self.view) + HUGE_PAGE_BYTES)
+        join_pages(low, high - low)
+        self.joined = True
 
     def touch(self) -> None:
         """Has the system back every page with memory; blocking, for a worker thread.
@@ -66,6 +81,7 @@ class Segment:
         blocks: How many blocks it is cut into.
         number: Its number, which no other segment of the arena has had.
         descriptor: By which another process can map it; None if it is this process's own.
+        offset: Where in the descriptor's file the mapping begins, in bytes.
     """
 
     memory: mmap.mmap
@@ -73,6 +89,12 @@ class Segment:
     blocks: int
     number: int
     descriptor: int | None = None
+    offset: int = 0
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The addresses of its first byte and behind its last."""
+        return self.tensor.data_ptr(), self.tensor.data_ptr() + len(self.memory)
 
 
 class Arena:
@@ -81,7 +103,7 @@ class Arena:
     Args:
         block_bytes: The size of a block; a multiple of the page size.
         pinning: Registers memory with CUDA, where that is wanted and there.
-        shared: Whether another process can map the memory. Its pages are not huge then.
+        shared: Whether another process can map the memory.
     """
 
     def __init__(
@@ -116,6 +138,13 @@ class Arena:
     def next_untouched(self) -> Block | None:
         """A free block that was never used, to be touched ahead of time; None if all were."""
         return self._untouched[-1] if self._untouched else None
+
+    @property
+    def next_scattered(self) -> Block | None:
+        """A free block of shared memory whose pages are still to be joined; None if all are."""
+        if not self._shared or self.block_bytes < HUGE_PAGE_BYTES:
+            return None
+        return next((block for block in self._free if not block.joined), None)
 
     def mark_touched(self, block: Block) -> None:
         """Counts a block as touched, unless somebody has taken it meanwhile."""
@@ -177,7 +206,7 @@ class Arena:
     def _grow(self, blocks: int) -> None:
         size = blocks * self.block_bytes
         try:
-            descriptor, memory = _map_shared(size) if self._shared else (None, _map_private(size))
+            memory, descriptor, offset = _map_shared(size) if self._shared else _map_private(size)
         except OSError as error:
             raise MemoryError(f"No memory for {size} bytes: {error}") from error
         if size >= HUGE_PAGE_BYTES:
@@ -185,7 +214,7 @@ class Arena:
         # A forked DataLoader worker would otherwise share, and on writes copy, the arena.
         _advise(memory, "MADV_DONTFORK")
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        segment = Segment(memory, tensor, blocks, next(self._numbers), descriptor)
+        segment = Segment(memory, tensor, blocks, next(self._numbers), descriptor, offset)
         if self._pinning is not None:
             self._pinning.pin(segment.tensor)
         view = memoryview(memory)
@@ -208,18 +237,37 @@ class Arena:
             os.close(segment.descriptor)
 
 
-def _map_private(size: int) -> mmap.mmap:
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None, 0
 
 
-def _map_shared(size: int) -> tuple[int, mmap.mmap]:
+def _map_shared(size: int) -> tuple[mmap.mmap, int, int]:
+    """Maps a new file in memory, so that huge pages of the file are huge in the mapping too.
+
+    For that, address and offset must be alike modulo the size of a huge page. The address is the
+    system's to choose: it chooses the same again, if nobody comes between.
+    """
     descriptor = os.memfd_create("ckpipe", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, size)
-        return descriptor, mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+        os.ftruncate(descriptor, size + HUGE_PAGE_BYTES)  # holes cost nothing
+        offset = 0
+        for _ in range(_TRIES):
+            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
+            wanted = _address(memory) % HUGE_PAGE_BYTES
+            if wanted == offset:
+                break
+            offset = wanted
+            memory.close()
+        else:
+            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
+        return memory, descriptor, offset
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

@@ -47,6 +47,18 @@ def populate(address: int, nbytes: int) -> None:
     _advise(address, nbytes, _MADV_POPULATE_WRITE)
 
 
+_MADV_COLLAPSE = 25  # <asm-generic/mman-common.h>, since Linux 6.1
+
+
+def join_pages(address: int, nbytes: int) -> None:
+    """Has huge pages take the place of small ones, where the kernel can do that.
+
+    What the memory holds does not change, and it may be in use meanwhile: pages that a device
+    just reads stay what they are. The mapping must be advised for huge pages.
+    """
+    _advise(address, nbytes, _MADV_COLLAPSE)
+
+
 def address_of(data: memoryview) -> int:
     """The address of the first byte of flat bytes, read-only ones too."""
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]

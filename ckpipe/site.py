@@ -231,6 +231,8 @@ class Site(Depot):
         while (block := self.arena.next_untouched) is not None:
             await anyio.to_thread.run_sync(block.touch)
             self.arena.mark_touched(block)
+        while (block := self.arena.next_scattered) is not None:
+            await anyio.to_thread.run_sync(block.join_pages)
 
 
 PAGE = 4096

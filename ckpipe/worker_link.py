@@ -135,7 +135,7 @@ class Link:
         if segment.number not in self._segments:
             assert segment.descriptor is not None
             self._segments.add(segment.number)
-            message = Segment(segment.number, len(segment.memory))
+            message = Segment(segment.number, len(segment.memory), segment.offset)
             self._channel.post(message, segment.descriptor)
         number = errand.places[filled.plan.file, filled.plan.offset]
         errand.blocks[number] = filled

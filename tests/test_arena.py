@@ -213,3 +213,26 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
     assert "SaveError" in run.stdout, run.stderr
     assert "no memory for" in run.stdout
     assert run.stdout.endswith("[0, 2]\n")
+
+
+def test_shared_blocks_are_the_bytes_of_their_descriptor() -> None:
+    arena = Arena(4 << 20, shared=True)
+    block = arena.take()
+    segment = block.segment
+    assert segment.descriptor is not None
+    assert segment.offset % mmap.PAGESIZE == 0
+    block.view[:5] = b"hello"
+    size = len(segment.memory)
+    other = mmap.mmap(segment.descriptor, size, mmap.MAP_SHARED, offset=segment.offset)
+    assert other[block.at : block.at + 5] == b"hello"
+    arena.give(block)
+    assert arena.next_scattered is block
+    block.join_pages()
+    assert arena.next_scattered is None
+    assert block.view[:5] == other[block.at : block.at + 5] == b"hello"
+    dropped: list[int] = []
+    arena.on_drop = lambda each: dropped.append(each.number)
+    arena.close()
+    assert dropped == [segment.number]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(segment.descriptor)

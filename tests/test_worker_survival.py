@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
@@ -14,10 +16,11 @@ import anyio
 import pytest
 from pipelines import same
 from sampling import EVERY
-from worker_runs import SETTINGS, Trainers, state_of, trainers, wake_and_await_end
+from worker_runs import SETTINGS, Trainers, state_of, trainers, wake_and_await_end, worker_of
 
 import ckpipe
 from ckpipe.leases import Lease, read_leases
+from ckpipe.loop_thread import LoopThread
 from ckpipe_local import LocalBackend
 
 
@@ -102,3 +105,39 @@ def test_waiting_for_a_worker_is_bounded(tmp_path: Path) -> None:
         result = pipeline.load()
         assert result is not None
         assert result.step == 1
+
+
+def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) -> None:
+    worker = {"mode": "process", "heartbeat_seconds": 600}
+    opened = ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS)
+    opened.__enter__()
+    opened.save(state_of(1), step=1).wait()
+    process = worker_of(opened)
+    os.kill(process, signal.SIGSTOP)
+    handle = opened.save(state_of(2), step=2)
+    opened._core._shut(LoopThread.abandon)  # what an interrupt during the wait leads to
+    assert handle.status == "cancelled"
+    wake_and_await_end(process)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [1, 2]
+
+
+MODULES = ("pipeline", "restore", "retention", "captured", "staged_state", "hooks", "ranks", "soak")
+
+
+@pytest.mark.skipif(not EVERY, reason="CKPIPE_TEST_ALL runs other tests over workers")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("module", MODULES)
+def test_other_tests_pass_over_workers_too(module: str) -> None:
+    environment = {name: os.environ[name] for name in os.environ if name != "CKPIPE_TEST_ALL"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parent / f"test_{module}.py")],
+        env=environment | {"CKPIPE_TEST_WORKER": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -12,7 +12,7 @@ import anyio
 from anyio import create_memory_object_stream
 
 from ckpipe._worker.channel import Channel
-from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, NewShape, Settled
+from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, NewShape, Segment, Settled
 from ckpipe.cargo import BlockPlace, Cargo
 from ckpipe.delivery import Contents, Delivery, Depot
 from ckpipe.delivery_run import run_delivery
@@ -28,13 +28,15 @@ class SharedMemory:
     def __init__(self) -> None:
         self._segments: dict[int, memoryview] = {}
 
-    def map(self, number: int, descriptor: int, nbytes: int) -> None:
+    def map(self, segment: Segment, descriptor: int) -> None:
         """Maps a segment, and closes its descriptor."""
         try:
-            memory = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            memory = mmap.mmap(
+                descriptor, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=segment.offset
+            )
         finally:
             os.close(descriptor)
-        self._segments[number] = memoryview(memory)
+        self._segments[segment.number] = memoryview(memory)
 
     def drop(self, number: int) -> None:
         """Forgets a segment; it is unmapped when the last view of it is gone."""

@@ -74,10 +74,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of shared memory; its descriptor comes with it."""
+    """A piece of shared memory; its descriptor comes with it, and maps from an offset on."""
 
     number: int
     nbytes: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

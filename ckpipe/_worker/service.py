@@ -132,8 +132,7 @@ class Service:
     def _hear(self, message: Message, jobs: TaskGroup) -> None:
         match message:
             case Segment():
-                descriptor = self._channel.take_descriptor()
-                self._memory.map(message.number, descriptor, message.nbytes)
+                self._memory.map(message, self._channel.take_descriptor())
             case Dropped():
                 self._memory.drop(message.number)
             case NewCargo():
