@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,9 @@ class BoxIndex:
         self._boxes = boxes
         self._bounds: _Bounds | None = None
         if len(boxes) > _FEW and boxes[0][0]:
-            self._bounds = bounds = np.array(boxes, np.int64)
+            self._bounds = bounds = _as_array(boxes)
             lowers = bounds[:, 0]
-            telling = [len(np.unique(lowers[:, axis])) for axis in range(lowers.shape[1])]
+            telling = [len(set(lowers[:, axis].tolist())) for axis in range(lowers.shape[1])]
             self._axis = axis = telling.index(max(telling))
             self._order = order = np.argsort(lowers[:, axis], kind="stable")
             self._lowers = lowers[order, axis]
@@ -39,7 +40,7 @@ class BoxIndex:
     def meeting(self, region: Box) -> list[tuple[int, Box]]:
         """The numbers of the boxes that meet a region, in order, and what they have of it."""
         if self._bounds is not None:
-            return self._meeting(self._bounds, region)
+            return self._meeting(self._bounds, region)[0]
         found = []
         for number, box in enumerate(self._boxes):
             common = intersection(region, box)
@@ -47,7 +48,8 @@ class BoxIndex:
                 found.append((number, common))
         return found
 
-    def _meeting(self, bounds: _Bounds, region: Box) -> list[tuple[int, Box]]:
+    def _meeting(self, bounds: _Bounds, region: Box) -> tuple[list[tuple[int, Box]], _Bounds]:
+        """The same, and what they have of it as an array."""
         stop = self._lowers.searchsorted(region[1][self._axis], "left")
         start = self._reach.searchsorted(region[0][self._axis], "right")
         numbers = np.sort(self._order[start:stop])
@@ -63,7 +65,7 @@ class BoxIndex:
         ):
             box = self._boxes[number] if within else (tuple(lower), tuple(upper))
             found.append((number, box))
-        return found
+        return found, common[meets]
 
     def cover(self, region: Box) -> tuple[list[tuple[int, Box]], list[Box]]:
         """Puts a region together from parts of the boxes, no element twice.
@@ -80,7 +82,14 @@ class BoxIndex:
         if not volume:
             return [], []
         parts: dict[Box, int] = {}
-        for number, common in self.meeting(region):
+        if self._bounds is None:
+            found = self.meeting(region)
+        else:
+            found, bounds = self._meeting(self._bounds, region)
+            sizes = bounds[:, 1] - bounds[:, 0]
+            if int(sizes.prod(1).sum()) == volume and _slabs(bounds):
+                return found, []
+        for number, common in found:
             if common == region:
                 return [(number, common)], []
             parts.setdefault(common, number)
@@ -131,7 +140,7 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     """
     if len(boxes) < 2:
         return True
-    if len(boxes) > _FEW and _slabs(boxes):
+    if len(boxes) > _FEW and boxes[0][0] and _slabs(_as_array(boxes)):
         return True
     for axis in range(len(boxes[0][0])):
         groups = _shadows(boxes, axis)
@@ -140,9 +149,16 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     return not _any_overlap(list(boxes))
 
 
-def _slabs(boxes: Sequence[Box]) -> bool:
-    """Whether the boxes lie one behind the other along an axis, as those of one cut do."""
-    bounds = np.array(boxes, np.int64)
+def _as_array(boxes: Sequence[Box]) -> _Bounds:
+    """Boxes of one number of dimensions as an array: by box, corner and dimension."""
+    flat = chain.from_iterable(chain.from_iterable(boxes))
+    dims = len(boxes[0][0])
+    count = len(boxes) * 2 * dims
+    return np.fromiter(flat, np.int64, count).reshape(len(boxes), 2, dims)
+
+
+def _slabs(bounds: _Bounds) -> bool:
+    """Whether boxes lie one behind the other along an axis, as those of one cut do."""
     for axis in range(bounds.shape[2]):
         lower, upper = bounds[:, 0, axis], bounds[:, 1, axis]
         order = np.argsort(lower)

@@ -216,7 +216,7 @@ class StoredTensors:
         dims = len(stored.shape)
         everything = whole(stored.shape)
         boxes = [chunk.box or everything for _, chunk in candidates]
-        if any(len(lower) != dims or len(upper) != dims for lower, upper in boxes):
+        if not {len(corner) for box in boxes for corner in box} <= {dims}:
             raise InvalidExtent("A box of it has a wrong number of dimensions", key=stored.label)
         index = BoxIndex(boxes)
         found: list[tuple[Candidate, Box, Box]] = []
