@@ -115,15 +115,15 @@ def test_preemption_of_one_rank_makes_all_save_the_same_step(store: Stores) -> N
 
 def test_clocks_are_agreed_on_again_and_again_and_after_a_resume(store: Stores) -> None:
     every = {"save_every_seconds": 0.05, **LOOK}
-    for launch, first in (("one", 0), ("two", 3)):
+    for launch, first, saves in (("one", 0, 2), ("two", 3, 1)):
         with ranks(store.url, 3, attempt_id=launch, **every) as world:
             assert [getattr(each.load(), "step", None) is None for each in world] == [not first] * 3
             training = Training(world)
-            training.run(until=lambda saved: len(saved) == 2)
+            training.run(until=lambda saved, most=saves: len(saved) == most)
             assert training.saved[0] == training.saved[1] == training.saved[2]
-            assert len(set(training.saved[0])) == 2
+            assert len(set(training.saved[0])) == saves
     with ranks(store.url, 3, attempt_id="look", **LOOK) as world:
-        assert sum(info.complete for info in world[0].steps()) == 4
+        assert sum(info.complete for info in world[0].steps()) == 3
 
 
 def test_steps_and_seconds_together_part_no_ranks(store: Stores) -> None:
