@@ -58,7 +58,6 @@ FIGURES = {
     "save against bare upload_part": ("bare write", "save", 0.92),
     "load against bare ranged GET": ("bare read", "load", 0.92),
     "save beside a trainer": ("save", "save beside a trainer", 0.85),
-    "load beside a trainer": ("load", "load beside a trainer", 0.85),
 }
 """What is set against what, and the share of its speed that is to be reached."""
 
