@@ -5,27 +5,38 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from mortal_runs import die, note
 
 import ckpipe
+import ckpipe.distributed
 
 SAVES = 4
 
 
-def main(root: str) -> None:
+def state(rank: int) -> dict[str, Any]:
+    """Something of the rank's own, and a model that all ranks have alike."""
+    model = torch.nn.Linear(4, 4)
+    return {
+        "mine": torch.full((10,), rank),
+        "model": ckpipe.distributed.training_state(model),
+    }
+
+
+def main(root: str, plan: str) -> None:
     """Goes on from what is there; in the first launch rank 1 dies after two saves."""
     dist.init_process_group("gloo")
     rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    with ckpipe.SyncPipeline(root, staging={"block_bytes": 65536}) as pipeline:
+    with ckpipe.SyncPipeline(root, plan=plan, staging={"block_bytes": 65536}) as pipeline:
         loaded = pipeline.load()
         first = loaded.step + 1 if loaded else 0
         attempt = pipeline._core.engine.site.attempt
         note(root, json.dumps({"rank": rank, "launch": [restarts, attempt, first]}))
         for step in range(first, SAVES):
-            handle = pipeline.save({"mine": torch.full((10,), rank)}, step=step)
+            handle = pipeline.save(state(rank), step=step)
             handle.wait()
             if step == 1 and restarts == 0 and rank == 1:
                 handle.wait_complete(timeout=60)
@@ -33,4 +44,4 @@ def main(root: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
