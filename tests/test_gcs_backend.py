@@ -15,6 +15,7 @@ import anyio
 import gcs_servers
 import pytest
 from fault_proxy import Fault, FaultProxy, GcsDialect, Request, fault_proxy
+from gcloud.aio.auth import token
 from gcs_servers import GcsServer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -557,11 +558,11 @@ async def test_a_token_that_expired_is_renewed(
         assert await read(backend) == data
 
 
-@pytest.mark.parametrize(("token", "path"), [("bad", "/token"), ("good", "/nowhere")])
+@pytest.mark.parametrize(("secret", "path"), [("bad", "/token"), ("good", "/nowhere")])
 async def test_refused_credentials(
-    guarded: GcsServer, credentials: Callable[..., str], token: str, path: str
+    guarded: GcsServer, credentials: Callable[..., str], secret: str, path: str
 ) -> None:
-    file = credentials(token, path)
+    file = credentials(secret, path)
     async with with_tokens(guarded, "any-bucket", credentials_file=file) as backend:
         with pytest.raises(errors.PermissionDenied) as caught:
             await backend.get("a", max_bytes=1)
@@ -573,6 +574,8 @@ async def test_no_credentials(
     guarded: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    # Where a machine's own credentials would be, nobody answers, and no test leaves this machine.
+    monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", "http://127.0.0.1:9/token")
     async with with_tokens(guarded, "any-bucket", request_timeout=20.0) as backend:
         with pytest.raises(errors.PermissionDenied, match="no credentials"):
             await backend.get("a", max_bytes=1)
