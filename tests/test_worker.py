@@ -24,7 +24,7 @@ from ckpipe import errors
 from ckpipe.events import Event
 from ckpipe_local import LocalBackend
 
-CYCLES = 100 if EVERY else 8
+CYCLES = 100 if EVERY else 4
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
 
@@ -187,7 +187,7 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:
 
     def cycle(step: int) -> None:
         with ckpipe.SyncPipeline(tmp_path, keep_last=1, **PROCESS) as opened:
-            if step % 8 == 0:
+            if step % 4 == 0:
                 opened.save(state_of(step), step=step)
 
     cycle(0)
