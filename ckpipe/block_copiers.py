@@ -196,9 +196,10 @@ class BlockCopiers:
     def _versions_now(self) -> list[int]:
         """How often each of the watched tensors was changed in place, as far as torch counts it."""
         watched = [self._state.memory[number] for number in self._watched]
-        if any(map(torch.Tensor.is_inference, watched)):
+        try:
+            return list(map(attrgetter("_version"), watched))
+        except RuntimeError:  # it is not counted for inference tensors
             return [-1 if each.is_inference() else each._version for each in watched]
-        return list(map(attrgetter("_version"), watched))
 
     def _run(self) -> None:
         launched: list[tuple[Piece, Sequence[CopyEnd]]] = []

@@ -320,6 +320,18 @@ def test_a_learning_rate_that_a_scheduler_writes_to_is_copied_at_once(
             assert all(map(torch.equal, found["model"].values(), before))
 
 
+def test_tensors_whose_changes_torch_does_not_count_are_captured(store: Stores) -> None:
+    training = Training()
+    with torch.inference_mode():
+        uncounted = torch.full((50,), 7.0)
+    parameter = next(training.model.parameters())
+    training.optimizer.state[parameter]["uncounted"] = uncounted
+    with open_pipeline(store, training) as pipeline:
+        handle = pipeline.save(training.state, step=0, until="captured")
+        found = committed(pipeline, handle)
+        assert torch.equal(found["optimizer"]["state"][0]["uncounted"], uncounted)
+
+
 def test_what_another_optimizer_owns_is_copied_at_once(store: Stores, slow: SlowCopies) -> None:
     mine, other = Training(), Training()
     with open_pipeline(store, mine) as pipeline:
