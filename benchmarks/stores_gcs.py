@@ -1,6 +1,6 @@
 """ckpipe on Google Cloud Storage against the bare requests of its own client.
 
-    python benchmarks/stores_gcs.py [--mib 256] [--rounds 5] [--json FILE]
+    python benchmarks/stores_gcs.py [--mib 512] [--rounds 5] [--json FILE]
     python benchmarks/stores_gcs.py --url gs://bucket/bench
 
 Without a URL servers are started on this machine, each of the two emulators for what it is faster
@@ -168,7 +168,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="gs://bucket/prefix to measure; else servers are started")
-    parser.add_argument("--mib", type=int, default=256, help="size of the state, at most 512")
+    parser.add_argument("--mib", type=int, default=512, help="size of the state, at most 512")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker", help="the pipeline's setting of this name")
     parser.add_argument("--json", type=Path, default=None)
