@@ -14,6 +14,7 @@ import anyio.to_thread
 import pytest
 from fabricated import Tensor, mesh, on
 from planning_ranks import Ranks, captured_by, unwritten, written
+from sampling import SEED
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from ckpipe import plan_rounds
@@ -239,7 +240,7 @@ def test_store_does_not_grow_without_one_of_the_ranks(store: Any) -> None:
     assert store.num_keys() <= 10 + 2 * (plan_rounds._ROUNDS_KEPT + 1)
 
 
-@pytest.mark.parametrize("seed", [random.SystemRandom().randrange(1 << 30)])
+@pytest.mark.parametrize("seed", [SEED])
 def test_changes_at_any_time_on_any_rank_leave_nothing_out(store: Any, seed: int) -> None:
     chance = random.Random(seed)
     ranks = Ranks(store.clone, 3)
