@@ -15,7 +15,7 @@ from ckpipe.cli.screen import Screen, size, table
 from ckpipe.errors import UsageError
 from ckpipe.measuring import Advice, Measurements, Trial, advise, measure
 from ckpipe.opening import Access, open_store
-from ckpipe.settings import Size
+from ckpipe.settings_groups import Size
 
 
 def bench(
