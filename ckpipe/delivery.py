@@ -18,7 +18,7 @@ from ckpipe.backend import Backend
 from ckpipe.cargo import BlockPlace, Cargo
 from ckpipe.events import EventBus
 from ckpipe.keys import Json
-from ckpipe.leases import leased
+from ckpipe.leases import leased, protected_subjects
 from ckpipe.manifest import TensorRow
 from ckpipe.pace import Pace
 from ckpipe.pruning import Facts, decide_on, prune
@@ -190,7 +190,7 @@ class Depot:
         Raises:
             StoreError: If the store failed.
         """
-        leases = await leased(self.patient)
+        leases = protected_subjects(await leased(self.patient))
         return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
 
     async def decide(self) -> Decision:

@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
+import anyio
+
 from ckpipe.discovery import read_index
 from ckpipe.events import CheckpointExported
 from ckpipe.exporting import Exported, ExportSettings, export
 from ckpipe.following import until_complete
+from ckpipe.leases import EXPORTING, Lease
 from ckpipe.retrying import logging_policy
 from ckpipe.saving import Save
 from ckpipe.site import Site
@@ -19,7 +22,9 @@ from ckpipe.site import Site
 async def exported(site: Site, save: Save) -> AsyncIterator[None]:
     """Exports a save that is made inside, if it is final and the settings ask for that.
 
-    Of several ranks, the first does. No retention of this process removes the checkpoint meanwhile.
+    Of several ranks, the first does. Meanwhile no retention removes the checkpoint, neither that of
+    this process nor, by a lease that is there before the save begins, that of its worker or of
+    another rank.
 
     Args:
         site: Where it is saved.
@@ -33,15 +38,29 @@ async def exported(site: Site, save: Save) -> AsyncIterator[None]:
     if form == "ckpipe" or site.rank != 0 or not save.request.final:
         yield
         return
-    site.loading[save.name] += 1
-    try:
+    async with _protected(site, save.name):
         yield
         with save.clock.timing("export"):
             done = await _export(site, save, form)
-    finally:
-        site.loading[save.name] -= 1
     where = (save.name, save.id.step, save.rank)
     site.events.emit(CheckpointExported(*where, done.folder, done.files, done.bytes))
+
+
+@asynccontextmanager
+async def _protected(site: Site, name: str) -> AsyncIterator[None]:
+    """Keeps retention away from a checkpoint that may not be there yet."""
+    lease = Lease(site.patient, name + EXPORTING)
+    site.loading[name] += 1  # also where no lease can be written
+    try:
+        await lease.renew()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lease.keep, name=f"lease on {name}")
+            yield
+            tasks.cancel_scope.cancel()
+    finally:
+        site.loading[name] -= 1
+        with anyio.CancelScope(shield=True):
+            await lease.release()
 
 
 async def _export(site: Site, save: Save, form: Literal["torch", "hf"]) -> Exported:

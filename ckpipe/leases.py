@@ -32,6 +32,10 @@ T = TypeVar("T")
 LEASE_LIFE = timedelta(minutes=15)
 """How old the newest object of a live lease is at most."""
 
+EXPORTING = ".export"
+"""Behind the id of a checkpoint, the subject of who will export it once it is complete. It keeps
+retention away like the id itself, but no load waits for such a checkpoint to become complete."""
+
 RENEW_EVERY = LEASE_LIFE / 5
 """How long a holder waits before it renews its lease: several renewals may fail in a row."""
 
@@ -52,6 +56,11 @@ def live_subjects(
         if slash and now - each.modified <= life:
             live.add(subject)
     return live
+
+
+def protected_subjects(live: Iterable[str]) -> set[str]:
+    """The checkpoints and launches that retention must leave alone, of all that is leased."""
+    return {each.removesuffix(EXPORTING) for each in live}
 
 
 async def read_leases(backend: Backend) -> list[ObjectInfo]:
@@ -210,12 +219,14 @@ async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitab
 
 
 __all__ = [
+    "EXPORTING",
     "LEASE_LIFE",
     "RENEW_EVERY",
     "Lease",
     "is_leased",
     "leased",
     "live_subjects",
+    "protected_subjects",
     "read_leases",
     "reading",
     "store_time",

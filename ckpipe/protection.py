@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from ckpipe.backend import Backend
 from ckpipe.discovery import discover, find, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion, UsageError
-from ckpipe.leases import live_subjects, read_leases, store_time
-from ckpipe.pruning import delete, retire
+from ckpipe.leases import live_subjects, protected_subjects, read_leases, store_time
+from ckpipe.pruning import RESUMED, delete, retire
 from ckpipe.types import CheckpointInfo
 
 IN_USE = "somebody holds a lease on it: it is being loaded or written"
-RESUMED = "the newest checkpoint's run resumed from it"
 PINNED = "it is pinned"
 NEWEST = "it is the newest complete checkpoint"
+
+
+async def in_use(
+    backend: Backend, infos: Iterable[CheckpointInfo], now: datetime
+) -> dict[str, str]:
+    """Checkpoints that somebody holds a live lease on.
+
+    Args:
+        backend: The store.
+        infos: Its checkpoints.
+        now: The time by the store's own clock.
+
+    Returns:
+        The reason for each id.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    live = protected_subjects(live_subjects(await read_leases(backend), now))
+    return {each.id: IN_USE for each in infos if each.id in live}
 
 
 async def protected_by_others(
     backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
 ) -> dict[str, str]:
-    """Checkpoints that retention must leave alone, besides pinned ones and the newest.
+    """Checkpoints that others lean on, besides pinned ones and the newest.
 
     Args:
         backend: The store.
@@ -39,8 +58,7 @@ async def protected_by_others(
     origin = None if newest is None else await _resumed_from(backend, newest)
     if origin is not None:
         kept[origin] = RESUMED
-    live = live_subjects(await read_leases(backend), now)
-    return kept | {each.id: IN_USE for each in infos if each.id in live}
+    return kept | await in_use(backend, infos, now)
 
 
 async def remove(backend: Backend, which: int | str, *, force: bool = False) -> CheckpointInfo:
@@ -95,4 +113,4 @@ async def _resumed_from(backend: Backend, info: CheckpointInfo) -> str | None:
         return None
 
 
-__all__ = ["protected_by_others", "remove"]
+__all__ = ["in_use", "protected_by_others", "remove"]

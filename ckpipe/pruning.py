@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.discovery import discover, read_index
@@ -35,8 +35,25 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 _AT_ONCE = 16
 """Indexes that are read at the same time."""
 
-Facts = dict[str, tuple[Mapping[str, float], bool]]
-"""Metrics of a checkpoint and whether it is final, by id; read once and kept."""
+RESUMED = "the newest checkpoint's run resumed from it"
+
+
+class Known(NamedTuple):
+    """What retention has to know of a checkpoint, which its index says.
+
+    Args:
+        metrics: Its metrics.
+        final: Whether it is a run's final checkpoint.
+        resumed_from: Id of the checkpoint that its run had loaded.
+    """
+
+    metrics: Mapping[str, float]
+    final: bool
+    resumed_from: str | None = None
+
+
+Facts = dict[str, Known]
+"""What is known of checkpoints, by id; read once and kept."""
 
 
 async def delete(backend: Backend, id: CheckpointId) -> None:
@@ -117,6 +134,9 @@ async def decide_on(
 ) -> Decision:
     """Decides which checkpoints of a root stay, and changes nothing.
 
+    Besides what is protected, pinned checkpoints stay, those whose index cannot be read, and the
+    one that the run of the newest resumed from, whoever asks.
+
     Raises:
         StoreError: If the store failed.
     """
@@ -126,6 +146,8 @@ async def decide_on(
     for info in complete:
         if info.id not in facts:
             keep.setdefault(info.id, "its index cannot be read, so nothing is known of it")
+    if complete and (newest := facts.get(complete[0].id)) is not None and newest.resumed_from:
+        keep.setdefault(newest.resumed_from, RESUMED)
     return decide(candidates, rule, now=datetime.now(UTC), protected=keep)
 
 
@@ -160,11 +182,13 @@ async def _candidates(
     await _learn(backend, complete, facts)
     candidates = []
     for info in complete:
-        metrics, final = facts.get(info.id, ({}, False))
+        known = facts.get(info.id, Known({}, False))
         created = info.saved_at or datetime.now(UTC)
         candidates.append(
-            Candidate(info.id, info.step, info.attempt, info.count, created, metrics, final)
-        )
+            Candidate(
+                info.id, info.step, info.attempt, info.count, created, known.metrics, known.final
+            )
+        )  # fmt: skip
     return candidates
 
 
@@ -179,7 +203,8 @@ async def _learn(backend: Backend, complete: Sequence[CheckpointInfo], facts: Fa
             except (CorruptCheckpoint, UnsupportedVersion):
                 continue
             metrics = {name: decode_float(value) for name, value in bundle.parts[0].metrics.items()}
-            facts[info.id] = (metrics, any(part.final for part in bundle.parts))
+            final = any(part.final for part in bundle.parts)
+            facts[info.id] = Known(metrics, final, bundle.parts[0].resumed_from)
 
     await run_lanes(min(_AT_ONCE, len(complete)), lane)
 

@@ -20,6 +20,7 @@ from torch import nn
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.exporting import INDEX, TORCH_FILE
+from ckpipe.object_names import LEASES
 from ckpipe.testing import Landing
 
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
@@ -129,6 +130,24 @@ def test_intermediate_ones_are_not_exported_and_retention_leaves_exports(tmp_pat
         assert pipeline.sweep().remove == {}
         assert [info.step for info in pipeline.steps()] == [2], "an export is no checkpoint"
     assert load_shards(export(tmp_path, "hf"))["w"].tolist() == [1, 1, 1]
+
+
+def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url, final_format="hf", **SMALL) as trainer:
+        # Between the commit and the lease of the export's own reading.
+        gate = store.faulty.pause(
+            lambda each: each.verb == "put" and each.key.startswith(f"{LEASES}step-000000000001"),
+            nth=2,
+        )
+        last = trainer.save({"w": torch.ones(3)}, step=1, final=True).wait()
+        gate.wait_until_held()
+        with ckpipe.SyncPipeline(store.url, keep_last=1, **SMALL) as other:
+            other.save({"w": torch.zeros(3)}, step=2).wait()
+            assert other.prune().reasons[last.id] == "somebody holds a lease on it"
+            gate.release()
+    assert any(key.endswith(INDEX) for key in store.memory._store.objects)
+    with ckpipe.SyncPipeline(store.url, keep_last=1) as other:
+        assert other.prune().remove == (last.id,), "the lease has ended with the export"
 
 
 def test_what_cannot_be_exported_is_said_and_the_checkpoint_stands(tmp_path: Path) -> None:

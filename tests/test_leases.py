@@ -253,7 +253,7 @@ def test_a_store_that_takes_no_lease_can_still_be_read(
     with ckpipe.SyncPipeline(store.url) as pipeline:
         pipeline.save(STATE, step=0, until="committed")
         full = errors.StoreFull("no room")
-        store.faulty.fail(full, lambda o: o.key.startswith(LEASES), times=None)
+        store.faulty.fail(full, lambda o: o.verb == "put" and o.key.startswith(LEASES), times=None)
         assert pipeline.load() is not None
         assert "could not be renewed" in caplog.text
 
@@ -276,3 +276,22 @@ async def test_two_that_prune_while_one_reads_leave_what_is_read(store: Stores) 
         tasks.start_soon(prune_once)
     left = {key[:17] for key in await keys(backend) if key.startswith("step-")}
     assert left == {"step-000000000000", "step-000000000003"}
+
+
+def test_a_pipeline_of_its_own_prunes_nothing_that_the_newest_run_resumed_from(
+    store: Stores,
+) -> None:
+    with ckpipe.SyncPipeline(store.url) as first:
+        ids = [first.save(STATE, step=step).wait().id for step in range(4)]
+    with ckpipe.SyncPipeline(store.url) as resumed, ckpipe.SyncPipeline(store.url) as other:
+        resumed.load(step=1)
+        ids.append(resumed.save(STATE, step=4).wait().id)
+        with ckpipe.SyncPipeline(store.url, keep_last=1) as third:
+            for decision in (third.prune(dry_run=True), third.prune()):
+                assert set(decision.keep) == {ids[1], ids[4]}
+                assert "resumed from it" in decision.reasons[ids[1]]
+        assert [info.id for info in other.steps() if info.complete] == [ids[1], ids[4]]
+        resumed.load(step=4)
+        resumed.save(STATE, step=5).wait()
+        with ckpipe.SyncPipeline(store.url, keep_last=1) as third:
+            assert ids[1] in third.prune().remove, "nobody leans on it any more"

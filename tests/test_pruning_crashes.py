@@ -13,7 +13,7 @@ from ckpipe.backend import PutMode
 from ckpipe.discovery import discover
 from ckpipe.leases import Lease
 from ckpipe.object_names import index_key
-from ckpipe.pruning import Facts, decide_on, prune
+from ckpipe.pruning import Facts, Known, decide_on, prune
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.types import CheckpointId
@@ -35,7 +35,7 @@ async def with_checkpoints(losses: list[float]) -> tuple[FaultyBackend, Facts]:
     for step, loss in enumerate(losses):
         await backend.inner.put(f"{saved(step)}/rank-00000.safetensors", b"x", PutMode.CREATE)
         await backend.inner.put(index_key(saved(step)), b"{}", PutMode.CREATE)
-        facts[str(saved(step))] = ({"loss": loss}, False)
+        facts[str(saved(step))] = Known({"loss": loss}, False)
     return backend, facts
 
 

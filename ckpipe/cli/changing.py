@@ -19,7 +19,7 @@ from ckpipe.discovery import discover, find
 from ckpipe.errors import SettingsError
 from ckpipe.leases import store_time
 from ckpipe.opening import Access, open_store
-from ckpipe.protection import protected_by_others, remove
+from ckpipe.protection import in_use, remove
 from ckpipe.pruning import Facts, decide_on, pin, prune, unpin
 from ckpipe.retention import Decision, Rule, from_data
 from ckpipe.settings import Settings
@@ -121,7 +121,7 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
 
 async def _prune(backend: Backend, rule: Rule, settings: Settings, *, dry_run: bool) -> Decision:
     now = datetime.now(UTC) if dry_run else await store_time(backend)
-    kept = await protected_by_others(backend, await discover(backend), now)
+    kept = await in_use(backend, await discover(backend), now)
     facts: Facts = {}
     if dry_run:
         return await decide_on(backend, rule, kept, facts)

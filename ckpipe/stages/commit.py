@@ -21,6 +21,7 @@ from ckpipe.keys import Json, decode_float
 from ckpipe.manifest import Bundle, BundleKind, Part, Structure
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.object_names import index_key, manifest_key
+from ckpipe.pruning import Known
 from ckpipe.retrying import Tries, telling
 from ckpipe.types import CheckpointInfo
 
@@ -67,7 +68,7 @@ def _commit(save: Delivery[B], depot: Depot, part: Part, metadata_bytes: int) ->
     save.durable_seconds = save.elapsed
     size = metadata_bytes + (save.cargo.size if save.cargo else 0)
     if depot.world_size == 1:
-        depot.facts[info.id] = (_metrics(part.metrics), part.final)
+        depot.facts[info.id] = Known(_metrics(part.metrics), part.final, part.resumed_from)
     else:
         save.unsettled = info
     save.settle(info)
@@ -89,7 +90,8 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
     if outcome.index is None:
         return False
     parts = outcome.index.parts
-    depot.facts[info.id] = (_metrics(parts[0].metrics), any(part.final for part in parts))
+    final = any(part.final for part in parts)
+    depot.facts[info.id] = Known(_metrics(parts[0].metrics), final, parts[0].resumed_from)
     return True
 
 
