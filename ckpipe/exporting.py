@@ -1,10 +1,10 @@
 """Checkpoints in forms that other programs load: one file of ``torch.save``, or those of a hub.
 
-An export lies beside its checkpoint, in a folder ``<id>.torch`` or ``<id>.hf`` that no retention
-touches. It is made from the checkpoint itself, every byte verified, so that tensors are whole
-however many ranks held them. Files are created and never replaced, and the one by which a reader
-finds the others comes last: an export that was cut short is not seen as one, and made again it is
-the same.
+An export lies in a folder ``<id>.torch`` or ``<id>.hf``, beside its checkpoint or on another
+store, that no retention touches. It is made from the checkpoint itself, every byte verified, so
+that tensors are whole however many ranks held them. Files are created and never replaced, and the
+one by which a reader finds the others comes last: an export that was cut short is not seen as one,
+and made again it is the same.
 
 Source of the sharded form: the files that ``save_pretrained`` of transformers 5 writes, shards
 ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``.
@@ -24,16 +24,17 @@ import anyio.to_thread
 import torch
 
 from ckpipe.arena import Arena
-from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.backend import Backend
 from ckpipe.copying_checkpoints import block_bytes_for
 from ckpipe.data_file import encode_header
 from ckpipe.dtypes import DTYPES, stored_dtype
-from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
+from ckpipe.errors import UnsupportedState, UsageError
+from ckpipe.export_file import ExportFile, ExportPlace
 from ckpipe.inspection import leaf_labels, tensor_bytes
 from ckpipe.keys import LabelFilter
 from ckpipe.manifest import Bundle, TensorRow
 from ckpipe.restore import LoadRequest, restore
-from ckpipe.retrying import RetryPolicy, retrying
+from ckpipe.retrying import RetryPolicy
 from ckpipe.tensor_reading import read_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -94,33 +95,44 @@ class _Named:
 
 
 async def export(
-    backend: Backend, bundle: Bundle, arena: Arena, settings: ExportSettings
+    backend: Backend,
+    bundle: Bundle,
+    arena: Arena,
+    settings: ExportSettings,
+    target: Backend | None = None,
 ) -> Exported:
-    """Writes a checkpoint in another form beside it; doing so again changes nothing.
+    """Writes a checkpoint in another form; doing so again changes nothing.
 
     Args:
-        backend: The store, whose requests are tried again.
+        backend: The store of the checkpoint, whose requests are tried again.
         bundle: The checkpoint's index, validated.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         settings: What to write.
+        target: Where it goes, whose requests are tried again too; None for beside the checkpoint.
 
     Raises:
         UsageError: If the part to export is not there.
         UnsupportedState: If a tensor has a dtype that safetensors lacks, or, for ``"torch"``, the
             checkpoint holds pickled objects and these are refused.
-        CommitConflict: If a file of another size lies there already.
+        CommitConflict: If a file with other bytes lies there already.
         CorruptCheckpoint: If the checkpoint is damaged.
         StoreError: If the store failed; exporting again goes on.
     """
-    work = _Exporting(backend, bundle, arena, settings)
+    work = _Exporting(backend, bundle, arena, settings, target or backend)
     return await (work.torch() if settings.format == "torch" else work.hf())
 
 
 class _Exporting:
     def __init__(
-        self, backend: Backend, bundle: Bundle, arena: Arena, settings: ExportSettings
+        self,
+        backend: Backend,
+        bundle: Bundle,
+        arena: Arena,
+        settings: ExportSettings,
+        target: Backend,
     ) -> None:
         self._backend, self._bundle, self._arena = backend, bundle, arena
+        self._target = target
         self._settings = settings
         self._folder = f"{bundle.id}.{settings.format}/"
         self._written = 0
@@ -150,10 +162,7 @@ class _Exporting:
         total = sum(each.nbytes for shard in shards for each in shard)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         body = json.dumps(index, indent=2).encode()
-        try:
-            await self._backend.put(self._folder + INDEX, body, PutMode.CREATE)
-        except ObjectExists:
-            await self._check_size(INDEX, len(body))
+        await self._place(INDEX).put(body)
         return Exported(self._folder, (*names, INDEX), self._written + len(body))
 
     async def _state(self) -> Any:
@@ -188,79 +197,16 @@ class _Exporting:
                     data = await anyio.to_thread.run_sync(_bytes_of, tensors[each.row.label])
                     await file.write(data)
 
-    async def _open(self, name: str, size: int) -> _File:
+    async def _open(self, name: str, size: int) -> ExportFile:
         self._written += size
-        wanted, key = self._settings.block_bytes, self._folder + name
-        block_bytes = block_bytes_for(size, wanted, self._backend.limits)
-        upload = await self._backend.open_upload(key, size=size, block_bytes=block_bytes)
-        return _File(upload, self, name, size, block_bytes)
+        wanted, place = self._settings.block_bytes, self._place(name)
+        block_bytes = block_bytes_for(size, wanted, self._target.limits)
+        upload = await self._target.open_upload(place.key, size=size, block_bytes=block_bytes)
+        return ExportFile(upload, place, size, block_bytes)
 
-    async def complete(self, upload: Upload, name: str, size: int) -> None:
-        """Makes a file visible; one that is there already is the same one."""
-        try:
-            await retrying(self._settings.policy, upload.complete)
-        except ObjectExists:
-            await self._check_size(name, size)
-            await upload.abort()
-
-    async def write(self, upload: Upload, offset: int, block: memoryview) -> None:
-        """Writes a block of a file."""
-        await retrying(self._settings.policy, lambda: upload.write(offset, block))
-
-    async def _check_size(self, name: str, size: int) -> None:
-        key = self._folder + name
-        if (await self._backend.stat(key)).size != size:
-            raise CommitConflict(
-                "Something else lies where this export belongs",
-                step=self._bundle.id.step,
-                key=key,
-                hint="Delete the folder and export again",
-            )
-
-
-class _File:
-    """A file on its way, written from its beginning to its end."""
-
-    def __init__(
-        self, upload: Upload, to: _Exporting, name: str, size: int, block_bytes: int
-    ) -> None:
-        self._upload, self._to, self._name, self._size = upload, to, name, size
-        self._block = memoryview(bytearray(min(size, block_bytes)))
-        self._offset = self._filled = 0
-
-    async def __aenter__(self) -> _File:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            if kind is None:
-                await self._flush()
-                await self._to.complete(self._upload, self._name, self._size)
-                return
-        except BaseException:
-            await self._abort()
-            raise
-        await self._abort()
-
-    async def _abort(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._upload.abort()
-
-    async def write(self, data: memoryview) -> None:
-        """Writes what comes next."""
-        while data:
-            take = min(len(data), len(self._block) - self._filled)
-            self._block[self._filled : self._filled + take] = data[:take]
-            self._filled += take
-            data = data[take:]
-            if self._filled == len(self._block):
-                await self._flush()
-
-    async def _flush(self) -> None:
-        if self._filled:
-            await self._to.write(self._upload, self._offset, self._block[: self._filled])
-            self._offset += self._filled
-            self._filled = 0
+    def _place(self, name: str) -> ExportPlace:
+        key, step = self._folder + name, self._bundle.id.step
+        return ExportPlace(self._target, key, step, self._settings.policy)
 
 
 class _Counter:
@@ -281,7 +227,7 @@ class _Counter:
 class _Feed:
     """Takes what ``torch.save`` writes in a worker thread to a file on the loop."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: ExportFile) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:

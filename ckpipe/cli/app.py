@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckpipe.cli import changing, comparing, looking, measuring, timeline, transferring
+from ckpipe.cli import changing, comparing, exporting, looking, measuring, timeline, transferring
 from ckpipe.cli.screen import Screen
 from ckpipe.version import __version__
 
@@ -56,7 +56,7 @@ def _begin(
     ctx.obj = Screen(json, settings)
 
 
-for _group in (looking, comparing, transferring, changing, measuring, timeline):
+for _group in (looking, comparing, transferring, exporting, changing, measuring, timeline):
     for _command in _group.COMMANDS:
         app.command(_command.name)(_command.function)
 
