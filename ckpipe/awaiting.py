@@ -13,6 +13,7 @@ import anyio
 
 from ckpipe.backend import Backend
 from ckpipe.discovery import NO_INDEX, discover
+from ckpipe.errors import StoreError
 from ckpipe.leases import leased
 from ckpipe.types import CheckpointId
 
@@ -24,15 +25,14 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 async def until_finished(backend: Backend, which: int | str | None, seconds: float) -> None:
     """Waits until nobody is finishing a checkpoint that a load might take.
 
-    Costs one list if nobody holds a lease on anything.
+    Costs one list if nobody holds a lease on anything. Where leases cannot be told from old ones,
+    because the store is full, failing or may not be written to, nothing is waited for: a load goes
+    before what it might miss.
 
     Args:
         backend: The store.
         which: The step or id to be loaded; None for the newest.
         seconds: How long to wait at most.
-
-    Raises:
-        StoreError: If the store failed.
     """
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     told = False
@@ -49,10 +49,12 @@ async def until_finished(backend: Backend, which: int | str | None, seconds: flo
 
 
 async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
-    held = {CheckpointId.parse(subject) for subject in await leased(backend)} - {None}
-    if not held:
+    try:
+        held = {CheckpointId.parse(subject) for subject in await leased(backend)} - {None}
+        known = await discover(backend) if held else []
+    except StoreError as error:
+        logger.warning("Whether somebody finishes a newer checkpoint is not known: %s", error)
         return []
-    known = await discover(backend)
     settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
     newest = max((info.key for info in known if info.complete), default=None)
     # Of what is only staged, nothing may be on the store yet but the lease.

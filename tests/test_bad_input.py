@@ -83,7 +83,7 @@ class TestTarget:
             ckpipe.SyncPipeline(root / "sub"),
         ):
             pass
-        says(caught.value, "(?i)read-only", "Mount .* for writing, or name another directory")
+        says(caught.value, "(?i)read-only", "Mount .* for writing, name another", "read_only=True")
 
     def test_directory_that_is_taken_away_during_a_run(self, tmp_path: Path) -> None:
         root = tmp_path / "run"

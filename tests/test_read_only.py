@@ -10,6 +10,7 @@ import torch
 
 import ckpipe
 from ckpipe.errors import CheckpointNotFound, PermissionDenied, StoreError, UnsupportedTopology
+from ckpipe.object_names import LEASES
 
 REFUSED = "opened to read only"
 
@@ -47,6 +48,21 @@ def test_looking_and_loading_change_nothing(root: Path) -> None:
         with pytest.raises(CheckpointNotFound):
             pipeline.load(step=7)
     assert everything(root) == before
+
+
+def test_a_run_that_goes_on_is_loaded_from(root: Path) -> None:
+    """Its leases cannot be told from old ones, since the store's time takes writing."""
+    with ckpipe.SyncPipeline(root) as writer:
+        writer.load()
+        lease = root / LEASES / "step-000000000009.20260101T000000000Z-abcd.0" / "x-0000"
+        lease.parent.mkdir(parents=True)
+        lease.write_bytes(b"{}")
+        before = everything(root)
+        with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
+            loaded = pipeline.load()
+        assert loaded is not None
+        assert loaded.step == 2
+        assert everything(root) == before
 
 
 CHANGES: dict[str, Callable[[ckpipe.SyncPipeline], object]] = {
