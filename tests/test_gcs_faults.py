@@ -140,7 +140,7 @@ def test_a_save_and_a_load_through_nothing_but_a_proxy(
 ) -> None:
     assert save(url, proxy.url) is None
     operations = [operation for operation, _ in proxy.log]
-    assert operations.count("Begin") == operations.count("Send") == 2
+    assert min(operations.count("Begin"), operations.count("Send")) >= 2
     assert operations.count("Compose") == 1
     assert operations.count("Delete") >= 3
     check(url, server, complete=True)
