@@ -13,6 +13,7 @@ import aiohttp
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.checksum import crc32c
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
+from ckpipe.http_bodies import fill
 from ckpipe.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
 from ckpipe.lanes import run_lanes
 from ckpipe_gcs.body import MemoryBody, checksum, decoded, encoded
@@ -158,7 +159,9 @@ class Objects:
                     shown = response.headers.get("Content-Range")
                     check_range(shown, where, key, offset, wanted)
                     self._pin(key, response.headers.get("x-goog-generation"))
-                    await self._fill(key, buffer, response)
+                    came = await fill(response, buffer)
+            if came != wanted:
+                raise cut_short(where, key, came, wanted)
         except StoreError as error:
             if pin and status_of(error) in (404, 412):
                 raise self._overwritten(key) from error
@@ -180,17 +183,6 @@ class Objects:
         self._pins.pop(key, None)
         message = f"{self._address}{key} was overwritten or deleted while it was read"
         return StoreError(message, key=key, hint="Let nobody else write below this root")
-
-    async def _fill(self, key: str, buffer: memoryview, response: aiohttp.ClientResponse) -> None:
-        at = 0
-        async for piece in response.content.iter_any():
-            end = at + len(piece)
-            if end > len(buffer):
-                raise cut_short(f"{self._address}{key}", key, end, len(buffer))
-            buffer[at:end] = piece
-            at = end
-        if at != len(buffer):
-            raise cut_short(f"{self._address}{key}", key, at, len(buffer))
 
     async def delete(self, keys: Iterable[str]) -> None:
         """See :meth:`ckpipe.Backend.delete`."""

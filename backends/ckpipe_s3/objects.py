@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError
+from ckpipe.http_bodies import fill
 from ckpipe.http_stores import check_range, cut_short, truncated
 from ckpipe_s3.body import checksum_header
 from ckpipe_s3.failures import answer_of, refused
@@ -102,25 +102,16 @@ class Objects:
                 try:
                     where = f"{self._address}{key}"
                     check_range(answer.get("ContentRange"), where, key, offset, wanted)
-                    await self._fill(key, buffer, stream)
+                    came = await fill(stream, buffer)
                 finally:
                     stream.close()
+            if came != wanted:
+                raise cut_short(where, key, came, wanted)
         except StoreError as error:
             if _status(error) != 416:
                 raise
             size = (await self.stat(key)).size
             raise truncated(key, offset, wanted, size) from error
-
-    async def _fill(self, key: str, buffer: memoryview, stream: Any) -> None:
-        at = 0
-        async for piece in stream.content.iter_any():
-            end = at + len(piece)
-            if end > len(buffer):
-                raise cut_short(f"{self._address}{key}", key, end, len(buffer))
-            buffer[at:end] = piece
-            at = end
-        if at != len(buffer):
-            raise cut_short(f"{self._address}{key}", key, at, len(buffer))
 
     async def stat(self, key: str) -> ObjectInfo:
         """See :meth:`ckpipe.Backend.stat`."""
