@@ -18,8 +18,8 @@ import torch
 
 from ckpipe.pinning import Pinning
 from ckpipe.raw_memory import join_pages, populate
+from ckpipe.shared_mapping import HUGE_PAGE_BYTES
 
-HUGE_PAGE_BYTES = 2 << 20
 _TRIES = 4
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from ckpipe.cargo import BlockPlace, Cargo
 from ckpipe.delivery import Contents, Delivery, Depot
 from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import SaveCancelled, first_error
+from ckpipe.shared_mapping import map_to_read
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -31,12 +31,10 @@ class SharedMemory:
     def map(self, segment: Segment, descriptor: int) -> None:
         """Maps a segment, and closes its descriptor."""
         try:
-            memory = mmap.mmap(
-                descriptor, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=segment.offset
-            )
+            view = map_to_read(descriptor, segment.nbytes, segment.offset)
         finally:
             os.close(descriptor)
-        self._segments[segment.number] = memoryview(memory)
+        self._segments[segment.number] = view
 
     def drop(self, number: int) -> None:
         """Forgets a segment; it is unmapped when the last view of it is gone."""
