@@ -11,7 +11,7 @@ from ckpipe.saving import FilledBlock, Save
 
 
 class Carrier(Protocol):
-    """Runs the second half of saves, for each of which both methods are called once."""
+    """Runs the second half of saves, for each of which all methods are called once."""
 
     async def deliver(
         self,
@@ -24,6 +24,10 @@ class Carrier(Protocol):
 
         No memory of the save is in use any more when it returns or raises.
         """
+        ...
+
+    def set_out(self, save: Save) -> None:
+        """Called when it is known what a save stores, before its first block is copied."""
         ...
 
     async def hand_over(self, save: Save) -> None:

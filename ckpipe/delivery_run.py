@@ -67,6 +67,10 @@ class Here:
         """See :class:`ckpipe.carrying.Carrier`."""
         await run_delivery(save, depot, unsummed, filled)
 
+    def set_out(self, save: Delivery[B]) -> None:
+        """Whoever brings it to the store learns of it by its first block."""
+        return
+
     async def hand_over(self, save: Delivery[B]) -> None:
         """It is here already."""
         return

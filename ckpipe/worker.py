@@ -42,6 +42,7 @@ class _Voyage:
     """A save while it is copied: which of its blocks were announced."""
 
     def __init__(self) -> None:
+        self.planned = anyio.Event()
         self.copied = anyio.Event()
         self.handed = anyio.Event()
         self.begun = anyio.Event()
@@ -146,6 +147,7 @@ class WorkerCarrier:
             async with unsummed, filled:
                 await self._connected()
                 async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._set_out, save, voyage)
                     tasks.start_soon(self._announce, save, voyage, unsummed, "serialize")
                     tasks.start_soon(self._announce, save, voyage, filled, "upload")
                     tasks.start_soon(self._seal, save, voyage)
@@ -157,6 +159,10 @@ class WorkerCarrier:
             del self._voyages[save]
             await self._end(save, voyage)
 
+    def set_out(self, save: Save) -> None:
+        """Has the worker open the data file while the first block is copied."""
+        self._voyage(save).planned.set()
+
     async def hand_over(self, save: Save) -> None:
         """Returns when a save that is copied will be finished whatever becomes of this process."""
         voyage = self._voyage(save)
@@ -165,6 +171,10 @@ class WorkerCarrier:
 
     def _voyage(self, save: Save) -> _Voyage:
         return self._voyages.setdefault(save, _Voyage())
+
+    async def _set_out(self, save: Save, voyage: _Voyage) -> None:
+        await voyage.planned.wait()
+        await self._embarked(save, voyage)
 
     async def _announce(
         self,

@@ -76,6 +76,7 @@ async def copy(
     async with inbox, to_serialize, to_upload:
         async for state in inbox:
             save.take_up(state)
+            site.carrier.set_out(save)
             outlet = Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
             copiers = _copiers(save, state, outlet)
             try:

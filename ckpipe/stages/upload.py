@@ -44,6 +44,7 @@ async def run(
     async with inbox, out:
         try:
             async with anyio.create_task_group() as lanes:
+                lanes.start_soon(files.open_first, name="opening of the first file")
                 for lane in range(depot.lanes):
                     lanes.start_soon(_lane, files, lane, inbox.clone(), name=f"upload lane {lane}")
             await checkpoint_if_cancelled()  # the stream ends early if the copy failed
@@ -79,6 +80,11 @@ class _Files(Generic[B]):
     def _cargo(self) -> Cargo:
         assert self._save.cargo is not None
         return self._save.cargo
+
+    async def open_first(self) -> None:
+        """Opens the first file before there is a block of it, if it is known what to store."""
+        if self._save.cargo is not None and self._save.cargo.blocks:
+            await self._upload(self._save.cargo.blocks[0].file)
 
     async def write(self, filled: B, lane: int) -> None:
         plan, save = filled.plan, self._save
