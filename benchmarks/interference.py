@@ -1,13 +1,14 @@
 """What a loop that trains feels of saves beside it: ckpipe in a thread and in a process, and peers.
 
-    python benchmarks/interference.py [--mib 1024] [--rounds 5] [--s3] [--root DIR] [--json FILE]
+    python benchmarks/interference.py [--mib 1024] [--rounds 5] [--minutes 5] [--s3] [--root DIR]
 
 One thread trains: a loop of plain Python, or products of matrices that torch computes in the one
 thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all.
 A turn steps undisturbed for a while, then saves and goes on stepping until the save is durable.
 *Rate* is the number of steps from the return of the call until then, against what it would be
 undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
-waits. With ``--s3``, ckpipe also saves to a server that is started on this machine.
+waits. No round begins that would, by the longest before it, end later than ``--minutes``
+after the start. With ``--s3``, ckpipe also saves to a server that is started on this machine.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Measured:
         return {
             "rate": median(lambda turn: turn.rate),
             "p99 step, ms": steps[int(len(steps) * 0.99)] * 1e3,
+            "turns": float(len(self.turns)),
             "undisturbed, ms": median(lambda turn: turn.undisturbed) * 1e3,
             "call, ms": median(lambda turn: turn.call) * 1e3,
             "durable, s": median(lambda turn: turn.durable),
@@ -165,11 +167,14 @@ def contestants(root: Path, server: s3_servers.S3Server | None) -> dict[str, Con
 
 
 def measure(
-    root: Path, server: s3_servers.S3Server | None, mib: int, rounds: int, calm: float
+    root: Path, server: s3_servers.S3Server | None, given: argparse.Namespace
 ) -> dict[str, dict[str, Measured]]:
     """All contenders beside both loops."""
+    ends = time.monotonic() + given.minutes * 60
     state = {
-        "model": {f"weight.{number}": torch.randn(8, raw.MIB // 4) for number in range(mib // 8)}
+        "model": {
+            f"weight.{number}": torch.randn(8, raw.MIB // 4) for number in range(given.mib // 8)
+        }
     }
     everybody = contestants(root, server)
     for contender in everybody.values():
@@ -178,21 +183,30 @@ def measure(
             tidy(contender)
     loops: dict[str, Step] = {"python": python_step, "matmul": matmul_step()}
     results: dict[str, dict[str, Measured]] = {loop: {} for loop in loops}
-    for _ in range(rounds):
+    longest = 0.0
+    for _ in range(given.rounds):
+        began = time.monotonic()
+        if longest and began + longest > ends:
+            break
         for loop, step in loops.items():
             for name, contender in everybody.items():
-                found = turn(step, contender, state, calm)
+                found = turn(step, contender, state, given.calm)
                 results[loop].setdefault(name, Measured()).turns.append(found)
                 tidy(contender)
+        longest = max(longest, time.monotonic() - began)
     for contender in everybody.values():
         contender.close()
     return results
 
 
 def tidy(contender: Contender) -> None:
-    """Removes what a peer has saved, outside of every clock; ckpipe's retention does it itself."""
+    """Removes what a peer has saved, outside of every clock; ckpipe's retention does it itself.
+
+    What either left to the system to write must not slow down whose turn is next.
+    """
     if not isinstance(contender, Ours):
         contender.forget()
+    os.sync()
 
 
 def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, float, str, float]]:
@@ -248,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each, beside each loop")
+    parser.add_argument("--minutes", type=float, default=5.0, help="begin no round after these")
     parser.add_argument("--calm", type=float, default=1.0, help="undisturbed seconds before each")
     parser.add_argument("--s3", action="store_true", help="save to a server on this machine too")
     parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
@@ -260,7 +275,7 @@ def main() -> None:
     try:
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(bucket(folder)) if arguments.s3 else None
-            found = measure(folder, server, arguments.mib, arguments.rounds, arguments.calm)
+            found = measure(folder, server, arguments)
     finally:
         dist.destroy_process_group()
         shutil.rmtree(folder, ignore_errors=True)
