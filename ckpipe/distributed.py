@@ -52,12 +52,15 @@ class TrainingState:
     An optimizer that has not stepped yet has no state. Its tensors are made for the checkpoint,
     so that names and shards are always the same, and the optimizer is left as it was. Which
     optimizers had stepped is saved as ``begun``: to load optimizers without their model, include
-    ``optimizer`` and ``begun``.
+    ``optimizer`` and ``begun``; to load the model alone, include ``model``. A load of one without
+    the other is refused, since an optimizer would be reset, or go on from a state made up for it.
 
     Args:
         model: The model.
         optimizers: Its optimizers.
     """
+
+    __ckpipe_together__ = (("optimizer", "state"), ("begun",))
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, tuple(optimizers)

@@ -3,10 +3,15 @@
 ``load_state_dict`` of a module or optimizer can fail half way, with parts of the object already
 changed. What can be foreseen is therefore checked before: shapes, dtypes, the keys of modules
 that load as torch does by default, the groups of optimizers.
+
+Parts of a state may have a meaning only together. An object says which by an attribute of its
+class, ``__ckpipe_together__``: paths of keys in its state, of which a load takes all from the
+checkpoint or leaves all as they are.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -53,10 +58,55 @@ def check_stateful(obj: Any, hint: Hint, node: Node, label: str) -> None:
     Raises:
         StructureMismatch: If it cannot.
     """
+    _check_together(obj, hint, node, label)
     if isinstance(obj, torch.nn.Module) and _loads_as_torch_does(obj):
         _check_module(hint, node, label)
     elif isinstance(obj, torch.optim.Optimizer):
         _check_optimizer(obj, node, label)
+
+
+def _check_together(obj: Any, hint: Hint, node: Node, label: str) -> None:
+    paths: tuple[tuple[str, ...], ...] = getattr(type(obj), "__ckpipe_together__", ())
+    if hint.select.selects_all or not paths:
+        return
+    taken = [path for path in paths if _is_taken(node, path)]
+    kept = [path for path in paths if _is_kept(hint, path, label)]
+    if taken and kept:
+        one, other = _label(taken[0], label), _label(kept[0], label)
+        raise StructureMismatch(
+            f"{one!r} is to be loaded and {other!r} is not, and one without the other would be "
+            "misread",
+            key=label or None,
+            hint=f"Include {other!r} as well, or leave both out",
+        )
+
+
+def _label(path: tuple[str, ...], top: str) -> str:
+    return reduce(join, path, top)
+
+
+def _is_taken(node: Node, path: tuple[str, ...]) -> bool:
+    """Whether anything is to be loaded at a path; empty containers are there in any case."""
+    for step in path:
+        found = [child for key, child, _ in children_of(_inside(node), "") if key == step]
+        if not found:
+            return False
+        (node,) = found
+    return _holds_any(node)
+
+
+def _holds_any(node: Node) -> bool:
+    if node[0] in ("tensor", "value"):
+        return True
+    return any(_holds_any(child) for _, child, _ in children_of(_inside(node), ""))
+
+
+def _is_kept(hint: Hint, path: tuple[str, ...], label: str) -> bool:
+    """Whether an object has something at a path, and keeps it because it was not selected."""
+    live = hint.live
+    for step in path:
+        live = live.get(step) if isinstance(live, dict) else None
+    return bool(live) and not any_selected(live, _label(path, label), hint.select)
 
 
 def _loads_as_torch_does(module: torch.nn.Module) -> bool:

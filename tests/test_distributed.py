@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from safetensors import safe_open
 from sampling import EVERY, SEED
 from wrapped_models import Net, trained
 
+from ckpipe import SyncPipeline
 from ckpipe.distributed import TrainingState, training_state
+from ckpipe.errors import StructureMismatch
 from ckpipe.keys import label_part
 
 
@@ -140,6 +143,70 @@ def test_state_of_a_fresh_optimizer_has_all_names_and_loads_as_fresh() -> None:
     training_state(other, its).load_state_dict(fresh)
     assert not its.state
     assert trained(other, its, range(2)) == expected
+
+
+def stepped(pipeline: SyncPipeline) -> dict[str, Any]:
+    """What the optimizer keeps of a run that is saved."""
+    net, optimizer = made(torch.optim.Adam)
+    trained(net, optimizer, range(2))
+    state = training_state(net, optimizer)
+    pipeline.save({"training": state}, step=1).wait()
+    kept: dict[str, Any] = state.state_dict()["optimizer"]["state"]
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ({"include": ["training.optimizer"]}, "training.begun"),
+        ({"include": ["training.optimizer.state"]}, "training.begun"),
+        ({"exclude": ["training.begun"]}, "training.begun"),
+        ({"exclude": ["training.optimizer"]}, "training.optimizer.state"),
+        ({"include": ["training.begun", "training.model"]}, "training.optimizer.state"),
+    ],
+)
+def test_optimizers_are_never_loaded_without_what_says_whether_they_had_begun(
+    tmp_path: Path, choice: dict[str, Any], named: str
+) -> None:
+    with SyncPipeline(tmp_path) as pipeline:
+        stepped(pipeline)
+        net, optimizer = made(torch.optim.Adam)
+        trained(net, optimizer, range(3))
+        before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        with pytest.raises(StructureMismatch, match=f"Include '{named}' as well"):
+            pipeline.load({"training": training_state(net, optimizer)}, **choice)
+        torch.testing.assert_close((net.state_dict(), optimizer.state_dict()), before)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"include": ["training.optimizer", "training.begun"]},
+        {"exclude": ["training.model"]},
+    ],
+)
+def test_optimizers_are_loaded_alone(tmp_path: Path, choice: dict[str, Any]) -> None:
+    with SyncPipeline(tmp_path) as pipeline:
+        expected = stepped(pipeline)
+        net, optimizer = made(torch.optim.Adam)
+        state = training_state(net, optimizer)
+        pipeline.load({"training": state}, **choice)
+        assert optimizer.state
+        torch.testing.assert_close(state.state_dict()["optimizer"]["state"], expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("part", ["training.model", "training.optimizer.param_groups"])
+def test_optimizers_that_are_left_out_stay_as_they_are(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], part: str
+) -> None:
+    with SyncPipeline(tmp_path) as pipeline:
+        first = made(kind, lr=0.1)
+        trained(*first, range(2))
+        pipeline.save({"training": training_state(*first)}, step=1).wait()
+        net, optimizer = made(kind, lr=0.1)
+        pipeline.load({"training": training_state(net, optimizer)}, include=[part])
+        assert not optimizer.state
 
 
 def test_gradients_before_the_first_step_are_no_hindrance() -> None:
