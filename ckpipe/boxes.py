@@ -85,11 +85,13 @@ def flat_start(shape: Sequence[int], box: Box) -> int | None:
 
     They do if every dimension outside of the first one that is cut has a single index.
     """
-    if box[0][1:] == (0,) * (len(box[0]) - 1) and box[1][1:] == tuple(shape[1:]) and shape:
+    lower, upper = box
+    rows = shape[1:]
+    if shape and upper[1:] == rows and not any(lower[1:]):
         # A block of rows, which it nearly always is.
-        return box[0][0] * math.prod(shape[1:])
+        return lower[0] * math.prod(rows)
     start, step, cut = 0, 1, False
-    for n, low, high in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
+    for n, low, high in zip(reversed(shape), reversed(lower), reversed(upper), strict=True):
         if cut and high - low != 1:
             return None
         cut = cut or high - low != n

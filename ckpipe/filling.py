@@ -201,6 +201,7 @@ class Filling:
     def _add(self, stored: StoredTensor, pieces: Sequence[Piece], target: torch.Tensor) -> None:
         """Has a tensor filled with pieces, none of which is an image."""
         base = target.data_ptr() if takes_bytes(target, stored.dtype) else None
+        shape, item = tuple(target.shape), stored.dtype.itemsize
         self._alive.append(target)
         for piece in pieces:
             if piece.start == piece.stop:
@@ -209,14 +210,14 @@ class Filling:
             if base is not None and piece.target is None and piece.inside is None:
                 destination = RawBytes(piece.start, piece.stop, base)
             elif base is not None:
-                destination = _moved_bytes(piece, target, base)
+                destination = _moved_bytes(piece, shape, item, base)
             if destination is None:
                 destination = _copied(piece, stored.dtype, target)
             self.destinations[piece.entry].append(destination)
             if piece.inside is None:
                 self.needs.append(Need(piece.entry, piece.start, piece.stop))
             else:
-                self.needs += piece.needs(stored.dtype.itemsize)
+                self.needs += piece.needs(item)
 
     def _make(
         self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
@@ -356,10 +357,16 @@ def _from_image(target: torch.Tensor, image: torch.Tensor, piece: Piece) -> None
     part.copy_(image if piece.inside is None else boxed(image, piece.inside))
 
 
-def _moved_bytes(piece: Piece, target: torch.Tensor, base: int) -> RawBytes | None:
-    """A plain copy of bytes for a piece, if it is a run of its chunk and of the target."""
+def _moved_bytes(piece: Piece, shape: tuple[int, ...], item: int, base: int) -> RawBytes | None:
+    """A plain copy of bytes for a piece, if it is a run of its chunk and of the target.
+
+    Args:
+        piece: The piece.
+        shape: The shape of the target.
+        item: The size of its elements in bytes.
+        base: Its address.
+    """
     start, stop = piece.start, piece.stop
-    item = target.itemsize
     if piece.inside is not None:
         first = flat_start(piece.shape, piece.inside)
         if first is None:
@@ -367,7 +374,7 @@ def _moved_bytes(piece: Piece, target: torch.Tensor, base: int) -> RawBytes | No
         start += first * item
         stop = start + box_volume(piece.inside) * item
     if piece.target is not None:
-        at = flat_start(target.shape, piece.target)
+        at = flat_start(shape, piece.target)
         if at is None:
             return None
         base += at * item

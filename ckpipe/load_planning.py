@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,10 @@ class Piece(NamedTuple):
     hi: int
     at: int
     checksum: int
+
+
+# Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
+_piece = partial(tuple.__new__, Piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +224,16 @@ class _Span:
         allowance = max(ALLOWANCE_BYTES * self.needs, self.needed // 10)
         return allowance - (self.end - self.begin - self.needed)
 
-    def add(self, entry: int, lo: int, hi: int, begin: int, end: int) -> None:
-        """Takes in a need at ``[begin, end)`` of the file, whose chunks are ``[lo, hi)``.
-
-        Args:
-            entry: The number of the entry.
-            lo: Where its chunks begin in the entry.
-            hi: Behind their last byte.
-            begin: Where the need begins in the file.
-            end: Behind its last byte.
-        """
-        if begin > self.need_end:
+    def add(self, begin: int, end: int) -> None:
+        """Counts a need at ``[begin, end)`` of the file."""
+        known = self.need_end
+        if begin > known:
             self.needs += 1
             self.needed += end - begin
-        else:
-            self.needed += max(0, end - self.need_end)
-        self.need_end = max(self.need_end, end)
-        if self.parts and self.parts[-1][0] == entry and self.parts[-1][2] >= lo:
-            _, first, last = self.parts[-1]
-            self.parts[-1] = (entry, first, max(last, hi))
-        else:
-            self.parts.append((entry, lo, hi))
+            self.need_end = end
+        elif end > known:
+            self.needed += end - known
+            self.need_end = end
 
 
 def plan_reads(data: EntryTable, needs: Iterable[Need], limits: ReadLimits) -> list[Read]:
@@ -253,7 +247,7 @@ def plan_reads(data: EntryTable, needs: Iterable[Need], limits: ReadLimits) -> l
     return [
         read
         for span in _joined(_spans(data, needs))
-        for read in _aligned(list(_cut(data, span, limits)), span, data, limits.alignment)
+        for read in _reads(list(_cut(data, span, limits)), span, data, limits.alignment)
     ]
 
 
@@ -277,22 +271,29 @@ def batched(reads: Sequence[Read], nbytes: int) -> Iterator[list[Read]]:
 
 def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
     span: _Span | None = None
+    before, upto = -1, 0
     for file, entry, lo, hi, begin, first, last in _sorted_needs(data, needs):
         end = begin + hi - lo
         start, stop = begin - (lo - first), end + (last - hi)
         if span is None or span.file != file or start > span.end:
             if span is not None:
                 yield span
-            span = _Span(file, start, stop)
-        span.add(entry, first, last, begin, end)
-        span.end = max(span.end, stop)
+            span, before, upto = _Span(file, start, stop), -1, 0
+        span.add(begin, end)
+        if stop > span.end:
+            span.end = stop
+        if entry == before and first <= upto:
+            _, since, _ = span.parts.pop()
+            first, last = since, max(upto, last)
+        span.parts.append((entry, first, last))
+        before, upto = entry, last
     if span is not None:
         yield span
 
 
 def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> Iterator[tuple[int, ...]]:
     """What is needed, by place: file, entry, both ends, place in the file, ends of its chunks."""
-    table = np.array(list(needs), np.int64).reshape(-1, 3)
+    table = np.fromiter(chain.from_iterable(needs), np.int64).reshape(-1, 3)
     table = table[table[:, 1] < table[:, 2]]
     entry, lo, hi = table.T
     numbers = entry.tolist()
@@ -324,36 +325,41 @@ def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
         yield last
 
 
-def _cut(data: EntryTable, span: _Span, limits: ReadLimits) -> Iterator[Read]:
+_Chunk = tuple[int, int, int, int, int]
+"""An entry, both ends of a chunk in it, where the chunk begins in the file, and its checksum."""
+
+
+def _cut(data: EntryTable, span: _Span, limits: ReadLimits) -> Iterator[list[_Chunk]]:
     """Packs a span's chunks greedily, with room for both ends to be aligned."""
     room = limits.read_bytes - 2 * limits.alignment
-    pieces: list[Piece] = []
-    start = end = span.begin
+    checksums, begins, first_sums = data.checksums, data.begins, data.first_sums
+    chunks: list[_Chunk] = []
+    limit = span.begin + room
     for entry, first, last in span.parts:
-        begin, sums = data.begins[entry], data.first_sums[entry]
+        begin, sums = begins[entry], first_sums[entry]
         for lo in range(first, last, CHUNK_BYTES):
             hi = min(lo + CHUNK_BYTES, last)
-            if pieces and begin + hi - start > room:
-                yield Read(span.file, start, end - start, tuple(pieces))
-                pieces = []
-            if not pieces:
-                start = begin + lo
-            checksum = data.checksums[sums + lo // CHUNK_BYTES]
-            end = begin + hi
-            pieces.append(Piece(entry, lo, hi, begin + lo - start, checksum))
-    yield Read(span.file, start, end - start, tuple(pieces))
+            if begin + hi > limit:
+                if chunks:
+                    yield chunks
+                    chunks = []
+                limit = begin + lo + room
+            chunks.append((entry, lo, hi, begin + lo, checksums[sums + lo // CHUNK_BYTES]))
+    yield chunks
 
 
-def _aligned(reads: list[Read], span: _Span, data: EntryTable, alignment: int) -> Iterator[Read]:
-    if alignment <= 1 or 2 * alignment * len(reads) > span.spare:
-        yield from reads
-        return
+def _reads(
+    cut: list[list[_Chunk]], span: _Span, data: EntryTable, alignment: int
+) -> Iterator[Read]:
+    """Makes reads of packed chunks, aligned where the span's allowance permits."""
+    if 2 * alignment * len(cut) > span.spare:
+        alignment = 1
     size = data.files[span.file].size
-    for read in reads:
-        skipped = read.offset % alignment
-        end = min(size, -(-(read.offset + read.size) // alignment) * alignment)
-        pieces = read.pieces
-        if skipped:
-            pieces = tuple(Piece(e, lo, hi, at + skipped, crc) for e, lo, hi, at, crc in pieces)
-        offset = read.offset - skipped
-        yield Read(read.file, offset, end - offset, pieces)
+    for chunks in cut:
+        offset, (_, lo, hi, last, _) = chunks[0][3], chunks[-1]
+        end = last + hi - lo
+        if alignment > 1:
+            offset -= offset % alignment
+            end = min(size, -(-end // alignment) * alignment)
+        pieces = [_piece((entry, lo, hi, at - offset, crc)) for entry, lo, hi, at, crc in chunks]
+        yield Read(span.file, offset, end - offset, tuple(pieces))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from operator import sub
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ from ckpipe.dtypes import DTYPES
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.load_planning import EntryTable, Need
 from ckpipe.manifest import ChunkRow, TensorRow
-from ckpipe.sources import Candidate, Sources
+from ckpipe.sources import Candidate, Held, Sources
 from ckpipe.tensors import overlaps_itself
 
 
@@ -64,6 +66,10 @@ class Piece(NamedTuple):
             return
         for lo, hi in flat_ranges(self.shape, self.inside, CHUNK_BYTES // itemsize):
             yield Need(self.entry, self.start + lo * itemsize, self.start + hi * itemsize)
+
+
+# Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
+_new_piece = partial(tuple.__new__, Piece)
 
 
 @dataclass(eq=False, slots=True)
@@ -118,6 +124,7 @@ class StoredTensors:
     ) -> None:
         self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
         self._known: dict[int, StoredTensor] = {}
+        self._bases: dict[int, tuple[int, Held]] = {}
 
     def __getitem__(self, number: int) -> StoredTensor:
         """The tensor of a number.
@@ -216,7 +223,7 @@ class StoredTensors:
         dims = len(stored.shape)
         everything = whole(stored.shape)
         boxes = [chunk.box or everything for _, chunk in candidates]
-        if not {len(corner) for box in boxes for corner in box} <= {dims}:
+        if not set(map(len, chain.from_iterable(boxes))) <= {dims}:
             raise InvalidExtent("A box of it has a wrong number of dimensions", key=stored.label)
         index = BoxIndex(boxes)
         found: list[tuple[Candidate, Box, Box]] = []
@@ -236,28 +243,35 @@ class StoredTensors:
     ) -> tuple[Piece, ...]:
         """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
         item, everything = stored.dtype.itemsize, whole(stored.row.shape)
+        bases, sizes = self._bases, self.data.sizes
         pieces = []
         for (number, chunk), part, target in found:
-            box = everything if chunk.box is None else chunk.box
+            entry, start, stride, own = chunk.entry, chunk.offset, chunk.stride, chunk.box
+            box = own or everything
             shape = tuple(map(sub, box[1], box[0]))
-            entry = chunk.entry
             if part is not box and part != box:
                 inside = moved(part, box[0])
                 pieces.append(self._piece(stored, number, chunk, shape, inside, target))
                 continue
             fills = None if target == everything else target
-            held = self._sources.held(number)
-            if chunk.stride is not None or entry is None or entry >= held.entry_count:
+            base, held = bases.get(number) or self._base(number)
+            if stride is not None or entry is None or not 0 <= entry < held.entry_count:
                 pieces.append(self._piece(stored, number, chunk, shape, None, fills))
                 continue
             # All of a chunk that lies row by row, which is nearly always so: a short way.
-            place, start = self.data.number(number, entry), chunk.offset
+            place = base + entry
             stop = start + math.prod(shape) * item
-            if start < 0 or entry < 0 or stop > self.data.sizes[place]:
+            if start < 0 or stop > sizes[place]:
                 raise _outside(stored, start, stop)
-            shared = entry in held.shared
-            pieces.append(Piece(place, start, stop, None, shape, None, fills, shared))
+            pieces.append(
+                _new_piece((place, start, stop, None, shape, None, fills, entry in held.shared))
+            )
         return tuple(pieces)
+
+    def _base(self, part: int) -> tuple[int, Held]:
+        """The number of a part's first entry in the table of entries, and its chunks."""
+        found = self._bases[part] = (self.data.number(part, 0), self._sources.held(part))
+        return found
 
     def _piece(
         self,

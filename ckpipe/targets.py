@@ -78,11 +78,15 @@ class Targets:
     @property
     def first_needs(self) -> list[Need]:
         """What to read before a live tensor is touched; usually nothing."""
+        if not self._first:
+            return []
         return [need for need in self.filling.needs if need.entry in self._first]
 
     @property
     def needs(self) -> list[Need]:
         """What to read then."""
+        if not self._first:
+            return self.filling.needs
         return [need for need in self.filling.needs if need.entry not in self._first]
 
     def check_disputed(self) -> None:
