@@ -37,13 +37,12 @@ _FACTS: tuple[Callable[[Any], Any], ...] = (
     attrgetter("shape"),
     attrgetter("dtype"),
     attrgetter("device"),
-    attrgetter("layout"),
     attrgetter("requires_grad"),
     torch.Tensor.is_neg,
 )
 """With class, address and conjugation all that a leaf says of a plain tensor; the rest follows.
 
-A tensor without strides or a shape, such as a sparse or nested one, raises.
+A tensor without strides or a shape raises: one of any other layout, sparse or nested, say.
 """
 
 
@@ -178,7 +177,9 @@ def _facts(tensors: list[torch.Tensor]) -> list[list[Any]]:
 
 
 def _wrapper_facts(wrapped: list[Any]) -> list[list[Any]]:
-    return [list(map(fact, wrapped)) for fact in _WRAPPER_FACTS]
+    # DTensors override no function of this kind, and to be asked whether they do costs them most.
+    with torch._C.DisableTorchFunctionSubclass():
+        return [list(map(fact, wrapped)) for fact in _WRAPPER_FACTS]
 
 
 _WRAPPER_FACTS = (attrgetter("shape"), attrgetter("requires_grad"))
@@ -186,8 +187,9 @@ _WRAPPER_FACTS = (attrgetter("shape"), attrgetter("requires_grad"))
 
 def _placed(wrapped: list[Any]) -> tuple[list[Any], list[Any]]:
     """The meshes and placements of DTensors, neither of which ever changes in itself."""
-    meshes, placements = attrgetter("device_mesh"), attrgetter("placements")
-    return list(map(meshes, wrapped)), list(map(placements, wrapped))
+    specs = list(map(attrgetter("_spec"), wrapped))
+    meshes, placements = attrgetter("mesh"), attrgetter("placements")
+    return list(map(meshes, specs)), list(map(placements, specs))
 
 
 __all__ = ["Differs", "LeafFacts", "check"]
