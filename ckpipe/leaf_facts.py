@@ -37,12 +37,14 @@ _FACTS: tuple[Callable[[Any], Any], ...] = (
     attrgetter("shape"),
     attrgetter("dtype"),
     attrgetter("device"),
+    attrgetter("layout"),
     attrgetter("requires_grad"),
     torch.Tensor.is_neg,
 )
 """With class, address and conjugation all that a leaf says of a plain tensor; the rest follows.
 
-A tensor without strides or a shape raises: one of any other layout, sparse or nested, say.
+The layout is asked for since some that are sparse have strides. A tensor without strides or a
+shape, such as a nested one, raises.
 """
 
 
