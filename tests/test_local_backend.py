@@ -100,6 +100,13 @@ def test_paths_of_urls(url: str, path: str) -> None:
     assert path_of(url) == path
 
 
+def test_a_leading_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert path_of("~/runs/1") == "/home/me/runs/1"
+    assert path_of("runs/~") == "runs/~"
+    assert path_of("file:///~/runs") == "/~/runs"
+
+
 @pytest.mark.parametrize(
     "url", ["", "file://", "file://host/a", "file://host", "file:/a", "s3://a/b", "/a\0b"]
 )

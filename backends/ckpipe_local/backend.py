@@ -51,7 +51,7 @@ class LocalBackend(Backend):
 
     Args:
         url: ``file:///path`` (percent-encoded), or a plain path, relative to the working
-            directory of this moment.
+            directory of this moment or, with a leading ``~``, to the home.
         direct: Whether to read and write bulk data past the page cache where the file system
             can do so.
         access: ``"read"`` takes the root as it is: opening neither makes it nor tries whether
@@ -186,7 +186,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def path_of(url: str) -> str:
-    """The path that a ``file`` URL or a plain path names.
+    """The path that a ``file`` URL or a plain path names; a leading ``~`` of a path is the home.
 
     Raises:
         UsageError: If it names another host, another scheme or no path.
@@ -202,4 +202,4 @@ def path_of(url: str) -> str:
     if not path or "\0" in path or (url.lower().startswith("file:/") and not separator):
         message = f"{url!r} does not name a directory"
         raise UsageError(message, hint="Write file:///absolute/path, or a plain path")
-    return path
+    return path if separator else os.path.expanduser(path)
