@@ -258,7 +258,11 @@ class Pipeline:
         await self._run(self._core.engine.delete, which(step))
 
     async def pin(self, step: Which) -> None:
-        """Protects a checkpoint from retention until it is unpinned."""
+        """Protects a checkpoint from retention until it is unpinned.
+
+        Raises:
+            CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
+        """
         await self._run(self._core.engine.pin, which(step))
 
     async def unpin(self, step: Which) -> None:

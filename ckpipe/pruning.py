@@ -23,8 +23,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.discovery import discover, read_index
-from ckpipe.errors import CorruptCheckpoint, ObjectExists, UnsupportedVersion
+from ckpipe.discovery import check_not_deleted, discover, read_index
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CorruptCheckpoint,
+    ObjectExists,
+    UnsupportedVersion,
+)
 from ckpipe.keys import decode_float
 from ckpipe.lanes import run_lanes
 from ckpipe.leases import is_leased
@@ -245,9 +250,19 @@ async def prune(
 
 
 async def pin(backend: Backend, id: CheckpointId) -> None:
-    """Protects a checkpoint from retention until it is unpinned."""
+    """Protects a checkpoint from retention until it is unpinned.
+
+    Raises:
+        CheckpointIncomplete: If somebody has begun to delete it.
+        StoreError: If the store failed.
+    """
     with contextlib.suppress(ObjectExists):
         await backend.put(pin_key(id), b"{}", PutMode.CREATE)
+    try:
+        await check_not_deleted(backend, id)
+    except CheckpointIncomplete:
+        await backend.delete([pin_key(id)])
+        raise
 
 
 async def unpin(backend: Backend, id: CheckpointId) -> None:

@@ -146,7 +146,11 @@ class SyncPipeline:
         self._core.submit(self._core.engine.delete, which(step)).result()
 
     def pin(self, step: Which) -> None:
-        """Protects a checkpoint from retention until it is unpinned."""
+        """Protects a checkpoint from retention until it is unpinned.
+
+        Raises:
+            CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
+        """
         self._core.submit(self._core.engine.pin, which(step)).result()
 
     def unpin(self, step: Which) -> None:

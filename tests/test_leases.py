@@ -18,8 +18,8 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.leases import LEASE_LIFE, Lease, live_subjects, under_lease
-from ckpipe.object_names import LEASES, index_key, lease_key, tombstone_key
-from ckpipe.pruning import delete, finish_deletions, prune, retire
+from ckpipe.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
+from ckpipe.pruning import delete, finish_deletions, pin, prune, retire, unpin
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation
@@ -253,7 +253,7 @@ def test_a_store_that_takes_no_lease_can_still_be_read(
     with ckpipe.SyncPipeline(store.url) as pipeline:
         pipeline.save(STATE, step=0, until="committed")
         full = errors.StoreFull("no room")
-        store.faulty.fail(full, lambda o: o.verb == "put" and o.key.startswith(LEASES), times=None)
+        store.faulty.fail(full, lambda o: o.key.startswith(LEASES), times=None)
         assert pipeline.load() is not None
         assert "could not be renewed" in caplog.text
 
@@ -295,3 +295,14 @@ def test_a_pipeline_of_its_own_prunes_nothing_that_the_newest_run_resumed_from(
         resumed.save(STATE, step=5).wait()
         with ckpipe.SyncPipeline(store.url, keep_last=1) as third:
             assert ids[1] in third.prune().remove, "nobody leans on it any more"
+
+
+async def test_a_pin_that_comes_after_the_tombstone_is_refused() -> None:
+    backend, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
+    await backend.put(index_key(id), b"{}", PutMode.CREATE)
+    await pin(backend, id)
+    await unpin(backend, id)
+    await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)  # by who has just chosen it
+    with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
+        await pin(backend, id)
+    assert not [key async for key in backend.list(PINS)]

@@ -92,7 +92,7 @@ class Night:
         process = trouble in OF_WORKERS or chance.random() < 0.25
         most = 12 * saves if trouble in OF_WORKERS else 12 + 20 * saves
         dying = chance.randint(1, most) if trouble.endswith("operation") else 0
-        begin = chance.randint(0, 60)
+        begin = chance.randint(0, 30)
         return {
             "life": self.lives,
             "seed": chance.randrange(2**32),
@@ -114,9 +114,9 @@ class Night:
             },
             "store": {
                 "seed": chance.randrange(2**32),
-                "failing": [begin, begin + 60] if trouble == "errors" else [0, 0],
-                "often": 0.3,
-                "lasting": 0.1,
+                "failing": [begin, begin + 100] if trouble == "errors" else [0, 0],
+                "often": 0.2,
+                "lasting": 0.05,
                 "dying": dying,
                 "worker": trouble in OF_WORKERS,
             },
@@ -132,6 +132,9 @@ class Night:
         complete = self._check_complete()
         reported = [CheckpointId.parse(words[0]) for words in self.ledger.lines("complete")]
         newest = max((id for id in reported if id is not None), default=None)
+        marks = {each.name for each in self.root.glob(".ckpipe/deleted/*")}
+        here = marks | {info.id for info in complete}
+        assert {str(id) for id in reported} <= here, "what was complete is gone, and nobody pruned"
         if newest is not None:
             assert complete, "what was complete is gone"
             assert complete[-1].key >= newest, "the newest that was reported is gone"
