@@ -158,6 +158,7 @@ class Trainer:
         case = self._case
         trouble = case["trouble"] if number == case["at"] else ""
         if trouble == "full disk":
+            drain(pipeline)  # what is left of the disk must not change while it is filled
             with self._full_disk(pipeline):
                 yield
                 drain(pipeline)
