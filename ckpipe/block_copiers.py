@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Protocol
 
 import anyio
@@ -29,6 +28,7 @@ from ckpipe.lock import Fence
 from ckpipe.saving import FilledBlock, Turn
 from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
+from ckpipe.watching import Watch
 
 
 class CopyEnd(Fence, Protocol):
@@ -139,8 +139,7 @@ class BlockCopiers:
         self._places = anyio.Semaphore(self.threads)
         self._ready: deque[Piece] = deque()
         self._loop = asyncio.get_running_loop()
-        self._watched: list[int] = []
-        self._versions: list[int] | None = None
+        self._watch: Watch | None = None
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Takes pieces to be worked off by copiers that are started afterwards."""
@@ -158,16 +157,14 @@ class BlockCopiers:
             for _ in range(min(self.threads, len(self._ready))):
                 tasks.start_soon(self.copy)
 
-    def defer(self, tensors: Iterable[int], grace: float) -> None:
+    def defer(self, watch: Watch, grace: float) -> None:
         """Says that all further pieces are deferred; for any thread.
 
         Args:
-            tensors: The numbers of the tensors that they read, and that nobody may change
-                without the lock.
+            watch: What notices if the tensors that they read are changed without the lock.
             grace: Seconds that a trainer waits for them.
         """
-        self._watched = sorted(tensors)
-        self._versions = self._versions_now()
+        self._watch = watch
         self._turn.defer(grace)
 
     def let_go(self, ends: Sequence[Fence] = ()) -> None:
@@ -182,24 +179,14 @@ class BlockCopiers:
             StateChanged: Names a tensor that was changed without the lock.
             CaptureTooSlow: If a trainer took the lock before.
         """
-        if self._versions is None:
+        if self._watch is None:
             return
         with self._turn.reading():
-            for number, before, now in zip(
-                self._watched, self._versions, self._versions_now(), strict=True
-            ):
-                if now != before:
-                    raise _changed_beside(self._state.tensors[number])
+            changed = self._watch.changed()
+            if changed is not None:
+                raise _changed_beside(changed)
             self._turn.let_go(ends)
-        self._versions = None
-
-    def _versions_now(self) -> list[int]:
-        """How often each of the watched tensors was changed in place, as far as torch counts it."""
-        watched = [self._state.memory[number] for number in self._watched]
-        try:
-            return list(map(attrgetter("_version"), watched))
-        except RuntimeError:  # it is not counted for inference tensors
-            return [-1 if each.is_inference() else each._version for each in watched]
+        self._watch = None
 
     def _run(self) -> None:
         launched: list[tuple[Piece, Sequence[CopyEnd]]] = []
@@ -225,7 +212,7 @@ class BlockCopiers:
             except IndexError:
                 return
             anyio.from_thread.check_cancelled()
-            if self._versions is None:
+            if self._watch is None:
                 ends = self._fill(piece)
             else:
                 with self._turn.reading():

@@ -115,19 +115,54 @@ def _joined(ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return joined
 
 
-def memory_facts(tensors: Iterable[torch.Tensor]) -> list[list[Any]] | None:
-    """All that :class:`OwnedMemory` reads of tensors, column by column; None if it cannot be told.
+class OwnedFacts:
+    """All that :class:`OwnedMemory` reads of tensors, so that it need not be read again.
 
-    As long as it is the same, the same leaves are owned.
+    Most of what optimizers own stands in the state itself, and then the walk has read it already.
+
+    Args:
+        tensors: The owned tensors.
+        memory: The memory of the leaves of the state, as the walk has found it.
+
+    Raises:
+        RuntimeError: If there are no such facts, such as strides, of one of them.
     """
-    local = list(tensors)
-    if odd := set(map(type, local)).difference(PLAIN_TYPES):
-        parts = (_local(each) if type(each) in odd else each for each in local)
-        local = [part for part in parts if part is not None]
-    try:
-        return [list(map(fact, local)) for fact in _MEMORY_FACTS]
-    except RuntimeError:  # such as that there are no strides
-        return None
+
+    def __init__(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> None:
+        numbers = {id(each): number for number, each in enumerate(memory)}
+        local = _locals(tensors)
+        self._count = len(local)
+        found = [numbers.get(id(each)) for each in local]
+        self._walked = [(n, number) for n, number in enumerate(found) if number is not None]
+        self._others = [n for n, number in enumerate(found) if number is None]
+        self._facts = _columns([local[n] for n in self._others])
+
+    def hold(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> bool:
+        """Whether the same leaves are owned as before.
+
+        Args:
+            tensors: What is owned now.
+            memory: The memory of leaves of which the walk has found the same as before.
+        """
+        local = _locals(tensors)
+        if len(local) != self._count or any(local[n] is not memory[m] for n, m in self._walked):
+            return False
+        try:
+            return _columns([local[n] for n in self._others]) == self._facts
+        except RuntimeError:
+            return False
+
+
+def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    odd = set(map(type, tensors)).difference(PLAIN_TYPES)
+    if not odd:
+        return tensors
+    parts = [_local(each) if type(each) in odd else each for each in tensors]
+    return [part for part in parts if part is not None]
+
+
+def _columns(tensors: list[torch.Tensor]) -> list[list[Any]]:
+    return [list(map(fact, tensors)) for fact in _MEMORY_FACTS]
 
 
 _MEMORY_FACTS: tuple[Callable[[Any], Any], ...] = (
@@ -139,15 +174,15 @@ _MEMORY_FACTS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def owned_leaves(leaves: Sequence[TensorLeaf], optimizers: Iterable[Optimizer]) -> set[int]:
-    """The numbers of the leaves that only steps of these optimizers change.
+def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The numbers of the leaves that only steps of guarded optimizers change.
 
     Args:
         leaves: The tensors of a captured state, alive.
-        optimizers: The guarded optimizers.
+        tensors: What the optimizers own; see :func:`owned_tensors`.
     """
-    memory = OwnedMemory(owned_tensors(optimizers))
+    memory = OwnedMemory(tensors)
     return {number for number, leaf in enumerate(leaves) if memory.covers(leaf)}
 
 
-__all__ = ["OwnedMemory", "memory_facts", "owned_leaves", "owned_tensors"]
+__all__ = ["OwnedFacts", "OwnedMemory", "owned_leaves", "owned_tensors"]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ckpipe import cuda
 from ckpipe.announcing import END
+from ckpipe.caller import Caller
 from ckpipe.engine import Engine
 from ckpipe.errors import (
     PermissionDenied,
@@ -228,6 +229,7 @@ class PipelineCore:
         until: str,
         final: bool,
         select: LabelFilter,
+        caller: Caller | None = None,
     ) -> SaveRequest:
         """Checks what ``save`` was given, on the caller's thread."""
         _ = self.engine
@@ -255,6 +257,7 @@ class PipelineCore:
             cuda.fences(),
             owners,
             self.preemption.answer(),
+            caller,
         )
 
     def _owners(self, step: int | None) -> tuple[Optimizer, ...]:

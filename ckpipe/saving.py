@@ -18,17 +18,20 @@ from torch.optim import Optimizer
 
 from ckpipe.arena import Block
 from ckpipe.budget import Ration
+from ckpipe.caller import Caller
 from ckpipe.cargo import Cargo
 from ckpipe.copying import BlockPlan
 from ckpipe.delivery import Contents, Delivery
 from ckpipe.keys import Json, LabelFilter
 from ckpipe.lock import CaptureToken, Fence, StateLock
 from ckpipe.manifest import TensorRow
+from ckpipe.ownership import OwnedFacts
 from ckpipe.planning import RankPlan
 from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
+from ckpipe.watching import Watch
 
 
 class SkipSave(Exception):  # a decision, not an error
@@ -50,6 +53,7 @@ class SaveRequest:
         owners: Guarded optimizers whose tensors are copied while training goes on; none if the
             caller waits for all copies.
         urgent: Whether there may be no later one, so that it waits where others are skipped.
+        caller: The thread that called, if it works for the save while it waits.
     """
 
     state: Any
@@ -61,6 +65,7 @@ class SaveRequest:
     fences: tuple[Any, ...] = ()
     owners: tuple[Optimizer, ...] = ()
     urgent: bool = False
+    caller: Caller | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +99,25 @@ class Division:
 
     leaves: list[TensorLeaf]
     program: Program
-    facts: list[list[Any]] | None
+    facts: OwnedFacts | None
     owned: list[int]
     halves: list[tuple[BlockPlan, BlockPlan]]
 
-    def serves(
-        self, leaves: list[TensorLeaf], program: Program, facts: list[list[Any]] | None
-    ) -> bool:
-        """Whether another save would be divided just so."""
-        same = self.leaves is leaves and self.program is program
-        return same and facts is not None and facts == self.facts
+    @property
+    def all_later(self) -> bool:
+        """Whether nothing has to be copied before training goes on."""
+        return not any(at_once.steps for at_once, _ in self.halves)
+
+    def serves(self, captured: Captured, program: Program, tensors: list[torch.Tensor]) -> bool:
+        """Whether another save would be divided just so.
+
+        Args:
+            captured: Its state.
+            program: Its program.
+            tensors: What the optimizers own now.
+        """
+        same = self.leaves is captured.tensors and self.program is program
+        return same and self.facts is not None and self.facts.hold(tensors, captured.memory)
 
 
 class Turn:
@@ -167,11 +181,33 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Deferral:
+    """That a save has let its caller go before anything was copied.
+
+    Args:
+        program: The program that it will be copied by.
+        division: What is copied when; all of it later.
+        watch: What notices if it changes meanwhile.
+    """
+
+    program: Program
+    division: Division
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedState:
-    """What the walk found, and the hold of the lock under which it is true."""
+    """What the walk found, and the hold of the lock under which it is true.
+
+    Args:
+        turn: The hold.
+        captured: What was found.
+        deferral: There if the caller is gone already.
+    """
 
     turn: Turn
     captured: Captured
+    deferral: Deferral | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +217,7 @@ class PlannedState:
     turn: Turn
     captured: Captured
     program: Program
+    deferral: Deferral | None = None
 
 
 @dataclass(eq=False, slots=True)

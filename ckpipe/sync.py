@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from torch.optim import Optimizer
 
+from ckpipe.caller import Caller
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.keys import label_filter
@@ -80,16 +81,19 @@ class SyncPipeline:
     ) -> SyncSaveHandle:
         """Saves a state; returns as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
         self._core.report_failures()
-        request = self._core.request(
-            state,
-            step=step,
-            metrics=metrics,
-            metadata=metadata,
-            until=until,
-            final=final,
-            select=label_filter(include, exclude),
-        )
-        save = self._core.submit(self._core.engine.begin, request, step).result()
+        with Caller() as caller:
+            request = self._core.request(
+                state,
+                step=step,
+                metrics=metrics,
+                metadata=metadata,
+                until=until,
+                final=final,
+                select=label_filter(include, exclude),
+                caller=caller,
+            )
+            save = self._core.submit(self._core.engine.begin, request, step).result()
+            caller.serve_until(save.safe if until == "captured" else save.staged)
         handle = SyncSaveHandle(self._core, save)
         if until == "captured":
             handle.wait_captured()

@@ -1,7 +1,8 @@
-"""Calls of the user's own code, such as ``state_dict``, on threads of the pipeline."""
+"""Calls of the user's own code, such as ``state_dict``, by the pipeline."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,8 @@ def user_code(what: str, label: str) -> Iterator[None]:
     """Keeps an attempt to leave the program from ending the pipeline's loop with all its saves.
 
     Errors pass as they are. ``SystemExit`` and its like mean the thread that they are raised on,
-    which is not the caller's here.
+    which is seldom the caller's here. Only an interruption of the main thread, where Ctrl-C is
+    raised in whatever runs just then, passes too.
 
     Args:
         what: What is called.
@@ -27,8 +29,14 @@ def user_code(what: str, label: str) -> Iterator[None]:
     except Exception:
         raise
     except BaseException as signal:
+        if isinstance(signal, KeyboardInterrupt) and _is_main_thread():
+            raise
         raise UsageError(
             f"{what} raised {signal!r}, which cannot end the program from here",
             key=label or None,
             hint="Raise an Exception instead",
         ) from signal
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -20,6 +20,7 @@ from ckpipe.lock import StateLock
 from ckpipe.planning import LocalPlanner
 from ckpipe.saving import FilledBlock, Turn
 from ckpipe.structure import capture
+from ckpipe.watching import Watch
 
 BLOCK = 1 << 16
 
@@ -160,7 +161,7 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
     turn = Turn(lock, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.append, threads=4)
     assert copiers.threads == 1
-    copiers.defer([0], 60)
+    copiers.defer(Watch(captured, [0]), 60)
     copiers.add(late)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(copiers.finish)
@@ -185,7 +186,7 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
     out: list[FilledBlock] = []
     turn = Turn(lock, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.append, threads=1)
-    copiers.defer(range(len(captured.tensors)), 60)
+    copiers.defer(Watch(captured, range(len(captured.tensors))), 60)
     captured.memory[0].add_(1)
     copiers.add(late)
     failed: list[BaseException] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpipe.ownership import OwnedMemory, owned_leaves, owned_tensors
+from ckpipe.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.structure import capture
 from ckpipe.tensors import is_dense, tensor_leaf
 
@@ -66,7 +69,10 @@ def test_of_an_optimizer_are_its_parameters_and_the_tensors_of_its_state() -> No
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     captured = capture({"model": model, "optimizer": optimizer})
-    owned = {captured.tensors[n].label for n in owned_leaves(captured.tensors, [optimizer])}
+    owned = {
+        captured.tensors[n].label
+        for n in owned_leaves(captured.tensors, owned_tensors([optimizer]))
+    }
     others = {leaf.label for leaf in captured.tensors} - owned
     assert others == {
         "model.1.running_mean",
@@ -88,3 +94,63 @@ def test_tensors_deep_in_a_state_are_found() -> None:
 def test_sparse_and_meta_tensors_are_passed_over() -> None:
     odd = [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")]
     assert not OwnedMemory(odd).covers(tensor_leaf(torch.zeros(3), "plain")[0])
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.two(self.one(batch))
+        return result
+
+
+Trained = tuple[Layers, torch.optim.Optimizer]
+
+
+@pytest.fixture
+def trained() -> Trained:
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def other_parameter(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    model.one.weight.data = torch.ones(4, 4)
+
+
+def other_moment(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    moments = optimizer.state[model.two.weight]
+    moments["exp_avg"] = moments["exp_avg"].clone()
+
+
+def one_more(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def one_less(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[model.one.bias]["exp_avg_sq"]
+
+
+def without_strides(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][0] = torch.ones(2, 2).to_sparse()
+
+
+@pytest.mark.parametrize(
+    "change", [other_parameter, other_moment, one_more, one_less, without_strides]
+)
+def test_what_is_known_of_owned_tensors_holds_until_something_changes(
+    trained: Trained,
+    change: Callable[[Layers, torch.optim.Optimizer], None],
+) -> None:
+    model, optimizer = trained
+    state = {"model": model, "optimizer": optimizer}
+    captured = capture(state)
+    facts = OwnedFacts(list(owned_tensors([optimizer])), captured.memory)
+    assert facts.hold(list(owned_tensors([optimizer])), capture(state).memory)
+    memory = captured.memory  # as if the walk had seen nothing, to rely on nothing but the facts
+    change(model, optimizer)
+    assert not facts.hold(list(owned_tensors([optimizer])), memory)

@@ -33,6 +33,10 @@ async def run(
     own: Program | None = None
     async with inbox, out:
         async for state in inbox:
+            if state.deferral is not None:
+                known = state.deferral.program
+                await out.send(PlannedState(state.turn, state.captured, known, state.deferral))
+                continue
             with save.clock.timing("plan"):
                 program = _fitting(state.captured, own, site.reusable_program)
                 if program is not None and _has_memory(save, program):

@@ -15,12 +15,24 @@ from ckpipe.collector import collector_paused
 from ckpipe.copying import BlockPlan, split_block
 from ckpipe.cuda import SideStreams
 from ckpipe.events import Staged
-from ckpipe.ownership import memory_facts, owned_leaves, owned_tensors
-from ckpipe.saving import CapturedState, Division, FilledBlock, PlannedState, Save, Turn, resolve
+from ckpipe.ownership import OwnedFacts, owned_leaves, owned_tensors
+from ckpipe.planning import fingerprint
+from ckpipe.saving import (
+    CapturedState,
+    Deferral,
+    Division,
+    FilledBlock,
+    PlannedState,
+    Program,
+    Save,
+    Turn,
+    resolve,
+)
 from ckpipe.site import Site
 from ckpipe.structure import Captured
 from ckpipe.structure import walk as walk_state
 from ckpipe.trail import trail_of
+from ckpipe.watching import Watch
 
 MAX_COPIERS = 4
 """Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
@@ -41,8 +53,21 @@ async def walk(
         async for turn in inbox:
             save.status = "capturing"
             with save.clock.timing("walk"), turn.in_use():
-                captured = await anyio.to_thread.run_sync(_walk, save, site, turn)
-            await out.send(CapturedState(turn, captured))
+                state = await _beside_caller(save, site, turn)
+            await out.send(state)
+
+
+async def _beside_caller(save: Save, site: Site, turn: Turn) -> CapturedState:
+    caller = save.request.caller
+    if caller is None:
+        return await anyio.to_thread.run_sync(_look, save, site, turn)
+    return await caller.run(_look, save, site, turn)
+
+
+def _look(save: Save, site: Site, turn: Turn) -> CapturedState:
+    captured = _walk(save, site, turn)
+    deferral = _let_caller_go(save, site, turn, captured) if save.request.owners else None
+    return CapturedState(turn, captured, deferral)
 
 
 def _walk(save: Save, site: Site, turn: Turn) -> Captured:
@@ -55,6 +80,31 @@ def _walk(save: Save, site: Site, turn: Turn) -> Captured:
             site.trail = trail_of(walked, select)
             captured = walked.captured
         return captured
+
+
+def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> Deferral | None:
+    """Lets training go on if all is known already and nothing has to be copied before.
+
+    In a steady run of ``until="captured"`` that is so, and the caller need not wait until the
+    pipeline's loop has come to the same end.
+    """
+    program = site.reusable_program
+    if program is None or program.plan.fingerprint != fingerprint(captured):
+        return None
+    if len(save.blocks) != len(program.blocks):
+        return None
+    division = _division(save, site, captured, program)
+    if not division.all_later:
+        return None
+    watch = Watch(captured, division.owned)
+    turn.defer(site.settings.lock.max_step_wait_seconds)
+    _captured(save)
+    return Deferral(program, division, watch)
+
+
+def _captured(save: Save) -> None:
+    save.captured_seconds = save.elapsed
+    resolve(save.safe, None)
 
 
 async def copy(
@@ -128,43 +178,52 @@ async def _copy_beside_training(
     save: Save, site: Site, state: PlannedState, copiers: BlockCopiers
 ) -> None:
     """Copies what anybody may change, lets the caller go, then copies what optimizers own."""
-    soon, late, owned = await anyio.to_thread.run_sync(_divide, save, site, state)
-    copiers.add(soon)
-    await copiers.finish()
-    copiers.defer(owned, site.settings.lock.max_step_wait_seconds)
-    save.captured_seconds = save.elapsed
-    resolve(save.safe, None)
+    captured, program, grace = (
+        state.captured,
+        state.program,
+        site.settings.lock.max_step_wait_seconds,
+    )
+    if state.deferral is not None:
+        _, late = _pieces(save, program, state.deferral.division)
+        copiers.defer(state.deferral.watch, grace)
+    else:
+        division = await anyio.to_thread.run_sync(_division, save, site, captured, program)
+        soon, late = _pieces(save, program, division)
+        copiers.add(soon)
+        await copiers.finish()
+        copiers.defer(Watch(captured, division.owned), grace)
+        _captured(save)
     copiers.add(late)
     await copiers.finish()
     await anyio.to_thread.run_sync(copiers.let_go)
 
 
-def _divide(
-    save: Save, site: Site, state: PlannedState
-) -> tuple[list[Piece], list[Piece], list[int]]:
-    """The pieces to copy at once, those to copy later, and the tensors that the latter read."""
-    division = _division(save, site, state)
+def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piece], list[Piece]]:
+    """The pieces to copy at once, and those to copy later."""
     soon, late = [], []
-    for plan, block, halves in zip(state.program.blocks, save.blocks, division.halves, strict=True):
+    for plan, block, halves in zip(program.blocks, save.blocks, division.halves, strict=True):
         filled = FilledBlock(plan, block)
         at_once, later = halves
         if at_once.steps:
             soon.append(Piece(filled, at_once, last=not later.steps))
         if later.steps or not at_once.steps:
             late.append(Piece(filled, later))
-    return soon, late, division.owned
+    return soon, late
 
 
-def _division(save: Save, site: Site, state: PlannedState) -> Division:
+def _division(save: Save, site: Site, captured: Captured, program: Program) -> Division:
     """How a save's work is divided: as the last one's was, if nothing that matters is another."""
-    leaves, owners = state.captured.tensors, save.request.owners
-    facts = memory_facts(owned_tensors(owners))
+    tensors = list(owned_tensors(save.request.owners))
     last = site.division
-    if last is not None and last.serves(leaves, state.program, facts):
+    if last is not None and last.serves(captured, program, tensors):
         return last
-    owned = owned_leaves(leaves, owners)
-    halves = [split_block(plan, owned) for plan in state.program.blocks]
-    site.division = made = Division(leaves, state.program, facts, sorted(owned), halves)
+    owned = owned_leaves(captured.tensors, tensors)
+    halves = [split_block(plan, owned) for plan in program.blocks]
+    try:
+        facts = OwnedFacts(tensors, captured.memory)
+    except RuntimeError:  # such as that there are no strides
+        facts = None
+    site.division = made = Division(captured.tensors, program, facts, sorted(owned), halves)
     return made
 
 

@@ -1,0 +1,102 @@
+"""What the thread that called ``save`` does for the save while it waits for it.
+
+The walk needs the interpreter and nothing else, and the caller has to wait for it anyway. On the
+caller's own thread it costs no change of threads, finds the caches of its core warm, and runs under
+whatever the program has set for that thread. What the caller does not come to do, because it was
+interrupted or waits no longer, a worker thread does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, TypeVarTuple
+
+import anyio
+import anyio.to_thread
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+
+
+class Caller:
+    """A thread that waits for a save and works for it meanwhile: a context manager around that."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._offering = threading.Lock()
+        self._gone = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._offering:
+            self._gone = True
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is not None:
+                job.refuse()
+
+    def serve_until(self, end: Future[Any]) -> None:
+        """Does what is asked for on the calling thread, until a future is done."""
+        end.add_done_callback(lambda _: self._jobs.put(None))
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
+    async def run(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
+        """Runs a function on the caller's thread, or in a worker thread if that is not to be had.
+
+        Never returns while it still runs. If the caller is interrupted in the middle of it, a
+        worker thread runs it again.
+        """
+        job = _Job(partial(function, *args))
+        if self._offer(job):
+            with anyio.CancelScope(shield=True):
+                await job.over.wait()
+            if job.outcome.done():
+                return job.outcome.result()
+        return await anyio.to_thread.run_sync(function, *args)
+
+    def _offer(self, job: _Job[Any]) -> bool:
+        with self._offering:
+            if not self._gone:
+                self._jobs.put(job)
+            return not self._gone
+
+
+class _Job(Generic[Result]):
+    """One call; over without an outcome if it was refused or interrupted."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self._loop = asyncio.get_running_loop()
+        self.over = asyncio.Event()
+        self.outcome: Future[Result] = Future()
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(self._function())
+        except Exception as error:
+            self.outcome.set_exception(error)
+        finally:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Says that it is over, whether or not it was run."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(self.over.set)
+
+
+__all__ = ["Caller"]

@@ -1,0 +1,109 @@
+"""What the thread that calls ``save`` does itself, and what becomes of it if it does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from lock_actors import PATIENCE, DaemonThreads
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe.caller import Caller
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+class Noting:
+    """An object that notes the threads on which its state is asked for."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.interruptions = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.threads.append(threading.get_ident())
+        if self.interruptions:
+            self.interruptions -= 1
+            raise KeyboardInterrupt
+        return {"number": len(self.threads), "tensor": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_blocking_save_looks_at_the_state_on_the_callers_thread(store: Stores) -> None:
+    noting = Noting()
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"noting": noting}, step=1)
+        pipeline.save({"noting": noting}, step=2).wait()
+    assert set(noting.threads) == {threading.get_ident()}
+
+
+async def test_a_coroutine_is_not_held_up_by_it(store: Stores) -> None:
+    noting = Noting()
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        await (await pipeline.save({"noting": noting}, step=1))
+    assert threading.get_ident() not in noting.threads
+
+
+def test_an_interrupted_caller_is_replaced(store: Stores) -> None:
+    noting = Noting()
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        noting.interruptions = 1
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.save({"noting": noting}, step=1)
+    me, other = noting.threads[0], noting.threads[1]
+    assert me == threading.get_ident() != other
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        result = pipeline.load(step=1)
+    assert result is not None
+    assert result.state["noting"]["number"] == len(noting.threads)
+
+
+async def test_what_a_caller_does_not_come_to_do_is_done() -> None:
+    ended: list[int] = []
+
+    async def ask(caller: Caller) -> None:
+        ended.append(await caller.run(threading.get_ident))
+
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as tasks:
+            with Caller() as leaving:
+                tasks.start_soon(ask, leaving)
+                await anyio.lowlevel.checkpoint()  # it is asked, and never looks
+            tasks.start_soon(ask, leaving)
+    assert len(ended) == 2
+    assert threading.get_ident() not in ended
+
+
+async def test_errors_reach_who_asked_and_the_caller_goes_on(threads: DaemonThreads) -> None:
+    end: Future[None] = Future()
+    served = threading.Event()
+    caller = Caller()
+
+    def serve() -> None:
+        with caller:
+            caller.serve_until(end)
+        served.set()
+
+    threads.submit(serve)
+    with pytest.raises(ZeroDivisionError):
+        await caller.run(lambda: 1 // 0)
+    assert await caller.run(lambda: 7) == 7
+    end.set_result(None)
+    assert await anyio.to_thread.run_sync(served.wait, PATIENCE)
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    return DaemonThreads()
