@@ -131,6 +131,11 @@ class Ration:
         return len(self._held) >= self._reserved or not self._arena.touched_blocks
 
     @property
+    def waits(self) -> bool:
+        """Whether the copy goes faster when blocks are given back while it goes on."""
+        return not self.is_whole or self._arena.touched_blocks < self._needed
+
+    @property
     def is_whole(self) -> bool:
         """Whether the save may hold all its blocks at the same time."""
         return self._reserved >= len(self._held) + self._needed

@@ -90,6 +90,7 @@ def make_hello(settings: Settings, depot: Depot) -> Hello:
         keep_reports=depot.keep_reports,
         survive=settings.worker.survive,
         heartbeat=settings.worker.heartbeat_seconds,
+        niceness=settings.worker.niceness,
     )  # fmt: skip
 
 

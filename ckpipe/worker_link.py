@@ -45,6 +45,10 @@ from ckpipe.worker_state import hangs
 
 logger = logging.getLogger("ckpipe")
 
+ANNOUNCE_SECONDS = 0.002
+"""How long a block that is filled waits for others to be announced with: much less than it takes
+the store to have written those before it."""
+
 REAP_SECONDS = 5.0
 """How long the end of a process that was killed is waited for."""
 
@@ -113,8 +117,9 @@ class Link:
         cargo, places = self._cargo(save.cargo)
         self._begun += 1
         errand = self._errands[self._begun] = Errand(save, self._begun, places)
+        waits = save.ration is None or save.ration.waits
         resumed_from = self._depot.resumed_from
-        self._channel.post(Begin(errand.number, save.id, save.began, cargo, resumed_from))
+        self._channel.post(Begin(errand.number, save.id, save.began, cargo, resumed_from, waits))
         return errand
 
     def _cargo(self, cargo: Cargo) -> tuple[int, dict[tuple[int, int], int]]:
@@ -140,7 +145,8 @@ class Link:
         number = errand.places[filled.plan.file, filled.plan.offset]
         errand.blocks[number] = filled
         at = filled.block.at
-        self._channel.post(Block(errand.number, number, segment.number, at, use))
+        block = Block(errand.number, number, segment.number, at, use)
+        self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: ArenaSegment) -> None:
         """Says that a piece of memory was given back."""

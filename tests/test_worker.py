@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +119,28 @@ def test_a_worker_is_small_and_knows_no_secret(pipeline: ckpipe.SyncPipeline) ->
     assert int(pages["RssAnon:"]) + int(pages["RssFile:"]) < 150 * 1024
     assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     assert os.getsid(process.pid) == process.pid
+
+
+def test_a_worker_gives_way_to_training(pipeline: ckpipe.SyncPipeline) -> None:
+    pipeline.save(state_of(1)).wait()
+    worker = worker_of(pipeline)
+    for thread in map(int, os.listdir(f"/proc/{worker}/task")):
+        wanted = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + 10)
+        assert os.getpriority(os.PRIO_PROCESS, thread) == wanted
+        assert os.sched_getscheduler(thread) == os.SCHED_BATCH
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions are not grouped")
+def test_a_whole_session_gives_way() -> None:
+    code = (
+        "from ckpipe._worker.priority import step_back_together as go\n"
+        "assert go(7)\nprint(open('/proc/self/autogroup').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True,
+        start_new_session=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split()[-2:] == ["nice", "7"]
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])

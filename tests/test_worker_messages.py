@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 
 import anyio
@@ -19,6 +20,8 @@ from ckpipe._worker.forms import pack_error, unpack_error
 from ckpipe._worker.messages import (
     Begin,
     Ended,
+    Free,
+    GiveUp,
     Handed,
     Message,
     NewCargo,
@@ -56,7 +59,7 @@ PLAIN = st.recursive(
     "message",
     [
         NewCargo(3, CARGO),
-        Begin(1, ID, 12.5, 3, None),
+        Begin(1, ID, 12.5, 3, None, False),
         NewShape(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),)),
         Told(Completed(str(ID), 7, 0, INFO)),
         Told(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
@@ -141,6 +144,34 @@ async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     await right.flush()
     right.close()
     gc.collect()
+
+
+async def test_small_messages_go_together_in_order_and_in_time() -> None:
+    left, right = (Channel(each) for each in socket_pair())
+    try:
+        for number in range(3):
+            left.post_soon(Free(1, number), 600)
+        assert not left.has_spoken()
+        assert right.receive_nowait() is None
+        left.post(GiveUp(1))
+        told = [right.receive_nowait() for _ in range(5)]
+        assert told == [Free(1, 0), Free(1, 1), Free(1, 2), GiveUp(1), None]
+        assert left.has_spoken()
+        assert not left.has_spoken()
+        began = time.monotonic()
+        left.post_soon(Free(1, 3), 0.05)
+        left.post_soon(Free(1, 4), 600)  # waits no longer than the first
+        assert [await right.receive(), await right.receive()] == [Free(1, 3), Free(1, 4)]
+        assert 0.05 <= time.monotonic() - began < 60
+        left.post_soon(Free(1, 5), 600)
+        await left.flush()
+        assert right.receive_nowait() == Free(1, 5)
+        left.post_soon(Free(1, 6), 600)
+    finally:
+        left.close()
+        with pytest.raises(anyio.EndOfStream):  # what was not sent yet is not wanted any more
+            await right.receive()
+        right.close()
 
 
 def test_a_forked_child_has_no_end_of_the_socket() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import os
 import socket
 from collections import deque
@@ -54,6 +55,9 @@ class Channel:
         self._socket = sock
         self._in = bytearray()
         self._out: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._soon = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self._spoken = False
         self._more = anyio.Event()
         self._sent = anyio.Event()
         self._broken = False
@@ -64,6 +68,11 @@ class Channel:
         """Whether all that was posted is with the system, or nobody will ever get it."""
         return not self._out
 
+    def has_spoken(self) -> bool:
+        """Whether anything was sent since this was asked last."""
+        spoken, self._spoken = self._spoken, False
+        return spoken
+
     def post(self, message: Message | bytes, *descriptors: int) -> None:
         """Sends a message, or one that is encoded already, after all that were posted before.
 
@@ -73,7 +82,37 @@ class Channel:
         if self._broken:
             return
         frame = message if isinstance(message, bytes) else encode(message)
-        self._out.append((memoryview(frame), descriptors))
+        self._post_soon_now()
+        self._enqueue(memoryview(frame), descriptors)
+
+    def post_soon(self, message: Message, within: float) -> None:
+        """Sends a message together with others, which costs either end less than one by one.
+
+        It goes before all that is posted after it, and not later than asked for the first of those
+        that go together.
+
+        Args:
+            message: The message.
+            within: How long it may wait for others, in seconds.
+        """
+        if self._broken:
+            return
+        self._soon += encode(message)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(within, self._post_soon_now)
+
+    def _post_soon_now(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._soon:
+            frames, self._soon = self._soon, bytearray()
+            self._enqueue(memoryview(frames), ())
+
+    def _enqueue(self, data: memoryview, descriptors: tuple[int, ...]) -> None:
+        self._spoken = True
+        self._out.append((data, descriptors))
         if len(self._out) == 1 and not self._push():
             self._more.set()
 
@@ -112,6 +151,7 @@ class Channel:
 
     async def flush(self) -> None:
         """Waits until all that was posted is with the system, which delivers it in any case."""
+        self._post_soon_now()
         while self._out:
             self._sent = anyio.Event()
             await self._sent.wait()
@@ -177,6 +217,9 @@ class Channel:
     def close(self) -> None:
         """Closes the socket; nobody may be receiving."""
         self._broken = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._soon.clear()
         self._out.clear()
         self._sent.set()
         close_socket(self._socket)

@@ -21,6 +21,10 @@ from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
+NOTICE_SECONDS = 0.02
+"""How long a notice may lie here that nobody waits for. Each that arrives by itself wakes a thread
+of the trainer, which takes the interpreter from the one that trains."""
+
 
 class SharedMemory:
     """The segments of the trainer's staging memory, as this process maps them."""
@@ -75,6 +79,7 @@ class Job(Delivery[SharedBlock]):
     def __init__(self, begin: Begin, cargo: Cargo, rank: int, channel: Channel) -> None:
         super().__init__(begin.id, rank, begin.began)
         self.number, self.cargo, self._channel = begin.save, cargo, channel
+        self._waits = begin.waits
         self._contents: Contents | None = None
         self._blocks: dict[int, SharedBlock] = {}
         self._unsummed, self._sums = create_memory_object_stream[SharedBlock](math.inf)
@@ -118,7 +123,11 @@ class Job(Delivery[SharedBlock]):
         filled.users -= 1
         if not filled.users:
             del self._blocks[filled.number]
-            self._channel.post(Free(self.number, filled.number))
+            free = Free(self.number, filled.number)
+            if self._waits and not self.handed:
+                self._channel.post(free)
+            else:
+                self._channel.post_soon(free, NOTICE_SECONDS)
 
     def contents(self) -> Contents:
         """See :class:`~ckpipe.delivery.Delivery`."""

@@ -52,6 +52,7 @@ class Hello:
         keep_reports: Whether manifests keep the reports of their saves.
         survive: Whether to finish what was staged when the trainer is gone.
         heartbeat: Seconds without a message after which the trainer gives the worker up.
+        niceness: How much the worker gives way to others.
     """
 
     trainer: int
@@ -70,6 +71,7 @@ class Hello:
     keep_reports: bool
     survive: bool
     heartbeat: float
+    niceness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class Begin:
         began: When it was called for, by ``time.perf_counter``, which all processes share.
         cargo: The number of what it stores.
         resumed_from: Id of the checkpoint that the run had loaded.
+        waits: Whether the copy waits for blocks to come back.
     """
 
     save: int
@@ -113,6 +116,7 @@ class Begin:
     began: float
     cargo: int
     resumed_from: str | None
+    waits: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from ckpipe._worker.channel import Channel
-from ckpipe._worker.jobs import Job, SharedMemory
+from ckpipe._worker.jobs import NOTICE_SECONDS, Job, SharedMemory
 from ckpipe._worker.messages import (
     Alive,
     Begin,
@@ -34,11 +34,12 @@ from ckpipe._worker.messages import (
     Told,
     Unable,
 )
+from ckpipe._worker.priority import step_back, step_back_together
 from ckpipe.backend import Backend
 from ckpipe.cargo import Cargo
 from ckpipe.delivery import Depot
 from ckpipe.errors import first_error
-from ckpipe.events import Event, EventBus
+from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.leases import Lease
 from ckpipe.object_names import launch_id
 from ckpipe.patient_backend import PatientBackend
@@ -84,6 +85,7 @@ class Service:
             async with anyio.create_task_group() as beside:
                 beside.start_soon(self._beat, name="heartbeat")
                 beside.start_soon(self._watch, name="watch of the trainer")
+                beside.start_soon(self._step_back, name="priority of the session")
                 async with anyio.create_task_group() as jobs:
                     await self._listen(jobs)
                     await self._wind_up(beside)
@@ -104,7 +106,7 @@ class Service:
         hello = self._hello
         policy = RetryPolicy(*hello.retry, on_retry=logging_retries)
         events = EventBus()
-        events.add(lambda event: self._channel.post(Told(event)))
+        events.add(self._tell)
         return Depot(
             backend=backend,
             patient=PatientBackend(backend, policy),
@@ -172,8 +174,19 @@ class Service:
     async def _beat(self) -> None:
         while True:
             await anyio.sleep(self._hello.heartbeat / BEATS)
-            if self._channel.idle:
+            if self._channel.idle and not self._channel.has_spoken():
                 self._channel.post(Alive())
+
+    async def _step_back(self) -> None:
+        if niceness := self._hello.niceness:
+            await anyio.to_thread.run_sync(step_back_together, niceness, abandon_on_cancel=True)
+
+    def _tell(self, event: Event) -> None:
+        """Tells the trainer of an event; of progress, which is frequent, with some delay."""
+        if isinstance(event, BlockUploaded):
+            self._channel.post_soon(Told(event), NOTICE_SECONDS)
+        else:
+            self._channel.post(Told(event))
 
     async def _watch(self) -> None:
         """Notices the trainer's death, also while somebody else holds its socket open."""
@@ -249,6 +262,8 @@ async def serve(channel: Channel) -> int:
             hello = await channel.receive()
             if not isinstance(hello, Hello):
                 raise ValueError(f"A trainer begins with {type(hello).__name__}")
+            if hello.niceness:
+                step_back(hello.niceness)  # before there is another thread, for all inherit it
             await anyio.to_thread.run_sync(adopt, hello)
             logger.addHandler(_Forwarding(channel, asyncio.get_running_loop()))
             logger.info("This worker (process %d) serves process %d", os.getpid(), hello.trainer)

@@ -13,6 +13,7 @@ from ckpipe.arena import Block
 from ckpipe.block_copiers import BlockCopiers, Outlet, Piece
 from ckpipe.collector import collector_paused
 from ckpipe.copying import BlockPlan, split_block
+from ckpipe.cores import own_cores
 from ckpipe.cuda import SideStreams
 from ckpipe.events import Staged
 from ckpipe.ownership import OwnedFacts, owned_leaves, owned_tensors
@@ -148,7 +149,10 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
         outlet.send(filled)
 
     streams = SideStreams(save.request.fences)
-    threads = min(MAX_COPIERS, torch.get_num_threads())
+    # Copies beside training take no processor that the trainer did not give to torch; for all
+    # others it waits, so that its own are free.
+    cores = torch.get_num_threads() if save.request.owners else own_cores()
+    threads = min(MAX_COPIERS, cores)
     return BlockCopiers(state.turn, state.captured, streams, out, threads=threads)
 
 
