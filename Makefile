@@ -68,9 +68,9 @@ bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three mi
 bench-gpu: $(READY)  ## Measure copies from a GPU and what steps lose beside them (needs CUDA)
 	@$(BIN)/python benchmarks/gpu.py
 
-bench: $(BENCH)/.ready  ## Measure against every peer: tables, JSON and plots in .bench/
+bench: $(BENCH)/.ready  ## Measure against every peer, in half an hour; CONTINUE=1 takes up a run
 	@mkdir -p .bench
-	@$(BENCH)/bin/python benchmarks/compare.py --json .bench/compare.json --plots .bench
+	@$(BENCH)/bin/python benchmarks/compare.py $(if $(CONTINUE),--continue) --json .bench/compare.json --plots .bench
 
 bench-quick: $(BENCH)/.ready  ## The same in two minutes: a smaller state, one loop, one round
 	@mkdir -p .bench

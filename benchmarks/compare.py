@@ -1,285 +1,197 @@
 """ckpipe beside its peers, interleaved in one run; what ``make bench`` does.
 
-    python benchmarks/compare.py [--quick | --trial] [--root DIR] [--json FILE] [--plots DIR]
+    python benchmarks/compare.py [--quick | --trial] [--continue] [--json FILE] [--plots DIR]
 
 Every round saves and loads once with each contender, so that a machine whose speed drifts drifts
 for all of them. *Blocked* is the time until the trainer may change the state again, *durable* until
 every file is fsynced, *cold* and *warm* a load in place past the page cache and from it. *Lost* is
 the training time that one save costs: how long it took until durable, less what the steps made
-meanwhile would have taken without it. What a contender cannot do is left out and said.
+meanwhile would have taken without it; a save that blocks costs all of its time, and is not measured
+beside a loop again. All that DCP saves is loaded by the same call, which is measured once.
+
+Each part runs in a process of its own. A contender that fails, crashes or takes too long is left
+out of the rest of that part, with its reason; the others go on. Times are medians of all rounds;
+the rounds beside loops share what is left of the time, and each row says how many it had. All is
+written as it comes to a journal beside the JSON, from which ``--continue`` takes up a run that was
+broken off.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
 import json
 import os
 import platform
 import shutil
-import statistics
+import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-import contenders
-import raw
-import states
-import torch
-import torch.distributed as dist
-from contenders import Contender
-from peaks import measure_peaks
-
-Measures = dict[str, dict[str, list[float]]]
-"""Measure, then contender, then a value for each round."""
+import comparison_parts
+import comparison_report
+from comparison_parts import Entry, Extent, Journal, Part
 
 PACKAGES = ("ckpipe", "torch", "safetensors", "torch_checkpointing", "torchsnapshot")
-LIMIT = "the limit"
+POLL_SECONDS, CLOSING_SECONDS, START_SECONDS, WRITE_SECONDS = 0.3, 10.0, 120.0, 15.0
+TURNS = Path(__file__).with_name("comparison_turns.py")
 
 
-def progress(text: str) -> None:
-    """Says on the terminal what is under way."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def python_step() -> None:
-    """About two milliseconds of interpreted work."""
-    total = 0
-    for number in range(30_000):
-        total += number * number
-
-
-_FACTORS = torch.randn(2, 320, 320)
-
-
-def matmul_step() -> None:
-    """About as much in one thread of matrix products."""
-    for _ in range(4):
-        torch.mm(_FACTORS[0], _FACTORS[1])
-
-
-LOOPS: dict[str, Callable[[], None]] = {"python": python_step, "matmul": matmul_step}
-
-
-def start(root: Path) -> tuple[list[Contender], dict[str, str]]:
-    """All contenders that work here, and why the others do not."""
-    found: list[Contender] = []
-    refused: dict[str, str] = {}
-    probe = {"probe": {"weight": torch.zeros(1000)}}
-    for cls in contenders.EVERYBODY:
-        try:
-            each = cls(root / cls.__name__)
-            each.save(probe)()
-            each.load(probe)
-            each.forget()
-        except Exception as error:
-            refused[cls.name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        else:
-            found.append(each)
-    return found, refused
-
-
-def measure_times(
-    found: list[Contender], state: dict[str, Any], scratch: Path, rounds: int
-) -> Measures:
-    """Blocked, durable, cold and warm seconds, and bytes on disk."""
-    measures: Measures = defaultdict(lambda: defaultdict(list))
-    nbytes = states.state_bytes(state)
-    memory = raw.touched(nbytes)
-    source, target = (
-        torch.zeros(nbytes, dtype=torch.uint8),
-        torch.frombuffer(memory, dtype=torch.uint8),
-    )
-    for number in range(-1, rounds):
-        progress(f"round {number + 1} of {rounds}")
-        into: Measures = measures if number >= 0 else defaultdict(lambda: defaultdict(list))
-        into["blocked"][LIMIT].append(raw.seconds(lambda: target[:nbytes].copy_(source)))
-        into["durable"][LIMIT].append(raw.write(scratch, memory, nbytes, 8, 16 * raw.MIB))
-        into["cold"][LIMIT].append(_raw_read(scratch, memory, direct=True))
-        into["warm"][LIMIT].append(_raw_read(scratch, memory, direct=False))
-        scratch.unlink()
-        for each in found:
-            _one_round(each, state, into)
-    return {name: dict(values) for name, values in measures.items()}
-
-
-def _raw_read(path: Path, memory: Any, *, direct: bool) -> float:
-    raw.drop_from_cache(path)
-    if not direct:
-        raw.bring_into_cache(path)
-    return raw.read(path, memory, 4, 16 * raw.MIB, direct=direct)
-
-
-def _one_round(each: Contender, state: dict[str, Any], into: Measures) -> None:
-    gc.collect()
-    began = time.perf_counter()
-    wait = each.save(state)
-    into["blocked"][each.name].append(time.perf_counter() - began)
-    wait()
-    into["durable"][each.name].append(time.perf_counter() - began)
-    files = each.files()
-    into["bytes"][each.name].append(sum(path.stat().st_size for path in files))
-    for path in files:
-        raw.drop_from_cache(path)
-    into["cold"][each.name].append(raw.seconds(lambda: each.load(state)))
-    for path in files:
-        raw.bring_into_cache(path)
-    into["warm"][each.name].append(raw.seconds(lambda: each.load(state)))
-    each.forget()
-
-
-def measure_interference(
-    found: list[Contender], state: dict[str, Any], loops: Sequence[str], rounds: int
-) -> dict[str, Measures]:
-    """For each kind of loop: the step rate, the longest step and the time lost by a save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return {name: _one_loop(found, state, LOOPS[name], rounds) for name in loops}
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _one_loop(
-    found: list[Contender], state: dict[str, Any], step: Callable[[], None], rounds: int
-) -> Measures:
-    measures: Measures = defaultdict(lambda: defaultdict(list))
-    for number in range(0 if rounds == 1 else -1, rounds):
-        into: Measures = measures if number >= 0 else defaultdict(lambda: defaultdict(list))
-        for each in found:
-            progress(f"steps beside {each.name}")
-            alone = statistics.median(_steps(step, lambda: False, least=150))
-            during, blocked, took = _steps_beside(each, state, step)
-            lost = took - len(during) * alone
-            into["lost s"][each.name].append(lost)
-            into["longest step s"][each.name].append(max([blocked, *during]))
-            if not each.blocks and took > blocked:
-                into["step rate"][each.name].append(len(during) * alone / (took - blocked))
-            each.forget()
-    return {name: dict(values) for name, values in measures.items()}
-
-
-def _steps(step: Callable[[], None], more: Callable[[], bool], *, least: int = 0) -> list[float]:
-    times: list[float] = []
-    while len(times) < least or more():
-        times.append(raw.seconds(step))
-    return times
-
-
-def _steps_beside(
-    each: Contender, state: dict[str, Any], step: Callable[[], None]
-) -> tuple[list[float], float, float]:
-    """Steps made while a save runs, how long it blocked, and how long it ran."""
-    began = time.perf_counter()
-    wait = each.save(state)
-    blocked = time.perf_counter() - began
-    ended: list[float] = []
-
-    def watch() -> None:
-        wait()
-        ended.append(time.perf_counter())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    during = _steps(step, lambda: not ended)
-    watcher.join()
-    return during, blocked, ended[0] - began
-
-
-def timeline(each: Contender, state: dict[str, Any]) -> dict[str, Any]:
-    """The report of one save of ours, when all is warm."""
-    assert isinstance(each, contenders.Ours)
-    for _ in range(2):
-        each.save(state)()
-    return each.handle.report.to_data()
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much is measured.
+class Place(NamedTuple):
+    """Where a run works.
 
     Args:
-        states: Names of the states.
-        loops: Names of the loops that train beside a save.
-        rounds: How often each thing is measured, after one round to warm up.
-        peaks: Whether the peak memory is measured.
+        extent: The name of what is measured.
+        journal: Where it is written as it comes.
+        folder: A folder on the disk that is measured.
+        json: Where results go; None for nowhere.
+        only: Text that the names of parts have that are measured.
     """
 
-    states: tuple[str, ...]
-    loops: tuple[str, ...]
-    rounds: int
-    peaks: bool
+    extent: str
+    journal: Journal
+    folder: Path
+    json: Path | None
+    only: str
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is measured."""
+        return comparison_parts.EXTENTS[self.extent].parts
 
 
-FULL = Extent((states.GPT2, states.TINY, states.LARGE), tuple(LOOPS), 7, peaks=True)
-QUICK = Extent((states.SMALL_GPT2,), ("python",), 1, peaks=False)
-TRIAL = Extent((states.TRIAL,), tuple(LOOPS), 1, peaks=True)
-"""To see whether the benchmark itself works."""
+def run(place: Place) -> None:
+    """Measures every part that is not in the journal."""
+    extent = comparison_parts.EXTENTS[place.extent]
+    ends = time.monotonic() + extent.minutes * 60
+    over = {each["part"] for each in place.journal.read() if each["kind"] == "done"}
+    waiting = [part for part in extent.parts if part.name not in over and place.only in part.name]
+    while waiting:
+        part, *waiting = waiting
+        print(f"{part.name}", file=sys.stderr, flush=True)
+        left = ends - time.monotonic()
+        share = left * part.nominal / sum(each.nominal for each in (part, *waiting))
+        _measure(place, part, extent, share if part.loop else left)
+        _write(place)
 
 
-def run(root: Path, extent: Extent) -> dict[str, Any]:
-    """Measures everything and returns it as data."""
-    contenders.start_process_group(root)
-    found, refused = start(root)
-    try:
-        return _run(root, found, refused, extent)
-    finally:
-        for each in found:
-            each.close()
-        dist.destroy_process_group()
+def _measure(place: Place, part: Part, extent: Extent, seconds: float) -> None:
+    """Measures a part; starts again without whoever fails, hangs or crashes."""
+    later = sum(each.nominal for each in place.parts[place.parts.index(part) + 1 :])
+    ends = time.monotonic() + seconds
+    for number in range(len(place.parts) * 20):
+        root = place.folder / f"{place.parts.index(part)}.{number}"
+        root.mkdir()
+        command = [
+            *(sys.executable, "-X", "faulthandler", str(TURNS), place.extent),
+            *(str(place.parts.index(part)), "--journal", str(place.journal.path)),
+            *("--root", str(root), "--seconds", str(ends - time.monotonic())),
+            *("--later", str(later)),
+        ]
+        with place.journal.path.with_suffix(".log").open("a") as log:
+            process = subprocess.Popen(
+                command, stdout=sys.stderr, stderr=log, start_new_session=True
+            )
+        try:
+            why = _watch(process, place, part, extent.turn_seconds)
+        finally:
+            _end(process)
+            shutil.rmtree(root, ignore_errors=True)
+        if why is None or not _blame(place.journal, part, why):
+            return
 
 
-def _run(
-    root: Path, found: list[Contender], refused: dict[str, str], extent: Extent
-) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": _versions(),
-        "rounds": extent.rounds,
-        "left out": refused,
-        "states": {},
-        "loops": {},
-        "peak memory": {},
-    }
-    ours = next(each for each in found if isinstance(each, contenders.Ours))
-    for name in extent.states:
-        progress(name)
-        state = states.STATES[name]()
-        results["states"][name] = measure_times(found, state, root / "raw.bin", extent.rounds)
-        for loop, measures in measure_interference(
-            found, state, extent.loops, extent.rounds
-        ).items():
-            results["loops"][f"{name}, {loop} loop"] = measures
-        if "timeline" not in results:
-            results["timeline"] = timeline(ours, state)
-        del state
-        if extent.peaks:
-            progress("peak memory")
-            results["peak memory"][name] = measure_peaks(found, name, root)
-    return results
+def _watch(
+    process: subprocess.Popen[bytes], place: Place, part: Part, turn_seconds: float
+) -> str | None:
+    """Waits until a part is done or will not be; returns why it was not."""
+    journal, size, wrote = place.journal, -1, 0.0
+    changed = time.monotonic()
+    entries: list[Entry] = []
+    while True:
+        code = process.poll()
+        now = time.monotonic()
+        if (found := _size(journal.path)) != size:
+            size, changed, entries = found, now, journal.read()
+            if now - wrote > WRITE_SECONDS:
+                _write(place)
+                wrote = now
+        done = any(each["kind"] == "done" and each["part"] == part.name for each in entries)
+        limit = turn_seconds if comparison_parts.unfinished(entries) else START_SECONDS
+        if done and (code is not None or now - changed > CLOSING_SECONDS):
+            return None
+        if not done and code is not None:
+            return _ending(code)
+        if not done and now - changed > limit:
+            return f"it took longer than {limit:.0f} s and was stopped"
+        time.sleep(POLL_SECONDS)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was ended by {signal.Signals(-code).name}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and all that it started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _blame(journal: Journal, part: Part, why: str) -> bool:
+    """Writes whose turn broke off; returns whether the others can go on."""
+    turn = comparison_parts.unfinished(journal.read())
+    if turn is None:
+        print(f"  {part.name} is given up: {why}", file=sys.stderr, flush=True)
+        journal.write(kind="failed", part=part.name, contender="everybody", why=why)
+        return False
+    print(f"  {turn['contender']} is left out: {why}", file=sys.stderr, flush=True)
+    if turn["round"] == "start":
+        journal.write(kind="left out", contender=turn["contender"], why=why)
+    else:
+        journal.write(kind="failed", part=part.name, contender=turn["contender"], why=why)
+    return bool(turn["contender"] != comparison_parts.LIMIT)
+
+
+def _write(place: Place) -> dict[str, Any]:
+    """Writes what there is to the file of results, whole or not at all; returns it."""
+    extent = comparison_parts.EXTENTS[place.extent]
+    found = comparison_parts.results(place.journal.read(), extent)
+    if place.json is not None:
+        draft = place.json.with_suffix(".draft")
+        draft.write_text(json.dumps(found, indent=1) + "\n")
+        draft.replace(place.json)
+    return found
+
+
+def about() -> dict[str, Any]:
+    """The day, the machine and the versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model n")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
+    machine = {
         "cpus": len(os.sched_getaffinity(0)),
         "processor": model,
         "memory": memory,
         "platform": platform.platform(),
+        "load at start": os.getloadavg()[0],
+    }
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine,
+        "versions": _versions(),
     }
 
 
@@ -293,32 +205,70 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Measures, prints the tables, and writes JSON and plots."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a third of a state, one loop, once")
-    parser.add_argument("--trial", action="store_true", help="a tiny state: does it work at all?")
+def _interrupted(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    extents = parser.add_mutually_exclusive_group()
+    extents.add_argument("--quick", dest="extent", action="store_const", const="quick",
+                         help="a quarter of a state, one loop, one round: two minutes")  # fmt: skip
+    extents.add_argument("--trial", dest="extent", action="store_const", const="trial",
+                         help="a tiny state: does the benchmark itself work?")  # fmt: skip
+    parser.add_argument("--continue", dest="go_on", action="store_true",
+                        help="take up the run whose journal lies beside the JSON")  # fmt: skip
+    parser.add_argument("--only", default="", help="parts that have this in their name")
     parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plots", type=Path, default=None, help="a folder for pictures")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # of the contenders
-    folder = tempfile.mkdtemp(prefix="ckpipe-bench-", dir=arguments.root or Path.cwd())
-    try:
-        extent = QUICK if arguments.quick else TRIAL if arguments.trial else FULL
-        results = run(Path(folder), extent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report = partial(print, flush=True)
-    import comparison_report
+    parser.set_defaults(extent="full")
+    return parser.parse_args()
 
-    report(comparison_report.text(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.plots:
-        arguments.plots.mkdir(parents=True, exist_ok=True)
-        comparison_report.draw(results, arguments.plots)
+
+def main(given: argparse.Namespace) -> int:
+    """Measures, prints the tables, and writes JSON and plots."""
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupted)
+    folder = Path(tempfile.mkdtemp(prefix="ckpipe-bench-", dir=given.root or Path.cwd()))
+    journal = Journal(
+        given.json.with_suffix(".jsonl") if given.json is not None else folder / "journal.jsonl"
+    )
+    if not given.go_on:
+        for old in (journal.path, journal.path.with_suffix(".log")):
+            old.unlink(missing_ok=True)
+    place = Place(given.extent, journal, folder, given.json, given.only)
+    code = 0
+    try:
+        if not journal.read():
+            journal.write(kind="about", values=about())
+        run(place)
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        spent = sum(each["values"]["seconds"] for each in journal.read() if each["kind"] == "took")
+        took = spent + time.monotonic() - began
+        journal.write(kind="took", values={"seconds": round(took, 1)})
+        results = _write(place)
+        journal.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    print(comparison_report.text(results), flush=True)
+    if given.plots and code == 0:
+        given.plots.mkdir(parents=True, exist_ok=True)
+        comparison_report.draw(results, given.plots)
+    print(_last_word(code, time.monotonic() - began, given), flush=True)
+    return code
+
+
+def _last_word(code: int, seconds: float, given: argparse.Namespace) -> str:
+    took = f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    if not code:
+        return f"\ntook {took}"
+    again = "; the same with --continue takes it up" if given.json is not None else ""
+    return f"\nbroken off after {took}{again}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(_arguments()))

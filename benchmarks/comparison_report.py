@@ -1,7 +1,7 @@
 """Tables, verdicts and pictures of what ``compare.py`` measured.
 
 python benchmarks/comparison_report.py OLD.json NEW.json     what has changed beyond the spread
-python benchmarks/comparison_report.py --publish NEW.json    puts tables and plots into docs/
+python benchmarks/comparison_report.py --publish NEW.json    puts tables and plots into the pages
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-OURS, LIMIT = "ckpipe", "the limit"
+from comparison_parts import BESIDE, LIMIT
+
+OURS = "ckpipe"
 UNITS = {
     "bytes": (1e6, "MB"),
     "peak memory": (2.0**20, "MiB"),
@@ -24,6 +26,9 @@ UNITS = {
 HIGHER_IS_BETTER = ("step rate",)
 LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
 """How much has to change to be told, of several rounds and of a single one, as a ratio."""
+
+LEAST_RATE, SHARE_OF_A_SAVE = 0.85, 0.15
+"""Steps beside a save, of undisturbed ones; and the share of its duration that a save may cost."""
 
 _ACROSS = 3
 
@@ -49,10 +54,13 @@ def text(results: Mapping[str, Any]) -> str:
     """Tables of medians with their spread, ratios to the limit, and where ours is not first."""
     lines: list[str] = []
     for title, measures in tables(results).items():
-        lines += ["", f"{title}: median (least to most) of {results['rounds']}"]
+        lines += ["", f"{title}: median (least to most)"]
         lines += _table(measures)
-    lines += ["", *(f"left out: {name}: {why}" for name, why in results["left out"].items())]
-    return "\n".join([*lines, *verdict(results)])
+    lines += ["", *missing(results), *verdict(results), ""]
+    for name, value, sense, goal in figures(results):
+        lines.append(f"{name:58s} {value:8.3f}   to reach {sense} {goal:.3f}   "
+                     f"{'ok' if met(value, sense, goal) else 'MISSED'}")  # fmt: skip
+    return "\n".join(lines)
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
@@ -61,8 +69,43 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     return worse or ["ours is first everywhere"]
 
 
+def missing(results: Mapping[str, Any]) -> list[str]:
+    """What to know of the run, who was left out, and who was given up on the way, with reasons."""
+    lines = list(results.get("notes", ()))
+    lines += [f"left out: {name}: {why}" for name, why in results["left out"].items()]
+    return lines + [
+        f"given up: {each['contender']}, {each['during']}: {each['why']}"
+        for each in results.get("failed", ())
+    ]
+
+
+def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float, str, float]]:
+    """What a save may cost a loop beside it: name, figure, sense and goal."""
+    for title, measures in results["loops"].items():
+        lost = {name: statistics.median(row) for name, row in measures.get("lost s", {}).items()}
+        peers = [seconds for name, seconds in lost.items() if name != OURS]
+        if OURS not in lost:
+            continue
+        if OURS in measures.get("step rate", {}):
+            rate = statistics.median(measures["step rate"][OURS])
+            yield f"{title}: step rate", rate, ">=", LEAST_RATE
+        if peers:
+            yield f"{title}: lost s, against the best peer's", lost[OURS], "<=", min(peers) / 2
+        copy = results["states"].get(title.rpartition(",")[0], {}).get("blocked", {}).get(LIMIT)
+        if copy and OURS in measures.get(BESIDE, {}):
+            share = statistics.median(measures[BESIDE][OURS]) * SHARE_OF_A_SAVE
+            goal = statistics.median(copy) + share
+            yield f"{title}: lost s, against copy and duration", lost[OURS], "<=", goal
+
+
+def met(value: float, sense: str, goal: float) -> bool:
+    """Whether a figure was reached."""
+    return value >= goal if sense == ">=" else value <= goal
+
+
 def _table(measures: Mapping[str, Row]) -> list[str]:
     lines = []
+    most = max((len(values) for row in measures.values() for values in row.values()), default=0)
     for measure, row in measures.items():
         unit, name_of_unit = UNITS.get(measure, (1.0, "s"))
         limit = statistics.median(row[LIMIT]) if LIMIT in row else None
@@ -71,7 +114,8 @@ def _table(measures: Mapping[str, Row]) -> list[str]:
             shown = f"{median / unit:9.3f}  ({min(values) / unit:.3f} to {max(values) / unit:.3f})"
             ratio = f"  {median / limit:6.2f} x limit" if limit and name != LIMIT else ""
             head = f"{measure.removesuffix(' s')}, {name_of_unit}"
-            lines.append(f"  {head:28s}{name:22s}{shown:32s}{ratio}".rstrip())
+            fewer = f"  of {len(values)}" if len(values) < most else ""
+            lines.append(f"  {head:28s}{name:22s}{shown:32s}{ratio}{fewer}".rstrip())
     return lines
 
 
@@ -94,12 +138,27 @@ def markdown(results: Mapping[str, Any]) -> str:
     for title, measures in tables(results).items():
         names = list(dict.fromkeys(name for row in measures.values() for name in row))
         heads = [f"{m.removesuffix(' s')}, {UNITS.get(m, (1, 's'))[1]}" for m in measures]
-        lines += [f"### {title}", "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+        lines += [f"### {title}", "", _rounds(measures), ""]
+        lines += [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
         for name in names:
             cells = [_cell(measure, row.get(name)) for measure, row in measures.items()]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _rounds(measures: Mapping[str, Row]) -> str:
+    """How many rounds the medians of a table are of; memory is measured once."""
+    counts = {
+        len(values)
+        for measure, row in measures.items()
+        for values in row.values()
+        if measure != "peak memory"
+    }
+    if not counts:
+        return ""
+    least, most = min(counts), max(counts)
+    return f"Medians of {least}." if least == most else f"Medians of {least} to {most}."
 
 
 def _cell(measure: str, values: list[float] | None) -> str:
@@ -136,11 +195,12 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[str]:
         names.append(f"bench-{_slug(title)}.png")
         figure.savefig(folder / names[-1], dpi=100)
         pyplot.close(figure)
-    figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    _gantt(axis, results["timeline"])
-    names.append("bench-timeline.png")
-    figure.savefig(folder / names[-1], dpi=100)
-    pyplot.close(figure)
+    if "timeline" in results:
+        figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+        _gantt(axis, results["timeline"])
+        names.append("bench-timeline.png")
+        figure.savefig(folder / names[-1], dpi=100)
+        pyplot.close(figure)
     return names
 
 
@@ -244,11 +304,14 @@ def _page_tables(results: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     head = (
         f"{results['date']}, {about['cpus']} cores of {about['processor'] or 'a processor'}, "
-        f"{about['platform']}; {versions}. Medians of {results['rounds']}.\n"
+        f"{about['platform']}; {versions}.\n"
     )
-    missing = [f"* left out: {name}: {why}" for name, why in results["left out"].items()]
-    worse = [f"* {each}" for each in verdict(results)]
-    return "\n".join([head, markdown(results), *worse, *missing, ""])
+    told = [f"* {each}" for each in (*verdict(results), *missing(results))]
+    goals = ["", "| beside a loop | measured | to reach |", "|---|---|---|"]
+    for name, value, sense, goal in figures(results):
+        miss = "" if met(value, sense, goal) else " (missed)"
+        goals.append(f"| {name} | {value:.3g}{miss} | {sense} {goal:.3g} |")
+    return "\n".join([head, markdown(results), *told, *(goals if len(goals) > 3 else ()), ""])
 
 
 def main() -> None:
@@ -260,6 +323,9 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in arguments.files]
     if arguments.publish:
         publish(results[-1], PAGES, ROOT / "docs" / "plots")
+        kept = ROOT / "benchmarks" / "results" / f"compare-{results[-1]['date']}.json"
+        kept.write_text(json.dumps(results[-1], indent=1) + "\n")
+        print(f"published; the results are kept as {kept.relative_to(ROOT)}")
         return
     if len(results) != 2:
         parser.error("give two files of results: make bench-compare OLD=old.json")

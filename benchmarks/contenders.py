@@ -38,6 +38,8 @@ class Contender(ABC):
     name: str
     blocks: bool = False
     """Whether a save returns only once it is durable."""
+    loads_like: str | None = None
+    """Who loads by the same call, so that loads need not be measured twice."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -162,7 +164,7 @@ class DcpSync(Contender):
 class DcpThread(DcpSync):
     """``async_save`` in a thread, with one stager that is kept."""
 
-    name, blocks = "DCP async, thread", False
+    name, blocks, loads_like = "DCP async, thread", False, "DCP"
     kind = AsyncCheckpointerType.THREAD
 
     def __init__(self, root: Path) -> None:

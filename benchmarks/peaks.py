@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import contenders
 import states
 import torch
 from contenders import Contender
 
-SAVES = 3
+SAVES = 2
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
@@ -21,6 +20,48 @@ import peaks
 if __name__ == "__main__":
     print("PEAK", peaks.peak_memory({name!r}, {state!r}, {root!r}))
 """
+
+
+class InProcess(Contender):
+    """A contender whose saves are made in a process of its own, which is asked for its peak.
+
+    Args:
+        root: A folder of its own.
+        name: The name of the contender.
+        state_name: The name of the state that it saves.
+    """
+
+    def __init__(self, root: Path, name: str, state_name: str) -> None:
+        super().__init__(root)
+        self.name, self.state_name = name, state_name
+
+    def _save(self, state: dict[str, Any]) -> contenders.Wait:
+        raise NotImplementedError
+
+    def load(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def measure(each: Contender) -> dict[str, float]:
+    """The peak of a contender.
+
+    Raises:
+        RuntimeError: If its process failed, with the last that it said.
+    """
+    assert isinstance(each, InProcess)
+    each.number += 1
+    each.folder.mkdir()
+    script = each.folder / "peak.py"
+    here = str(Path(__file__).parent)
+    script.write_text(
+        SCRIPT.format(here=here, name=each.name, state=each.state_name, root=str(each.folder))
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("PEAK")]
+    if not printed:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(said[-1])
+    return {"peak memory": float(printed[-1].split()[1])}
 
 
 def peak_memory(name: str, state_name: str, root: str) -> int:
@@ -43,22 +84,3 @@ def peak_memory(name: str, state_name: str, root: str) -> int:
 def _memory(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
-def measure_peaks(found: Sequence[Contender], state_name: str, root: Path) -> dict[str, int]:
-    """The peak of each contender that got through."""
-    peaks: dict[str, int] = {}
-    for each in found:
-        folder = root / "memory"
-        folder.mkdir()
-        script = folder / "peak.py"
-        here = str(Path(__file__).parent)
-        script.write_text(
-            SCRIPT.format(here=here, name=each.name, state=state_name, root=str(folder))
-        )
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-        printed = [line for line in done.stdout.splitlines() if line.startswith("PEAK")]
-        if printed:
-            peaks[each.name] = int(printed[-1].split()[1])
-        shutil.rmtree(folder)
-    return peaks

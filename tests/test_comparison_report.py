@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import comparison_report
+import pytest
 
 from ckpipe.reports import BlockReport, SaveReport, StageReport
 
@@ -32,6 +33,9 @@ def results(ours: float, peer: float) -> dict[str, Any]:
         },
         "peak memory": {"big": {"ckpipe": 2**20, "DCP": 2**21}},
         "left out": {"torchsnapshot": "ModuleNotFoundError: no module"},
+        "failed": [
+            {"table": "big", "contender": "DCP", "during": "times: big", "why": "it crashed"}
+        ],
         "timeline": report.to_data(),
     }
 
@@ -96,11 +100,39 @@ def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
     text = page.read_text()
     assert "old" not in text
     assert "| ckpipe | 4.2 | 12.6 | 1 |" in text
+    assert "Medians of 2." in text
+    assert "| big, python loop: step rate | 0.9 | >= 0.85 |" in text
+    assert "* given up: DCP, times: big: it crashed" in text
     assert "* ours is not first: big, blocked" in text
     assert "](plots/bench-timeline.png)" in text
     assert "](docs/plots/bench-timeline.png)" in other.read_text()
     assert text.count("### big\n") == 1
     assert text.endswith("<!-- bench:end -->\n")
+
+
+def test_what_was_measured_less_often_says_so() -> None:
+    found = results(2.0, 5.0)
+    found["states"]["big"]["blocked"]["DCP"] = [5.0]
+    found["peak memory"] = {}
+    lines = comparison_report.text(found).splitlines()
+    assert ["DCP" in line for line in lines if line.endswith(" of 1")] == [True]
+    assert "Medians of 1 to 2." in comparison_report.markdown(found)
+
+
+def test_a_save_has_goals_beside_a_loop() -> None:
+    found = results(2.0, 5.0)
+    found["loops"]["big, python loop"]["durable beside it s"] = {"ckpipe": [2.0]}
+    goals = {name: each for name, *each in comparison_report.figures(found)}
+    assert goals["big, python loop: step rate"] == [0.9, ">=", 0.85]
+    assert goals["big, python loop: lost s, against the best peer's"] == [0.2, "<=", 0.25]
+    value, _, goal = goals["big, python loop: lost s, against copy and duration"]
+    assert (value, goal) == (0.2, pytest.approx(1.05 + 0.3))
+
+
+def test_a_run_that_was_cut_short_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
+    found = results(2.0, 5.0) | {"loops": {}, "peak memory": {}}
+    del found["timeline"]
+    assert comparison_report.draw(found, tmp_path) == ["bench-big.png"]
 
 
 def test_the_pages_have_the_marks() -> None:

@@ -1,0 +1,355 @@
+"""Measures one part of the comparison, turn by turn, into the journal; ``compare.py`` calls it.
+
+What is in the journal already is not measured again, and who failed in this part is left out, so
+the same call goes on where a process before it was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import comparison_parts
+import contenders
+import peaks
+import raw
+import states
+import torch
+import torch.multiprocessing
+from comparison_parts import BESIDE, LIMIT, Extent, Journal, Part
+from contenders import Contender
+
+Turn = Callable[[Contender], dict[str, float]]
+PYTHON_ROUNDS, MATRIX = 30_000, 320
+UNDISTURBED_STEPS = 100
+ENOUGH_FILES = 50_000
+SLOW_SECONDS, LATE_SECONDS = 30.0, 60.0
+"""Whose turn takes longer is measured in few rounds; and how late even few rounds may be."""
+
+
+def progress(text: str) -> None:
+    """Says on the terminal what is under way."""
+    print(text, flush=True)
+
+
+def python_step() -> None:
+    """About two milliseconds of interpreted work."""
+    total = 0
+    for number in range(PYTHON_ROUNDS):
+        total += number * number
+
+
+_FACTORS = torch.randn(2, MATRIX, MATRIX)
+
+
+def matmul_step() -> None:
+    """About as much in one thread of matrix products."""
+    for _ in range(4):
+        torch.mm(_FACTORS[0], _FACTORS[1])
+
+
+LOOPS: dict[str, Callable[[], None]] = {"python": python_step, "matmul": matmul_step}
+
+
+def settle() -> None:
+    """Brings to an end what one contender has left to the system and would slow down the next."""
+    gc.collect()
+    os.sync()
+
+
+class Referee:
+    """Calls the turns of a part and keeps the journal.
+
+    Args:
+        part: What is measured.
+        journal: Where it is written.
+        ends: When the part should be over, on the monotonic clock.
+        later: Seconds that the parts after this one will take.
+        settle: Tidies up between turns.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        journal: Journal,
+        ends: float,
+        later: float,
+        settle: Callable[[], None] = settle,
+    ) -> None:
+        self.part, self._journal, self._ends, self._later = part, journal, ends, later
+        self._settle = settle
+        entries = journal.read()
+        self._out = comparison_parts.given_up(entries, part)
+        self._done = comparison_parts.rounds_done(entries, part)
+
+    def takes_part(self, name: str) -> bool:
+        """Whether a contender has not been given up."""
+        return name not in self._out
+
+    def admit(self, cls: type[Contender], root: Path) -> Contender | None:
+        """Starts a contender and lets it save and load a little; None if it cannot."""
+        probe = {"probe": {"weight": torch.zeros(1000)}}
+        self._began(cls.name, "start")
+        try:
+            each = cls(root / cls.__name__)
+            each.save(probe)()
+            each.load(probe)
+            each.forget()
+        except Exception as error:
+            self._journal.write(kind="left out", contender=cls.name, why=_reason(error))
+            return None
+        self._journal.write(kind="warm", contender=cls.name)
+        return each
+
+    def rounds(self, found: Sequence[Contender], turn: Turn, around: Turn | None = None) -> None:
+        """Everybody's turns, once to warm up and then round by round.
+
+        Args:
+            found: Who takes turns.
+            turn: Measures one contender.
+            around: Warms one up; by default a turn does.
+        """
+        began = longest = 0.0
+        slow: set[str] = set()
+        for number in range(-1, self.part.rounds):
+            if self._over(number, longest):
+                progress(f"  out of time after {number} rounds of {self.part.rounds}")
+                return
+            began = time.monotonic()
+            for each in found:
+                if (each.name, number) in self._done or not self.takes_part(each.name):
+                    continue
+                if each.name in slow and number >= comparison_parts.FEWEST_ROUNDS:
+                    continue
+                took = self._turn(each, (around or turn) if number < 0 else turn, number)
+                if took > SLOW_SECONDS:
+                    slow.add(each.name)
+            longest = max(longest if number else 0.0, time.monotonic() - began)
+            self._tell(number, longest)
+
+    def _over(self, number: int, longest: float) -> bool:
+        """Rounds beside a loop come to an end with the time; a few are always measured."""
+        if not self.part.loop or number < 1:
+            return False
+        late = time.monotonic() + longest - self._ends
+        return late > (0.0 if number >= comparison_parts.FEWEST_ROUNDS else LATE_SECONDS)
+
+    def _tell(self, number: int, longest: float) -> None:
+        left = (self.part.rounds - number - 1) * longest
+        if self.part.loop:
+            left = min(left, max(0.0, self._ends - time.monotonic()))
+        minutes = (left + self._later) / 60
+        what = f"round {number + 1} of {self.part.rounds}" if number >= 0 else "warm"
+        progress(f"  {what}, {longest:.0f} s; about {minutes:.0f} minutes left of the whole")
+
+    def _turn(self, each: Contender, turn: Turn, number: int) -> float:
+        """Calls a turn; returns how many seconds it took."""
+        self._began(each.name, number)
+        began = time.monotonic()
+        try:
+            values = turn(each)
+            each.forget()
+        except Exception as error:
+            progress(f"  {each.name} failed: {_reason(error)}")
+            self._out.add(each.name)
+            self._write("failed", each.name, why=_reason(error))
+            return 0.0
+        took = round(time.monotonic() - began, 3)
+        if number < 0:
+            self._write("warm", each.name, seconds=took)
+        else:
+            self._write("turn", each.name, round=number, seconds=took, values=values)
+        self._settle()
+        return took
+
+    def _began(self, name: str, number: int | str) -> None:
+        self._write("began", name, round=number)
+
+    def _write(self, kind: str, name: str, **more: Any) -> None:
+        self._journal.write(kind=kind, part=self.part.name, contender=name, **more)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class Limits(Contender):
+    """What the machine itself can do, as a contender that is asked for no save."""
+
+    name = LIMIT
+
+    def __init__(self, root: Path, nbytes: int) -> None:
+        super().__init__(root)
+        self._memory, self._nbytes = raw.touched(nbytes), nbytes
+        self._source = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def measure(self) -> dict[str, float]:
+        """A warm copy, one write that ends with fsync, and parallel reads."""
+        path, target = self.root / "raw.bin", torch.frombuffer(self._memory, dtype=torch.uint8)
+        copy = raw.seconds(lambda: target[: self._nbytes].copy_(self._source))
+        write = raw.write(path, self._memory, self._nbytes, 8, 16 * raw.MIB)
+        raw.drop_from_cache(path)
+        cold = raw.read(path, self._memory, 4, 16 * raw.MIB, direct=True)
+        raw.bring_into_cache(path)
+        warm = raw.read(path, self._memory, 4, 16 * raw.MIB, direct=False)
+        path.unlink()
+        return {"blocked": copy, "durable": write, "cold": cold, "warm": warm}
+
+    def _save(self, state: dict[str, Any]) -> contenders.Wait:
+        raise NotImplementedError
+
+    def load(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def times(each: Contender, state: dict[str, Any]) -> dict[str, float]:
+    """Blocked, durable, cold and warm seconds of one contender, and bytes on disk."""
+    if isinstance(each, Limits):
+        return each.measure()
+    began = time.perf_counter()
+    wait = each.save(state)
+    values = {"blocked": time.perf_counter() - began}
+    wait()
+    values["durable"] = time.perf_counter() - began
+    files = each.files()
+    values["bytes"] = float(sum(path.stat().st_size for path in files))
+    if each.loads_like is None:
+        for path in files:
+            raw.drop_from_cache(path)
+        values["cold"] = raw.seconds(lambda: each.load(state))
+        for path in files:
+            raw.bring_into_cache(path)
+        values["warm"] = raw.seconds(lambda: each.load(state))
+    return values
+
+
+def beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> dict[str, float]:
+    """What a loop feels of a save: its rate, its longest step and the training time it loses."""
+    calm = [raw.seconds(step) for _ in range(UNDISTURBED_STEPS)]
+    during, blocked, took = _steps_beside(each, state, step)
+    calm += [raw.seconds(step) for _ in range(UNDISTURBED_STEPS)]
+    alone = statistics.median(calm)
+    values = {
+        "lost s": took - len(during) * alone,
+        "longest step s": max([blocked, *during]),
+        BESIDE: took,
+    }
+    if took > blocked:
+        values["step rate"] = len(during) * alone / (took - blocked)
+    return values
+
+
+def _steps_beside(
+    each: Contender, state: dict[str, Any], step: Callable[[], None]
+) -> tuple[list[float], float, float]:
+    """Steps made while a save runs, how long it blocked, and how long it ran."""
+    began = time.perf_counter()
+    wait = each.save(state)
+    blocked = time.perf_counter() - began
+    ended: list[float] = []
+    failures: list[Exception] = []
+
+    def watch() -> None:
+        try:
+            wait()
+        except Exception as error:
+            failures.append(error)
+        ended.append(time.perf_counter())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    during: list[float] = []
+    while not ended:
+        during.append(raw.seconds(step))
+    watcher.join()
+    if failures:
+        raise failures[0]
+    return during, blocked, ended[0] - began
+
+
+def saved(each: Contender, state: dict[str, Any]) -> dict[str, float]:
+    """A save and nothing else, to warm up."""
+    each.save(state)()
+    return {}
+
+
+def timeline(ours: contenders.Ours, state: dict[str, Any]) -> dict[str, Any]:
+    """The report of one save of ours, when all is warm."""
+    ours.save(state)()
+    report = ours.handle.report.to_data()
+    ours.forget()
+    return report
+
+
+def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
+    """Measures a part until it is done."""
+    everybody = [cls for cls in contenders.EVERYBODY if referee.takes_part(cls.name)]
+    if part.kind == "peaks":
+        for cls in everybody:
+            apart = peaks.InProcess(root / "peaks", cls.name, part.state)
+            referee.rounds([apart], peaks.measure, lambda _: {})
+        return
+    contenders.start_process_group(root)
+    if part.loop:
+        everybody = [cls for cls in everybody if not cls.blocks]
+        torch.set_num_threads(1)
+    found = [each for cls in everybody if (each := referee.admit(cls, root)) is not None]
+    state = states.STATES[part.state]()
+    if part.loop:
+        step = LOOPS[part.loop]
+        referee.rounds(
+            found, lambda each: beside(each, state, step), lambda each: saved(each, state)
+        )
+    else:
+        limits = Limits(root / "limits", states.state_bytes(state))
+        referee.rounds([limits, *found], lambda each: times(each, state))
+        ours = next((each for each in found if isinstance(each, contenders.Ours)), None)
+        if ours is not None and not any(each["kind"] == "timeline" for each in journal.read()):
+            journal.write(kind="timeline", values={"timeline": timeline(ours, state)})
+
+
+def _allow_many_files(journal: Journal) -> None:
+    """Peers that share tensors with a process open a file for each, of which there may be 20,000.
+
+    Where the system does not allow so many, torch shares them by name instead.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most < ENOUGH_FILES:
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        text = f"only {most} files may be open here: torch shares tensors by name (file_system)"
+        journal.write(kind="note", text=text)
+
+
+def main() -> None:
+    """Measures the part that the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("extent", choices=comparison_parts.EXTENTS)
+    parser.add_argument("part", type=int)
+    parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="this part's share")
+    parser.add_argument("--later", type=float, required=True, help="seconds of the parts after it")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")  # of the contenders
+    extent: Extent = comparison_parts.EXTENTS[given.extent]
+    part, journal = extent.parts[given.part], Journal(given.journal)
+    _allow_many_files(journal)
+    ends = time.monotonic() + given.seconds
+    measure(given.root, part, journal, Referee(part, journal, ends, given.later))
+    journal.write(kind="done", part=part.name)
+    # Nobody is closed: that may hang, and who called ends all that is left of this session.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
