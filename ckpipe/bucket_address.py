@@ -51,7 +51,9 @@ class BucketAddress:
         bucket, _, prefix = rest.partition("/")
         if scheme.lower() != cls.scheme or not separator or not _BUCKET.fullmatch(bucket):
             # The URL is not repeated: somebody may have written credentials into it.
+            short = len(bucket) == 1 and bucket.isalnum()
             message = "The URL does not name a bucket"
+            message += ": names of one character are none" if short else ""
             raise UsageError(message, hint=f"{form}, without credentials or port")
         prefix = prefix.strip("/")
         if prefix:

@@ -85,7 +85,9 @@ async def remove(backend: Backend, which: int | str, *, force: bool = False) -> 
     reason = "" if force else await _protection(backend, infos, info)
     if reason:
         raise UsageError(
-            f"{info.id} is protected: {reason}", step=info.step, hint="Use force to delete it"
+            f"{info.id} is protected: {reason}",
+            step=info.step,
+            hint="Force (--force) deletes it all the same",
         )
     if force:
         await delete(backend, info.key)

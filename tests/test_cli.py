@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,11 +16,12 @@ import pytest
 import torch
 from commands import PROGRAM, Commands, program, save_steps
 from pipelines import small_state, stores
+from rich.console import Console
 
 import ckpipe
 from ckpipe import errors
 from ckpipe.cli.app import run
-from ckpipe.cli.screen import size, visible
+from ckpipe.cli.screen import Screen, size, table, visible
 from ckpipe.version import __version__
 
 
@@ -194,6 +196,64 @@ def test_wrong_use_is_told_apart_from_a_failing_store(call: Commands, tmp_path: 
     for command in (("rm", tmp_path / "missing", 1), ("pin", tmp_path / "missing", 1)):
         assert call(*command).code == 3
     assert not (tmp_path / "missing").exists()
+
+
+def test_programs_get_json_whatever_goes_wrong(call: Commands, tmp_path: Path) -> None:
+    one, _ = save_steps(tmp_path / "root", 1, 2)
+    damage(tmp_path / "root", one)
+    failing = [
+        (("ls", tmp_path / "missing"), 3, "StoreError"),
+        (("ls", "s3://b/x"), 2, "UsageError"),
+        (("info", tmp_path / "root", 9), 2, "CheckpointNotFound"),
+        (("rm", tmp_path / "root", 2), 2, "UsageError"),
+        (("cp", tmp_path / "root", tmp_path / "copy", 1), 1, "ChecksumMismatch"),
+        (("ls",), 2, "UsageError"),
+        (("diff", tmp_path / "root", 1), 2, "UsageError"),
+        (("lss", tmp_path), 2, "UsageError"),
+        (("ls", tmp_path, "--bogus"), 2, "UsageError"),
+    ]
+    for arguments, code, kind in failing:
+        done = call(*arguments, "--json")
+        assert (done.code, done.data["error"]) == (code, kind), arguments
+        assert done.data["message"], arguments
+        assert done.err == f"error: {done.data['message']}\n", arguments
+    assert call("ls", "--help", "--json").code == 0
+
+
+def test_a_glob_that_matches_nothing_is_told(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    assert call("info", tmp_path, "--match", "model.*").err == ""
+    done = call("info", tmp_path, "--match", "modle.*", "--match", "zz")
+    assert (done.code, done.err) == (0, "no name matches modle.* or zz\n")
+
+
+def test_a_narrow_terminal_loses_no_column() -> None:
+    screen = Screen(False)
+    screen.out = Console(file=io.StringIO(), force_terminal=True, width=30, color_system=None)
+    cells = [f"{name}-of-the-checkpoint" for name in "abcdef"]
+    screen.result({}, table(cells, [cells]))
+    assert isinstance(screen.out.file, io.StringIO)
+    heading, row = screen.out.file.getvalue().splitlines()
+    assert heading.split() == row.split() == cells
+
+
+INTERRUPTED = """
+import sys
+class Impatient:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Impatient())
+from ckpipe.cli import main
+main()
+"""
+
+
+def test_an_interrupt_while_it_starts_is_no_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def _store_error(error: OSError, action: str, key: str | None, errors: _Errors) 
 
 def _root_error(error: OSError, root: str) -> StoreError:
     code = error.errno or 0
+    if code == errno.ENOENT:
+        return StoreError(f"There is no directory {root}", hint="Look for a mistake in the path")
     kind = _WRITING.get(code, StoreError)
     kind = StoreError if kind is InvalidKey else kind
     hint = _HINTS.get(code, "Name a directory that can be created and written")

@@ -17,6 +17,8 @@ def main() -> None:
             raise
         sys.stderr.write("error: the command needs more packages: pip install 'ckpipe[cli]'\n")
         sys.exit(2)
+    except KeyboardInterrupt:  # the packages take a second or two, in which nothing was begun
+        sys.exit(130)
     sys.exit(run(sys.argv[1:]))
 
 

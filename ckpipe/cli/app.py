@@ -70,11 +70,28 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    options = _json_first(arguments)
     try:
-        app(_json_first(arguments), prog_name="ckpipe")
+        if options[:1] == ["--json"]:
+            return _run_for_programs(options)
+        app(options, prog_name="ckpipe")
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
     return 0
+
+
+def _run_for_programs(options: Sequence[str]) -> int:
+    """Runs a command with ``--json``: what is wrong with the command itself is JSON too."""
+    try:
+        code = app(options, prog_name="ckpipe", standalone_mode=False)
+    except Exception as error:
+        # Typer brings a copy of click, whose name it does not promise; only these have a message.
+        explain = getattr(error, "format_message", None)
+        if explain is None:
+            raise
+        Screen(True).failure("UsageError", explain())
+        return 2
+    return code if isinstance(code, int) else 0
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:

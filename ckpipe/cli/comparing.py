@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.cli.running import FOUND, OK, Command, Step, Url, chosen, serve
+from ckpipe.cli.running import FOUND, OK, Command, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.comparing import (
     StructureDifference,
@@ -40,8 +40,8 @@ Side = tuple[Backend, Bundle]
 def diff(
     ctx: typer.Context,
     url: Url,
-    first: Step,
-    second: Step,
+    first: Annotated[str, typer.Argument(metavar="A", help="A step or an id.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="A step or an id.")],
     other: Annotated[
         str | None, typer.Option("--in", metavar="URL", help="Where B lies, if elsewhere.")
     ] = None,

@@ -99,7 +99,8 @@ def _draw(tree: Tree, branch: _Branch, depth: int) -> None:
     for name, below in branch.below.items():
         line = f"{name} {below.about}" if below.about else name
         if below.below and below.tensors:
-            line += f" ({below.tensors} tensors, {size(below.bytes)})"
+            many = "s" * (below.tensors != 1)
+            line += f" ({below.tensors} tensor{many}, {size(below.bytes)})"
         node = tree.add(Text(visible(line)))
         if depth > 1:
             _draw(node, below, depth - 1)

@@ -28,10 +28,15 @@ OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 NOBODY_READS = 141
 """The exit code when the reader of a pipe went away: what a shell shows for SIGPIPE."""
 
-Url = Annotated[str, typer.Argument(help="Where the checkpoints lie.", show_default=False)]
-Step = Annotated[str, typer.Argument(help="A step, or the id of a checkpoint.")]
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="Where the checkpoints lie.", show_default=False)
+]
+Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of a checkpoint.")]
 MaybeStep = Annotated[
-    str | None, typer.Argument(help="A step or an id; by default the newest complete checkpoint.")
+    str | None,
+    typer.Argument(
+        metavar="[STEP]", help="A step or an id; by default the newest complete checkpoint."
+    ),
 ]
 
 
@@ -57,7 +62,7 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
             code = anyio.run(work, screen)
         screen.out.file.flush()
     except CkpipeError as error:
-        screen.note(f"error: {error}")
+        screen.failure(type(error).__name__, str(error))
         raise typer.Exit(_code(error)) from None
     except BrokenPipeError:
         # Whoever read our output has seen enough; the interpreter must not complain about it.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -64,12 +65,28 @@ class Screen:
 
     def _show(self, each: RenderableType) -> None:
         if self.out.is_terminal:
-            self.out.print(each)
+            if isinstance(each, Table):
+                # A narrow terminal breaks long lines itself, rather than losing whole columns.
+                options = self.out.options.update(width=_PIPE_WIDTH)
+                needed = Measurement.get(self.out, options, each).maximum
+                self.out.width = max(self.out.width, needed)
+            self.out.print(each, crop=False)
             return
         with self.out.capture() as captured:
             self.out.print(each)
         lines = captured.get().splitlines()
         self.out.file.writelines(line.rstrip() + "\n" for line in lines)
+
+    def failure(self, kind: str, message: str) -> None:
+        """Says why a command failed: to people, and with ``--json`` to programs as well.
+
+        Args:
+            kind: The class of the error.
+            message: What it says.
+        """
+        self.note(f"error: {message}")
+        if self.as_json:
+            self.out.file.write(json.dumps({"error": kind, "message": message}) + "\n")
 
     def note(self, text: str) -> None:
         """Says something beside the result."""
