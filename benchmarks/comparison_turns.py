@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import statistics
 import threading
 import time
@@ -24,14 +23,12 @@ import peaks
 import raw
 import states
 import torch
-import torch.multiprocessing
 from comparison_parts import BESIDE, LIMIT, Extent, Journal, Part
 from contenders import Contender
 
 Turn = Callable[[Contender], dict[str, float]]
 PYTHON_ROUNDS, MATRIX = 30_000, 320
 UNDISTURBED_STEPS = 100
-ENOUGH_FILES = 50_000
 SLOW_SECONDS, LATE_SECONDS = 30.0, 60.0
 """Whose turn takes longer is measured in few rounds; and how late even few rounds may be."""
 
@@ -144,12 +141,13 @@ class Referee:
         return late > (0.0 if number >= comparison_parts.FEWEST_ROUNDS else LATE_SECONDS)
 
     def _tell(self, number: int, longest: float) -> None:
+        if self.part.rounds == 1 and number < 0:
+            return
         left = (self.part.rounds - number - 1) * longest
         if self.part.loop:
             left = min(left, max(0.0, self._ends - time.monotonic()))
-        minutes = (left + self._later) / 60
         what = f"round {number + 1} of {self.part.rounds}" if number >= 0 else "warm"
-        progress(f"  {what}, {longest:.0f} s; about {minutes:.0f} minutes left of the whole")
+        progress(f"  {what}, {longest:.0f} s; about {left + self._later:.0f} s left of the whole")
 
     def _turn(self, each: Contender, turn: Turn, number: int) -> float:
         """Calls a turn; returns how many seconds it took."""
@@ -296,6 +294,7 @@ def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
     if part.kind == "peaks":
         for cls in everybody:
             apart = peaks.InProcess(root / "peaks", cls.name, part.state)
+            progress(f"  {cls.name}")
             referee.rounds([apart], peaks.measure, lambda _: {})
         return
     contenders.start_process_group(root)
@@ -317,19 +316,6 @@ def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
             journal.write(kind="timeline", values={"timeline": timeline(ours, state)})
 
 
-def _allow_many_files(journal: Journal) -> None:
-    """Peers that share tensors with a process open a file for each, of which there may be 20,000.
-
-    Where the system does not allow so many, torch shares them by name instead.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if most < ENOUGH_FILES:
-        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-        text = f"only {most} files may be open here: torch shares tensors by name (file_system)"
-        journal.write(kind="note", text=text)
-
-
 def main() -> None:
     """Measures the part that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -343,7 +329,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the contenders
     extent: Extent = comparison_parts.EXTENTS[given.extent]
     part, journal = extent.parts[given.part], Journal(given.journal)
-    _allow_many_files(journal)
+    if (note := contenders.allow_many_files()) is not None:
+        journal.write(kind="note", text=note)
     ends = time.monotonic() + given.seconds
     measure(given.root, part, journal, Referee(part, journal, ends, given.later))
     journal.write(kind="done", part=part.name)

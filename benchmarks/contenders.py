@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
 import shutil
 import warnings
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -23,6 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckpipe
 from ckpipe.errors import UsageError
+
+ENOUGH_FILES = 50_000
+"""As many open files as the largest number of tensors needs, twice over."""
 
 Wait = Callable[[], object]
 """Blocks until a save is durable."""
@@ -249,6 +254,20 @@ def start_process_group(root: Path) -> None:
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "0")
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def allow_many_files() -> str | None:
+    """Lets peers share as many tensors with a process as there are: each takes an open file.
+
+    Returns:
+        What to know of it: where the system does not allow so many, torch shares them by name.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most >= ENOUGH_FILES:
+        return None
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    return f"only {most} files may be open here: torch shares tensors by name (file_system)"
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:

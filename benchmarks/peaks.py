@@ -66,6 +66,7 @@ def measure(each: Contender) -> dict[str, float]:
 
 def peak_memory(name: str, state_name: str, root: str) -> int:
     """Peak host memory of this process above its state over a few saves, in bytes."""
+    contenders.allow_many_files()
     contenders.start_process_group(Path(root))
     cls = next(each for each in contenders.EVERYBODY if each.name == name)
     state = states.STATES[state_name]()
