@@ -1,11 +1,10 @@
 """Where verified bytes go: from chunks of entries into tensors, live ones and fresh ones.
 
-Theory. A destination takes a range of an entry's bytes, in any order of ranges. An unshared
-tensor lies in its entry row by row, so a range of bytes is a flat range of its elements: one copy
-of bytes where the target is contiguous host memory of the same dtype, else a copy of elements
-box by box. An entry that several tensors share is an image of their memory: fresh tensors are
-views of one buffer that takes the whole image, so they share bytes again, and a live tensor that
-lies otherwise is copied from such a fresh one once everything is verified.
+Theory. An unshared tensor lies in its entry row by row: one copy of bytes where the target is
+contiguous host memory of the same dtype, else a copy of elements box by box. An entry that several
+tensors share is an image of their memory: fresh tensors are views of one buffer that takes the
+whole image, so they share bytes again, and a live tensor that lies otherwise is copied from such a
+fresh one once everything is verified.
 
 A tensor that was cut into boxes is put together from pieces of them, straight in the target. A
 piece that is a run of its entry and of the target is still one copy of bytes.
@@ -15,100 +14,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from ckpipe.boxes import Box, box_volume, flat_range_boxes, flat_start, intersection, moved
+from ckpipe.boxes import box_volume, flat_start
+from ckpipe.destinations import BoxElements, Destination, Elements, RawBytes, boxed
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.load_planning import Need
-from ckpipe.raw_memory import bytes_at, copy_bytes
 from ckpipe.stored_tensors import Piece, Region, StoredTensor, StoredTensors
 from ckpipe.tensors import overlaps_itself
 
-
-class Destination(Protocol):
-    """Takes bytes of one entry."""
-
-    def put(self, source: int, lo: int, hi: int) -> None:
-        """Takes the bytes ``[lo, hi)`` of the entry, as far as they concern it.
-
-        Args:
-            source: The address of byte ``lo``.
-            lo: The first byte, from the entry's start.
-            hi: Behind the last byte.
-        """
-        ...
-
-
-@dataclass(eq=False, slots=True)
-class RawBytes:
-    """Host memory that the bytes ``[start, stop)`` of an entry are copied to as they are."""
-
-    start: int
-    stop: int
-    address: int
-
-    def put(self, source: int, lo: int, hi: int) -> None:
-        first = max(lo, self.start)
-        nbytes = min(hi, self.stop) - first
-        if nbytes > 0:
-            copy_bytes(self.address + first - self.start, source + first - lo, nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """A tensor whose elements are in ``[start, stop)`` of an entry, row by row, in a dtype."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-    tensor: torch.Tensor
-
-    def put(self, source: int, lo: int, hi: int) -> None:
-        first, last = max(lo, self.start), min(hi, self.stop)
-        if first >= last:
-            return
-        values = bytes_at(source + first - lo, last - first).view(self.dtype)
-        begin = (first - self.start) // self.dtype.itemsize
-        end, at = begin + values.numel(), 0
-        for starts, sizes in flat_range_boxes(self.tensor.shape, begin, end):
-            part = narrowed(self.tensor, starts, sizes)
-            part.copy_(values[at : at + part.numel()].view(sizes))
-            at += part.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class BoxElements:
-    """A tensor whose elements are a box of the chunk at ``[start, stop)``, row by row, of a shape.
-
-    What else is in the chunk is left out.
-    """
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    inside: Box
-    tensor: torch.Tensor
-
-    def put(self, source: int, lo: int, hi: int) -> None:
-        first, last = max(lo, self.start), min(hi, self.stop)
-        if first >= last:
-            return
-        values = bytes_at(source + first - lo, last - first).view(self.dtype)
-        begin = (first - self.start) // self.dtype.itemsize
-        end, at = begin + values.numel(), 0
-        for starts, sizes in flat_range_boxes(self.shape, begin, end):
-            box = (starts, tuple([n + size for n, size in zip(starts, sizes, strict=True)]))
-            count = box_volume(box)
-            common = intersection(box, self.inside)
-            if common is not None:
-                given = boxed(values[at : at + count].view(sizes), moved(common, starts))
-                boxed(self.tensor, moved(common, self.inside[0])).copy_(given)
-            at += count
+# Tens of thousands are made for a load, for which the class's own constructor is slow.
+_new_need = partial(tuple.__new__, Need)
 
 
 class Filling:
@@ -178,6 +96,32 @@ class Filling:
         if memory_overlaps(target):
             return self.copy_later(stored, regions, target)
         return self._add(stored, pieces, target)
+
+    def plain(
+        self, stored: StoredTensor, pieces: tuple[Piece, ...], target: torch.Tensor, address: int
+    ) -> bool:
+        """The same for a contiguous tensor that is one chunk as it lies, as nearly all are.
+
+        Args:
+            stored: The stored tensor.
+            pieces: What the target is put together from.
+            target: A plain tensor, detached and contiguous.
+            address: Where it begins.
+
+        Returns:
+            False if it is anything else; then nothing was done.
+        """
+        if len(pieces) != 1 or not takes_bytes(target, stored.dtype):
+            return False
+        (piece,) = pieces
+        entry, start, stop, _, _, inside, fills, shared = piece
+        if inside is not None or fills is not None or (shared and _is_image(piece, stored)):
+            return False
+        if start < stop:
+            self._alive.append(target)
+            self.destinations[entry].append(RawBytes(start, stop, address))
+            self.needs.append(_new_need((entry, start, stop)))
+        return True
 
     def copy_later(
         self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor
@@ -295,21 +239,6 @@ def with_lazy_bits(tensor: torch.Tensor, lazy: str) -> torch.Tensor:
     if "c" in lazy:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if "n" in lazy else tensor
-
-
-def narrowed(tensor: torch.Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """The part of a tensor that begins at ``starts`` and has the shape ``sizes``."""
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
-    return tensor
-
-
-def boxed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of a tensor that a box cuts out."""
-    lower, upper = box
-    sizes = tuple(high - low for low, high in zip(lower, upper, strict=True))
-    return narrowed(tensor, lower, sizes)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

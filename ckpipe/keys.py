@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -105,6 +105,12 @@ def _escape(match: re.Match[str]) -> str:
 def join(prefix: str, key: object) -> str:
     """The label of what lies under ``key`` in the container labelled ``prefix``."""
     return f"{prefix}.{label_part(key)}" if prefix else label_part(key)
+
+
+def joined(prefix: str, keys: Iterable[object]) -> list[str]:
+    """The label of what lies under each of some keys in one container."""
+    parts = [_escaped(key if type(key) is str else str(label_part(key))) for key in keys]
+    return [f"{prefix}.{part}" for part in parts] if prefix else parts
 
 
 def unique_label(label: str, taken: set[str]) -> str:

@@ -155,18 +155,21 @@ def _check_chunks(
     if chunks.tensor and max(chunks.tensor) >= len(tensors):
         raise InvalidManifest("A chunk is of a tensor that is not there")
     shapes = [row.shape for row in tensors]
-    items = [item_bytes(row.dtype) or 1 for row in tensors]
+    wholes = [math.prod(row.shape) * (item_bytes(row.dtype) or 1) for row in tensors]
+    entries = len(sizes)
     foreign = Foreign(*(array("q") for _ in Foreign._fields))
     for number, (tensor, entry, offset, stride, original, box, owner) in enumerate(
         zip(*chunks, strict=True)
     ):
-        shape = shapes[tensor]
-        if box is not None:
-            shape = _box_shape(box, shape, tensors[tensor])
-        if offset or stride is not None or original is not None:
-            end = _end(offset, stride, original, shape, tensors[tensor])
+        if box is None and original is None and stride is None and not offset:
+            end = wholes[tensor]
+            if owner is None and entry is not None and entry < entries and end <= sizes[entry]:
+                continue  # All of a tensor in an entry of its own, as nearly all are.
         else:
-            end = math.prod(shape) * items[tensor]
+            shape = (
+                shapes[tensor] if box is None else _box_shape(box, shapes[tensor], tensors[tensor])
+            )
+            end = _end(offset, stride, original, shape, tensors[tensor])
         if owner is not None:
             known = -1 if entry is None else entry
             identity = identity_of(tensors[tensor], box)

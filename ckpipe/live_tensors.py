@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.placed_tensors import is_placed, local_tensor, why_unplaceable
+from ckpipe.placed_tensors import PLAIN, is_placed, local_tensor, why_unplaceable
 from ckpipe.stored_tensors import Piece, Region, StoredTensor
 from ckpipe.tensors import NUMPY
 
@@ -28,6 +28,8 @@ class LiveTensor:
         label: Where the target stands in the state.
         tensor: Its memory, as a plain detached tensor.
         owner: The object that stands in the state.
+        address: Where that memory begins.
+        contiguous: Whether its elements lie row by row without a gap.
         regions: Which parts of the stored tensor that memory holds; None for the whole.
         pieces: What it is put together from.
     """
@@ -36,6 +38,8 @@ class LiveTensor:
     label: str
     tensor: torch.Tensor
     owner: torch.Tensor | np.ndarray[Any, Any]
+    address: int
+    contiguous: bool
     regions: tuple[Region, ...] | None
     pieces: tuple[Piece, ...]
 
@@ -47,10 +51,12 @@ def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | No
     if is_placed(obj):
         obj = local_tensor(obj)
     kind = type(obj)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter and _is_wrapper(obj):
+    if kind not in PLAIN and _is_wrapper(obj):
         return None
     if obj.layout is not torch.strided or obj.is_meta or obj.is_nested or obj.is_quantized:
         return None
+    if kind is torch.Tensor and not obj.requires_grad:
+        return obj
     plain = obj.detach()
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
@@ -87,6 +93,9 @@ def misfit(
         live: The tensor or array of the target.
         cast: Whether the values may be converted to the dtype of the target.
     """
+    plain = isinstance(live, torch.Tensor) and type(live) in PLAIN and not live.is_meta
+    if plain and (live.shape, live.dtype) == (stored.shape, stored.dtype):
+        return None  # Nearly always, and quickly said.
     saved, shape, dtype = _array_form(stored) if isinstance(live, np.ndarray) else _form(stored)
     if isinstance(live, torch.Tensor) and live.is_meta:
         return StructureMismatch(

@@ -77,8 +77,10 @@ def known_facts(bundle: Bundle, known: Facts) -> Facts:
         As :func:`ckpipe.layout_checks.check_layout` does.
     """
     return {
-        (structure, layout): facts_of(bundle.layouts[layout], bundle.structures[structure].tensors)
-        for structure, layout in dict.fromkeys((p.structure, p.layout) for p in bundle.parts)
+        place: known.get(place)
+        or facts_of(bundle.layouts[layout], bundle.structures[number].tensors)
+        for place in dict.fromkeys((p.structure, p.layout) for p in bundle.parts)
+        for number, layout in (place,)
     }
 
 

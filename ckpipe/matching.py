@@ -13,6 +13,7 @@ import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ckpipe.containers import is_stateful
 from ckpipe.errors import StructureMismatch
 from ckpipe.keys import LabelFilter, encode_key, join
 from ckpipe.live_tensors import misfit
-from ckpipe.rebuild import Make, Rebuild
+from ckpipe.rebuild import Make, Rebuild, same, stays
 from ckpipe.registered_types import registered_as, registered_for
 from ckpipe.selecting import any_selected
 from ckpipe.stateful_objects import check_stateful, hint_for, mismatch
@@ -94,7 +95,7 @@ class Matching:
 
     def _left_out(self, target: Any, label: str) -> Make:
         self._note_missing(target, label)
-        return partial(_same, target)
+        return partial(same, target)
 
     def _note_missing(self, target: Any, label: str) -> None:
         if any_selected(target, label, self._select):
@@ -115,7 +116,7 @@ class Matching:
         if not self._targets.fill(stored, target, label):
             return self._rebuild.plan(node, label)
         if not stored.row.attributes:
-            return partial(_same, target)
+            return partial(same, target)
         attributes = self._rebuild.plan(stored.row.attributes, join(label, "__dict__"))
         return partial(_with_attributes, target, attributes)
 
@@ -144,12 +145,16 @@ class Matching:
     def match_mapping(self, target: Any, node: Node, label: str) -> Make:
         if not isinstance(target, dict):
             raise _wrong_kind(f"a {node[0]}", target, label)
-        live = {_exact(key): key for key in target}
+        children = children_of(node, label)
+        saved, own_keys = _exact([key for key, _, _ in children], list(target))
+        live = dict(zip(own_keys, target, strict=True))
         found: list[tuple[Any, Make]] = []
-        for key, child, where in children_of(node, label):
-            if _exact(key) in live:
-                own = live.pop(_exact(key))
-                found.append((own, self.match(target[own], child, where)))
+        for key, (_, child, where) in zip(saved, children, strict=True):
+            if key in live:
+                own = live.pop(key)
+                make = self.match(target[own], child, where)
+                if not stays(make, target[own]):
+                    found.append((own, make))
             else:
                 self.unexpected += leaf_labels(child, where)
         for key in live.values():
@@ -157,6 +162,8 @@ class Matching:
         attributes = None
         if node[0] == "ordered_dict" and len(node) > 3 and isinstance(target, OrderedDict):
             attributes = self._rebuild.plan(node[3], join(label, "__dict__"))
+        if not found and attributes is None:
+            return partial(same, target)
         return partial(_refill_dict, target, found, attributes)
 
     def match_sequence(self, target: Any, node: Node, label: str) -> Make:
@@ -241,7 +248,7 @@ class Matching:
         if key not in self._known:
             self._alive.append(target)
             # What a cycle leads back to is changed in place, so it stays what it is.
-            self._known[key] = partial(_same, target)
+            self._known[key] = partial(same, target)
             made = _once(self.match(target, self._rebuild.definitions[number], label))
             self._known[key] = made
         return self._known[key]
@@ -266,10 +273,6 @@ _MATCHES: dict[str, _Match] = {
 }
 
 
-def _same(obj: Any) -> Any:
-    return obj
-
-
 def _once(make: Make) -> Make:
     made: list[Any] = []
 
@@ -281,8 +284,15 @@ def _once(make: Make) -> Make:
     return make_once
 
 
-def _exact(key: Any) -> Any:
-    """A form of a key in which 1, 1.0 and True stay apart, and nan is equal to itself."""
+def _exact(*key_lists: list[Any]) -> tuple[list[Any], ...]:
+    """Forms of keys in which 1, 1.0 and True stay apart, and nan is equal to itself."""
+    kinds = set(map(type, chain.from_iterable(key_lists)))
+    if kinds <= {str} or kinds <= {int}:
+        return key_lists
+    return tuple([_exact_key(key) for key in keys] for keys in key_lists)
+
+
+def _exact_key(key: Any) -> Any:
     return key if type(key) is str else (repr(encode_key(key)),)
 
 

@@ -9,12 +9,13 @@ import torch
 from ckpipe.dtensors import Shardings
 from ckpipe.stored_tensors import Region
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The types of tensors that nothing but their memory is to be said of."""
 
 
 def is_placed(obj: Any) -> bool:
     """Whether a tensor is a DTensor: a local tensor with a mesh and placements."""
-    return type(obj) not in _PLAIN and hasattr(obj, "device_mesh") and hasattr(obj, "placements")
+    return type(obj) not in PLAIN and hasattr(obj, "device_mesh") and hasattr(obj, "placements")
 
 
 def local_tensor(obj: Any) -> torch.Tensor:

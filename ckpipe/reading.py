@@ -32,6 +32,7 @@ from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.checksum import CHUNK_BYTES, crc32c
 from ckpipe.collector import collector_paused
+from ckpipe.destinations import Destination
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
@@ -39,7 +40,6 @@ from ckpipe.errors import (
     ObjectNotFound,
     TruncatedObject,
 )
-from ckpipe.filling import Destination
 from ckpipe.load_planning import (
     EntryTable,
     Need,

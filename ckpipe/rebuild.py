@@ -147,7 +147,7 @@ class Rebuild:
             stored = self._targets.stored[number]
             error = misfit(stored, live, cast=hint.must_fit and self._targets.cast)
             if error is None and self._targets.fill(stored, live, label):
-                return partial(_same, live)
+                return partial(same, live)
             if error is not None and hint.must_fit:
                 raise error
         return self._fresh_tensor(number)
@@ -166,7 +166,7 @@ class Rebuild:
                 "ckpipe.distributed.training_state, or from a single process",
             )
         obj = tensor_object(row, self._targets.filling.fresh(stored))
-        make: Make = partial(_same, obj)
+        make: Make = partial(same, obj)
         self._objects[number] = make
         if row.attributes:
             attributes = self.plan(row.attributes, join(row.label, "__dict__"))
@@ -216,14 +216,14 @@ class Rebuild:
     # Leaves
 
     def plan_value(self, node: Node, label: str, hint: Hint | None) -> Make:
-        return partial(_same, self.value(node, label))
+        return partial(same, self.value(node, label))
 
     def plan_set(self, node: Node, label: str, hint: Hint | None) -> Make:
         kind = set if node[0] == "set" else frozenset
         return partial(kind, [decode_key(key) for key in node[1]])
 
     def plan_absent(self, node: Node, label: str, hint: Hint | None) -> Make:
-        return partial(_same, None if hint is None else hint.live)
+        return partial(same, None if hint is None else hint.live)
 
     # Containers that can be changed
 
@@ -249,7 +249,7 @@ class Rebuild:
         if not hint.select.selects_all and isinstance(hint.live, dict):
             saved = {key for key, _, _ in children}
             items += [
-                (key, partial(_same, live))
+                (key, partial(same, live))
                 for key, live in hint.live.items()
                 if key not in saved and not any_selected(live, join(label, key), hint.select)
             ]
@@ -388,8 +388,14 @@ _PLANS: dict[str, _Plan] = {
 }
 
 
-def _same(obj: Any) -> Any:
+def same(obj: Any) -> Any:
+    """The object itself: what a node makes whose counterpart stays in its place."""
     return obj
+
+
+def stays(make: Make, obj: Any) -> bool:
+    """Whether an object is known to make itself."""
+    return type(make) is partial and make.func is same and make.args[0] is obj
 
 
 def _never() -> Any:

@@ -166,7 +166,8 @@ class StoredTensors:
         ):
             raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=row.label)
         stored = StoredTensor(number, row, dtype, stride, near)
-        stored.whole = (self._piece(stored, owner, chunk, row.shape, None, None),)
+        piece = self._plain_piece(stored, owner, chunk, row.shape, None)
+        stored.whole = (piece or self._piece(stored, owner, chunk, row.shape, None, None),)
         return stored
 
     def pieces(
@@ -242,31 +243,38 @@ class StoredTensors:
         self, stored: StoredTensor, found: list[tuple[Candidate, Box, Box]]
     ) -> tuple[Piece, ...]:
         """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
-        item, everything = stored.dtype.itemsize, whole(stored.row.shape)
-        bases, sizes = self._bases, self.data.sizes
+        everything = whole(stored.row.shape)
         pieces = []
         for (number, chunk), part, target in found:
-            entry, start, stride, own = chunk.entry, chunk.offset, chunk.stride, chunk.box
-            box = own or everything
+            box = chunk.box or everything
             shape = tuple(map(sub, box[1], box[0]))
             if part is not box and part != box:
                 inside = moved(part, box[0])
                 pieces.append(self._piece(stored, number, chunk, shape, inside, target))
                 continue
             fills = None if target == everything else target
-            base, held = bases.get(number) or self._base(number)
-            if stride is not None or entry is None or not 0 <= entry < held.entry_count:
-                pieces.append(self._piece(stored, number, chunk, shape, None, fills))
-                continue
-            # All of a chunk that lies row by row, which is nearly always so: a short way.
-            place = base + entry
-            stop = start + math.prod(shape) * item
-            if start < 0 or stop > sizes[place]:
-                raise _outside(stored, start, stop)
-            pieces.append(
-                _new_piece((place, start, stop, None, shape, None, fills, entry in held.shared))
-            )
+            piece = self._plain_piece(stored, number, chunk, shape, fills)
+            pieces.append(piece or self._piece(stored, number, chunk, shape, None, fills))
         return tuple(pieces)
+
+    def _plain_piece(
+        self,
+        stored: StoredTensor,
+        part: int,
+        chunk: ChunkRow,
+        shape: tuple[int, ...],
+        fills: Box | None,
+    ) -> Piece | None:
+        """All of a chunk that lies row by row, which is nearly always so: a short way."""
+        entry, start = chunk.entry, chunk.offset
+        base, held = self._bases.get(part) or self._base(part)
+        if chunk.stride is not None or entry is None or not 0 <= entry < held.entry_count:
+            return None
+        place = base + entry
+        stop = start + math.prod(shape) * stored.dtype.itemsize
+        if start < 0 or stop > self.data.sizes[place]:
+            raise _outside(stored, start, stop)
+        return _new_piece((place, start, stop, None, shape, None, fills, entry in held.shared))
 
     def _base(self, part: int) -> tuple[int, Held]:
         """The number of a part's first entry in the table of entries, and its chunks."""

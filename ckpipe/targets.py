@@ -48,7 +48,10 @@ class Targets:
             return False
         regions = regions_of(live, self._shardings) if is_placed(live) else None
         pieces = self.stored.pieces(stored, regions)
-        self._lives.append(LiveTensor(stored, label, view, live, regions, pieces))
+        address, contiguous = view.data_ptr(), view.is_contiguous()
+        self._lives.append(
+            LiveTensor(stored, label, view, live, address, contiguous, regions, pieces)
+        )
         return True
 
     def settle(self) -> None:
@@ -59,8 +62,11 @@ class Targets:
         for live in lives:
             if self._first and self._first.intersection(c.entry for c in live.pieces):
                 self.filling.copy_later(live.stored, live.regions, live.tensor)
-            else:
+            elif not (live.contiguous and self._plainly(live)):
                 self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
+
+    def _plainly(self, live: LiveTensor) -> bool:
+        return self.filling.plain(live.stored, live.pieces, live.tensor, live.address)
 
     def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""

@@ -5,7 +5,7 @@ The walk keeps its own stack, so that no nesting can exhaust Python's, and visit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpipe.errors import DuplicateName, InvalidManifest
@@ -30,7 +30,7 @@ def check_tree(structure: Structure) -> None:
         check = _NODES.get(node[0]) if _is_node(node) else None
         if check is None:
             raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
-        stack.extend(check(walk, node))
+        stack += [each for each in check(walk, node) if not _is_sound_leaf(each, walk.limits)]
     missing = walk.references - walk.shared
     if missing:
         raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
@@ -38,6 +38,14 @@ def check_tree(structure: Structure) -> None:
 
 def _is_node(node: Any) -> bool:
     return type(node) is list and bool(node) and type(node[0]) is str
+
+
+def _is_sound_leaf(node: Any, limits: Mapping[str, int]) -> bool:
+    """Whether a node is a tensor or a value that is there, as most are: a short way for these."""
+    if type(node) is not list or len(node) != 2:
+        return False
+    tag, number = node
+    return type(tag) is str and type(number) is int and 0 <= number < limits.get(tag, 0)
 
 
 def _brief(node: Any) -> str:

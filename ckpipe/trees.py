@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckpipe.keys import decode_key, join
+from ckpipe.keys import decode_key, joined
 from ckpipe.structure import Node
 
 MAPPINGS = ("dict", "ordered_dict", "default_dict")
@@ -36,11 +36,12 @@ def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
     tag = node[0]
     if tag in MAPPINGS:
         keys = [key if type(key) is str else decode_key(key) for key in node[1]]
-        return [(key, child, join(label, key)) for key, child in zip(keys, node[2], strict=True)]
+        return list(zip(keys, node[2], joined(label, keys), strict=True))
     if tag in SEQUENCES:
-        return [(key, child, join(label, key)) for key, child in enumerate(node[1])]
+        keys = list(range(len(node[1])))
+        return list(zip(keys, node[1], joined(label, keys), strict=True))
     if tag in RECORDS:
-        return [(k, child, join(label, k)) for k, child in zip(node[2], node[3], strict=True)]
+        return list(zip(node[2], node[3], joined(label, node[2]), strict=True))
     return []
 
 

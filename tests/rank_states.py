@@ -15,8 +15,8 @@ from ckpipe.backend import Backend
 from ckpipe.boxes import Box
 from ckpipe.checksum import CHUNK_BYTES, crc32c
 from ckpipe.data_file import encode_header
+from ckpipe.destinations import boxed
 from ckpipe.dtypes import DTYPES, stored_dtype
-from ckpipe.filling import boxed
 from ckpipe.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
 from ckpipe.manifest_codec import decode_bundle, encode_bundle
 from ckpipe.merging import merge
