@@ -21,7 +21,7 @@ from ckpipe.errors import (
 )
 from ckpipe.meeting import Meeting
 from ckpipe.object_names import attempt_start_key, claim_key, launch_id
-from ckpipe.types import attempt_name
+from ckpipe.types import attempt_name, attempt_parts
 
 _FORMAT = "%Y%m%dT%H%M%S%f"
 _MAX_BYTES = 4096
@@ -125,8 +125,8 @@ async def _agree_on_start(backend: Backend, attempt_id: str) -> datetime:
 
 async def _after_all_others(backend: Backend) -> datetime:
     now = datetime.now(UTC)
-    latest = max((info.attempt for info in await discover(backend)), default=None)
-    if latest is not None:
-        other = datetime.strptime(latest.partition("Z-")[0] + "000", _FORMAT).replace(tzinfo=UTC)
-        now = max(now, other + timedelta(milliseconds=1))
+    for attempt in sorted({info.attempt for info in await discover(backend)}, reverse=True):
+        # What spells no date is not ckpipe's, and neither is what nothing can come after.
+        with contextlib.suppress(ValueError, OverflowError):
+            return max(now, attempt_parts(attempt)[0] + timedelta(milliseconds=1))
     return now

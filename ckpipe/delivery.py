@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 from ckpipe.backend import Backend
 from ckpipe.cargo import BlockPlace, Cargo
 from ckpipe.events import EventBus
 from ckpipe.keys import Json
-from ckpipe.leases import leased, protected_subjects
+from ckpipe.leases import live_subjects, protected_subjects, read_leases, store_time, time_now
 from ckpipe.manifest import TensorRow
 from ckpipe.pace import Pace
 from ckpipe.pruning import Facts, decide_on, prune
@@ -184,22 +184,15 @@ class Depot:
             kept[self.resumed_from] = "this run resumed from it"
         return kept
 
-    async def protected_by_all(self) -> dict[str, str]:
-        """Ids that retention must not remove, also since others are loading them.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        leases = protected_subjects(await leased(self.patient))
-        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
-
     async def decide(self) -> Decision:
         """What :meth:`prune` would do, and why.
 
         Raises:
             StoreError: If the store failed.
         """
-        return await decide_on(self.patient, self.rule, await self.protected_by_all(), self.facts)
+        now = await time_now(self.patient)
+        protected = await self._protected_by_all(now)
+        return await decide_on(self.patient, self.rule, protected, self.facts, now=now)
 
     async def prune(self) -> Decision:
         """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
@@ -207,11 +200,17 @@ class Depot:
         Raises:
             StoreError: If the store failed; pruning again goes on where it stopped.
         """
-        protected = await self.protected_by_all()
+        now = await store_time(self.patient)
+        protected = await self._protected_by_all(now)
         return await prune(
             self.patient, self.rule, protected, self.facts, self.deleted,
-            sweep_after=self.sweep_after,
+            sweep_after=self.sweep_after, now=now,
         )  # fmt: skip
+
+    async def _protected_by_all(self, now: datetime) -> dict[str, str]:
+        """Ids that retention must not remove, also since others are loading them."""
+        leases = protected_subjects(live_subjects(await read_leases(self.patient), now))
+        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
 
 
 __all__ = ["Contents", "Delivery", "Depot", "Filled", "StoredFiles"]

@@ -18,6 +18,7 @@ from ckpipe.appointments import Diary
 from ckpipe.attempts import open_attempt, unclaimed_attempt
 from ckpipe.backend import Backend
 from ckpipe.cadence import Cadence
+from ckpipe.course import Course
 from ckpipe.crossing import uses_process
 from ckpipe.errors import (
     CkpipeError,
@@ -46,6 +47,7 @@ from ckpipe.read_only_backend import ReadOnlyBackend
 from ckpipe.registry import create_backend, create_reader, scheme_of
 from ckpipe.restore import LoadRequest
 from ckpipe.retrying import logging_policy
+from ckpipe.rollbacks import next_name
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
@@ -82,7 +84,6 @@ class Engine(Housekeeping):
         self._topology = topology
         self._site: Site | None = None
         self._active: dict[Save, anyio.Event] = {}
-        self._counts: Counter[int] = Counter()
         self._next_step = 0
         self._stop = anyio.Event()
         self._background: list[Exception] = []
@@ -114,6 +115,7 @@ class Engine(Housekeeping):
             )
             self._site, worker = make_site(self._settings, parts)
             self._follower, self._loading = Follower(self._site), Loading(self._site)
+            self._course = Course(attempt)
             lease = Lease(patient, attempt.partition("Z-")[2])
             try:
                 async with anyio.create_task_group() as self._tasks:
@@ -157,11 +159,9 @@ class Engine(Housekeeping):
         """Accepts a save and starts it."""
         step = self._next_step if step is None else step
         self._next_step = step + 1
+        save = Save(await next_name(self.site, self._course, step), self.site.rank, request)
         self.cadence.begin_at(step)
         self.diary.keep(step)
-        id = CheckpointId(self.site.attempt, step, self._counts[step])
-        self._counts[step] += 1
-        save = Save(id, self.site.rank, request)
         self._events.emit(SaveStarted(save.name, step, save.rank))
         if self._settings.retention.keep_last == 0 and not request.final:
             self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
@@ -333,7 +333,11 @@ class Engine(Housekeeping):
 
     async def stop(self) -> None:
         """Ends :meth:`serve`."""
-        if self._settings.retention.keep_last == 0 and self._counts and not self._saved_final:
+        if (
+            self._settings.retention.keep_last == 0
+            and not self._saved_final
+            and self._course.has_saved
+        ):
             warnings.warn(
                 "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
                 RuntimeWarning,
@@ -356,12 +360,13 @@ class Engine(Housekeeping):
                 before = time.perf_counter() - began - result.report.seconds
                 result = replace(result, report=result.report.found_in(before))
             self._next_step = result.step + 1
+            self._course.has_loaded = True
             self.cadence.begin_at(result.step)
         return result
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Whether a save of this checkpoint is under way here."""
-        return any(save.id == id for save in self._active)
+        return any(save.id == id and not save.committed.done() for save in self._active)
 
     def describe(self) -> str:
         """What goes on, for a diagnostic."""

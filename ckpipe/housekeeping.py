@@ -10,6 +10,7 @@ from ckpipe.discovery import discover, read_index
 from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.following import until_complete
 from ckpipe.healing import find_healed, healed, newest_healed
+from ckpipe.protection import remove
 from ckpipe.restore import verify
 from ckpipe.retention import Decision
 from ckpipe.site import Site
@@ -57,17 +58,19 @@ class Housekeeping(abc.ABC):
         except CorruptCheckpoint as error:
             raise error.located(step=info.step) from error.__cause__
 
-    async def delete(self, which: int | str) -> None:
+    async def delete(self, which: int | str, *, force: bool) -> None:
         """Deletes a checkpoint, also an incomplete one if its exact id is given."""
+        site = self.site
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = (await find_healed(self.site.patient, which)).key
-        protected = (await self.site.protected_by_all()).get(str(id))
-        if protected or self.is_writing(id):
+            id = (await find_healed(site.patient, which)).key
+        if self.is_writing(id):
             raise UsageError(
-                f"{id} cannot be deleted now: {protected or 'it is being written'}", step=id.step
+                f"{id} cannot be deleted now: it is being written",
+                step=id.step,
+                hint="Cancel the save, or wait for it",
             )
-        await pruning.retire(self.site.patient, id)
+        await remove(site.patient, str(id), protected=site.protected(), force=force)
 
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 import anyio
@@ -84,6 +84,18 @@ async def store_time(backend: Backend) -> datetime:
         return (await backend.stat(key)).modified
     finally:
         await backend.delete([key])
+
+
+async def time_now(backend: Backend) -> datetime:
+    """The time by the store's own clock, or by this machine's where nothing may be written.
+
+    Raises:
+        StoreError: If the store failed otherwise.
+    """
+    try:
+        return await store_time(backend)
+    except PermissionDenied:
+        return datetime.now(UTC)
 
 
 async def leased(backend: Backend) -> set[str]:
@@ -230,5 +242,6 @@ __all__ = [
     "read_leases",
     "reading",
     "store_time",
+    "time_now",
     "under_lease",
 ]

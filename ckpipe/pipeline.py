@@ -246,16 +246,23 @@ class Pipeline:
         """
         return await self._run(self._core.engine.verify, which(step))
 
-    async def delete(self, step: Which) -> None:
+    async def delete(self, step: Which, *, force: bool = False) -> None:
         """Deletes a checkpoint, with a tombstone, so that a crash cannot leave half of one.
 
-        An exact id also deletes an incomplete one.
+        An exact id also deletes an incomplete one. What retention never removes is refused: the
+        newest complete checkpoint, a pinned one, one that is being loaded, and the one that this
+        run or that of the newest resumed from.
+
+        Args:
+            step: A step, the id of a checkpoint, or its info.
+            force: Whether to delete it all the same. Who is loading it then may fail.
 
         Raises:
             CheckpointNotFound: If it is absent.
-            UsageError: If it is being loaded or written, or this run resumed from it.
+            UsageError: If it is protected, or this pipeline is writing it, which nothing forces.
+            StoreError: If the store failed; deleting it again goes on where it stopped.
         """
-        await self._run(self._core.engine.delete, which(step))
+        await self._run(self._core.engine.delete, which(step), force=force)
 
     async def pin(self, step: Which) -> None:
         """Protects a checkpoint from retention until it is unpinned.

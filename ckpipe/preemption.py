@@ -82,7 +82,9 @@ class Preemption:
 class SignalWatch:
     """Hands signals to a function and then to whoever handled them before.
 
-    The default action of a signal, which for most is to end the process, is held back.
+    The default action of a signal, which for most is to end the process, is held back. Processes
+    that are forked from this one, such as those of data loaders, inherit the handlers: there they
+    only do what was done before them, so that such a process can still be ended.
 
     Args:
         names: Signals such as ``SIGTERM``.
@@ -94,6 +96,7 @@ class SignalWatch:
         self._told = told
         self._before: dict[int, Any] = {}
         self._watching = False
+        self._process = os.getpid()
 
     def begin(self) -> None:
         """Installs the handlers.
@@ -108,7 +111,7 @@ class SignalWatch:
                 hint="Open the pipeline there, or set preemption.signals to [] and call "
                 "pipeline.preempt() yourself",
             )
-        self._watching = True
+        self._watching, self._process = True, os.getpid()
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._handle)
 
@@ -123,18 +126,36 @@ class SignalWatch:
             return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
+                before = _still_of_use(number, before)
                 # None stands for a handler that was not installed from Python.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
+    def before(self, number: int) -> Any:
+        """What handled a signal before, if this no longer does anything else; else None."""
+        return None if self._watching else self._before.get(number)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
-        if self._watching:
+        if self._watching and os.getpid() == self._process:
             self._told()
         elif before is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if callable(before):
             before(number, frame)
+
+
+def _still_of_use(number: int, handler: Any) -> Any:
+    """A handler, or the one before it as long as it is that of a watch that has ended.
+
+    Of two pipelines that were open together the one that came first may have been closed first.
+    """
+    while isinstance(watch := getattr(handler, "__self__", None), SignalWatch):
+        before = watch.before(number)
+        if before is None:
+            break
+        handler = before
+    return handler
 
 
 __all__ = ["Preemption", "SignalWatch"]

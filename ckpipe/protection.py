@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 
 from ckpipe.backend import Backend
-from ckpipe.discovery import discover, find, read_index
+from ckpipe.discovery import NO_INDEX, discover, find, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion, UsageError
 from ckpipe.leases import live_subjects, protected_subjects, read_leases, store_time
+from ckpipe.object_names import launch_id
 from ckpipe.pruning import RESUMED, delete, retire
 from ckpipe.types import CheckpointInfo
 
 IN_USE = "somebody holds a lease on it: it is being loaded or written"
+RUNNING = "its launch is running and may still write it"
 PINNED = "it is pinned"
 NEWEST = "it is the newest complete checkpoint"
 
@@ -20,7 +23,7 @@ NEWEST = "it is the newest complete checkpoint"
 async def in_use(
     backend: Backend, infos: Iterable[CheckpointInfo], now: datetime
 ) -> dict[str, str]:
-    """Checkpoints that somebody holds a live lease on.
+    """Checkpoints that somebody holds a live lease on, and incomplete ones of launches that run.
 
     Args:
         backend: The store.
@@ -34,7 +37,12 @@ async def in_use(
         StoreError: If the store failed.
     """
     live = protected_subjects(live_subjects(await read_leases(backend), now))
-    return {each.id: IN_USE for each in infos if each.id in live}
+    unfinished = {
+        each.id: RUNNING
+        for each in infos
+        if each.reason == NO_INDEX and launch_id(each.attempt) in live
+    }
+    return unfinished | {each.id: IN_USE for each in infos if each.id in live}
 
 
 async def protected_by_others(
@@ -61,13 +69,20 @@ async def protected_by_others(
     return kept | await in_use(backend, infos, now)
 
 
-async def remove(backend: Backend, which: int | str, *, force: bool = False) -> CheckpointInfo:
+async def remove(
+    backend: Backend,
+    which: int | str,
+    *,
+    protected: Mapping[str, str] = MappingProxyType({}),
+    force: bool = False,
+) -> CheckpointInfo:
     """Deletes one checkpoint, unless something protects it.
 
     Args:
         backend: The store.
         which: A step, or an exact id, which may also name an incomplete checkpoint.
-        force: Whether to delete a pinned one, the newest, or one that others lean on.
+        protected: Ids that must stay besides, each with its reason.
+        force: Whether to delete a pinned one, the newest, or one that somebody leans on.
 
     Returns:
         What it was.
@@ -82,18 +97,19 @@ async def remove(backend: Backend, which: int | str, *, force: bool = False) -> 
     """
     infos = await discover(backend)
     info = next((each for each in infos if each.id == which), None) or await find(backend, which)
-    reason = "" if force else await _protection(backend, infos, info)
-    if reason:
-        raise UsageError(
-            f"{info.id} is protected: {reason}",
-            step=info.step,
-            hint="Force (--force) deletes it all the same",
-        )
     if force:
         await delete(backend, info.key)
-    else:
-        await retire(backend, info.key)
+        return info
+    reason = protected.get(info.id) or await _protection(backend, infos, info)
+    if reason:
+        raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=_hint(info))
+    await retire(backend, info.key)
     return info
+
+
+def _hint(info: CheckpointInfo) -> str:
+    forced = "--force or force=True deletes it all the same"
+    return f"Unpin it; {forced}" if info.pinned else forced
 
 
 async def _protection(

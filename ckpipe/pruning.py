@@ -32,7 +32,7 @@ from ckpipe.errors import (
 )
 from ckpipe.keys import decode_float
 from ckpipe.lanes import run_lanes
-from ckpipe.leases import is_leased
+from ckpipe.leases import is_leased, store_time
 from ckpipe.object_names import DELETED, index_key, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -135,12 +135,24 @@ async def finish_deletions(
 
 
 async def decide_on(
-    backend: Backend, rule: Rule | None, protected: Mapping[str, str], facts: Facts
+    backend: Backend,
+    rule: Rule | None,
+    protected: Mapping[str, str],
+    facts: Facts,
+    *,
+    now: datetime,
 ) -> Decision:
     """Decides which checkpoints of a root stay, and changes nothing.
 
     Besides what is protected, pinned checkpoints stay, those whose index cannot be read, and the
     one that the run of the newest resumed from, whoever asks.
+
+    Args:
+        backend: The store.
+        rule: What to keep; None keeps all.
+        protected: Ids that must stay, each with its reason.
+        facts: What is known of checkpoints already; added to.
+        now: The time by the store's own clock, which also tells when checkpoints were written.
 
     Raises:
         StoreError: If the store failed.
@@ -153,7 +165,7 @@ async def decide_on(
             keep.setdefault(info.id, "its index cannot be read, so nothing is known of it")
     if complete and (newest := facts.get(complete[0].id)) is not None and newest.resumed_from:
         keep.setdefault(newest.resumed_from, RESUMED)
-    return decide(candidates, rule, now=datetime.now(UTC), protected=keep)
+    return decide(candidates, rule, now=now, protected=keep)
 
 
 async def best(
@@ -222,6 +234,7 @@ async def prune(
     finished: set[CheckpointId],
     *,
     sweep_after: timedelta,
+    now: datetime | None = None,
 ) -> Decision:
     """Deletes what a rule does not keep; running it twice is as good as once.
 
@@ -232,6 +245,7 @@ async def prune(
         facts: What is known of checkpoints already; added to.
         finished: Deletions known to be through; added to.
         sweep_after: How long tombstones stay.
+        now: The time by the store's own clock; None asks for it.
 
     Returns:
         What was decided, and has been done.
@@ -239,8 +253,9 @@ async def prune(
     Raises:
         StoreError: If the store failed; pruning again goes on where it stopped.
     """
-    await finish_deletions(backend, finished, forget_before=datetime.now(UTC) - sweep_after)
-    decision = await decide_on(backend, rule, protected, facts)
+    now = await store_time(backend) if now is None else now
+    await finish_deletions(backend, finished, forget_before=now - sweep_after)
+    decision = await decide_on(backend, rule, protected, facts, now=now)
     for name in decision.remove:
         id = CheckpointId.parse(name)
         assert id is not None

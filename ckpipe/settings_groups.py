@@ -168,8 +168,9 @@ class Retention(_Group):
     plain form, ``[{keep = "every", steps = 1000}, {keep = "best", metric = "loss"}]``."""
 
     sweep_after_seconds: float = Field(86_400.0, ge=0)
-    """How long the mark of a deleted checkpoint stays, in seconds by the store's clock, so that
-    a straggling writer cannot bring the checkpoint back to life."""
+    """How old leftovers of runs are that ``sweep`` removes, and how long the mark of a deleted
+    checkpoint stays, so that a straggling writer cannot bring it back to life; in seconds by the
+    store's clock."""
 
     @model_validator(mode="after")
     def _zero_stands_alone(self) -> Self:
@@ -210,7 +211,8 @@ class Preemption(_Group):
     """Whether signals are watched. Also written ``preemption=True`` at the top level."""
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
-    """Their names. Who handled them before is called too; the default action is held back."""
+    """Their names. Who handled them before is called too; the default action is held back. A
+    handler that Python's ``signal`` does not know of, such as one of ``faulthandler``, is lost."""
 
     grace_seconds: float | None = Field(None, gt=0)
     """How long after the signal the process is stopped for good, in seconds. Leaving the pipeline

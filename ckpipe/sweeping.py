@@ -2,7 +2,8 @@
 
 Theory. Nobody can see from outside whether a run that has written half a checkpoint is dead or
 slow. So a launch counts as running while anybody holds a live lease on it or on the checkpoint,
-and while anything that it wrote is younger than a threshold, by the store's own clock. What is
+while its claim is as young as a live lease, since it takes its first lease later, and while
+anything that it wrote is younger than a threshold, by the store's own clock. What is
 left of a launch that counts as dead is completed if nothing but its index lacks, and else deleted
 like any checkpoint, with a tombstone first: if it was merely slow, it finds the tombstone and does
 not complete what is half gone.
@@ -20,10 +21,10 @@ from datetime import UTC, datetime, timedelta
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.discovery import NO_INDEX, discover
 from ckpipe.healing import heal
-from ckpipe.leases import live_subjects, read_leases, store_time
-from ckpipe.object_names import ATTEMPTS, BENCH, DELETED, LEASES, prefix, tombstone_id
+from ckpipe.leases import LEASE_LIFE, live_subjects, protected_subjects, read_leases, store_time
+from ckpipe.object_names import ATTEMPTS, BENCH, DELETED, LEASES, launch_id, prefix, tombstone_id
 from ckpipe.pruning import delete, finish_deletions
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 _LEASE = re.compile(re.escape(LEASES) + r"[^/]+/[0-9A-Za-z_-]+\.[0-9]+")
 
@@ -40,6 +41,7 @@ class Leftovers:
         unfinished: Deleted checkpoints of which something is left.
         scratch: What measurements have written.
         agreed: Keys of what the ranks of each launch have agreed on, by its id.
+        claims: When the first and the last rank of each launch opened the root, by its id.
     """
 
     incomplete: tuple[CheckpointInfo, ...]
@@ -49,6 +51,7 @@ class Leftovers:
     unfinished: tuple[str, ...]
     scratch: tuple[ObjectInfo, ...] = ()
     agreed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,18 @@ def plan_sweep(
         sweep_after: How old leftovers are that may go.
         running: Names of attempts that are known to be running.
     """
-    live = live_subjects(found.leases, now)
+    live, own = live_subjects(found.leases, now), {launch_id(each) for each in running}
+    young = _just_opened(found, now)
     remove, keep = {}, {}
     for info in found.incomplete:
-        launch = launch_of(info.attempt)
+        launch = launch_id(info.attempt)
         last = found.active.get(launch)
-        if info.attempt in running:
+        if launch in own:
             keep[info.id] = "its launch is running"
         elif not live.isdisjoint((info.id, info.attempt, launch)):
             keep[info.id] = "somebody holds a lease on it or its launch"
+        elif launch in young:
+            keep[info.id] = f"its launch began {_ago(found.claims[launch][1], now)}"
         elif last is None or now - last < sweep_after:
             keep[info.id] = f"its launch may be running: it wrote something {_ago(last, now)}"
         else:
@@ -116,15 +122,34 @@ def plan_sweep(
             for launch, keys in found.agreed.items()
             if launch in found.active
             and now - found.active[launch] > sweep_after
-            and launch not in live | {launch_of(each) for each in running}
+            and launch not in live | own | young
             for key in keys
         ),
     )
 
 
-def launch_of(attempt: str) -> str:
-    """The id of a launch, which the name of its attempt ends with."""
-    return attempt.partition("Z-")[2]
+def uploads_before(
+    found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
+) -> datetime:
+    """Before which time uploads were begun that may go: before any launch opened that may run.
+
+    Args:
+        found: What lies on the root.
+        now: The time by the store's own clock.
+        sweep_after: How old uploads are that may go.
+        running: Names of attempts that are known to be running.
+    """
+    alive = _just_opened(found, now) | {launch_id(each) for each in running}
+    for subject in protected_subjects(live_subjects(found.leases, now)):
+        id = CheckpointId.parse(subject)
+        alive.add(subject if id is None else launch_id(id.attempt))
+    opened = [found.claims[launch][0] for launch in alive if launch in found.claims]
+    return min([now - sweep_after, *opened])
+
+
+def _just_opened(found: Leftovers, now: datetime) -> set[str]:
+    """Launches that may not have taken their first lease yet."""
+    return {launch for launch, (_, last) in found.claims.items() if now - last <= LEASE_LIFE}
 
 
 def _ago(last: datetime | None, now: datetime) -> str:
@@ -153,15 +178,19 @@ async def look_around(backend: Backend) -> Leftovers:
     active: dict[str, datetime] = {}
     for info in infos:
         if info.saved_at is not None:
-            _note(active, launch_of(info.attempt), [info.saved_at])
+            _note(active, launch_id(info.attempt), [info.saved_at])
         elif info.reason == NO_INDEX:
-            _note(active, launch_of(info.attempt), await _times(backend, f"{info.id}/"))
+            _note(active, launch_id(info.attempt), await _times(backend, f"{info.id}/"))
     agreed: dict[str, list[str]] = {}
+    claims: dict[str, tuple[datetime, datetime]] = {}
     async for each in backend.list(ATTEMPTS):
         launch, _, name = each.key.removeprefix(ATTEMPTS).partition("/")
         _note(active, launch, [each.modified])
         if name.startswith("agreed/"):
             agreed.setdefault(launch, []).append(each.key)
+        elif name.startswith("claim-"):
+            first, last = claims.get(launch, (each.modified, each.modified))
+            claims[launch] = min(first, each.modified), max(last, each.modified)
     deleting = [each for each in map(tombstone_id, (one.key for one in tombstones)) if each]
     return Leftovers(
         incomplete,
@@ -171,6 +200,7 @@ async def look_around(backend: Backend) -> Leftovers:
         tuple([str(id) for id in deleting if await _times(backend, prefix(id))]),
         tuple([each async for each in backend.list(BENCH)]),
         {launch: tuple(keys) for launch, keys in agreed.items()},
+        claims,
     )
 
 
@@ -222,8 +252,9 @@ async def sweep(
             await delete(backend, info.key)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
     await backend.delete([*report.leases, *report.scratch, *report.agreements])
-    uploads = await backend.remove_stale_uploads("", before=now - sweep_after)
+    before = uploads_before(found, now, sweep_after, running)
+    uploads = await backend.remove_stale_uploads("", before=before)
     return replace(report, remove=remove, keep=keep, uploads=uploads)
 
 
-__all__ = ["Leftovers", "SweepReport", "launch_of", "look_around", "plan_sweep", "sweep"]
+__all__ = ["Leftovers", "SweepReport", "look_around", "plan_sweep", "sweep", "uploads_before"]

@@ -145,9 +145,9 @@ class SyncPipeline:
         """Reads a checkpoint whole and checks every byte of it."""
         return self._core.submit(self._core.engine.verify, which(step)).result()
 
-    def delete(self, step: Which) -> None:
+    def delete(self, step: Which, *, force: bool = False) -> None:
         """Deletes a checkpoint. See :meth:`ckpipe.Pipeline.delete`."""
-        self._core.submit(self._core.engine.delete, which(step)).result()
+        self._core.submit(self._core.engine.delete, which(step), force=force).result()
 
     def pin(self, step: Which) -> None:
         """Protects a checkpoint from retention until it is unpinned.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from ckpipe.reports import LoadReport
@@ -60,6 +60,17 @@ def attempt_name(started: datetime, attempt_id: str) -> str:
     if not _ATTEMPT_ID.fullmatch(attempt_id):
         raise ValueError(f"an attempt id is 1 to 64 letters, digits, '_' or '-': {attempt_id!r}")
     return f"{started:%Y%m%dT%H%M%S}{started.microsecond // 1000:03d}Z-{attempt_id}"
+
+
+def attempt_parts(attempt: str) -> tuple[datetime, str]:
+    """The start of an attempt in UTC, and its id: what :func:`attempt_name` was given.
+
+    Raises:
+        ValueError: If the name begins with no date.
+    """
+    started, _, attempt_id = attempt.partition("Z-")
+    # The format's %f takes six digits, and names have three.
+    return datetime.strptime(f"{started}000", "%Y%m%dT%H%M%S%f").replace(tzinfo=UTC), attempt_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,3 +192,37 @@ def test_settings_say_it_in_short_and_at_length(monkeypatch: pytest.MonkeyPatch)
     for name in ("SIGKILL", "SIGNOTHING"):
         with pytest.raises(errors.SettingsError, match=f"the signal {name} cannot"):
             ckpipe.Settings(preemption={"signals": [name]})
+
+
+def end_of(child: int) -> int | None:
+    """Waits for a process; returns the signal that ended it, or None."""
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def test_a_forked_process_can_still_be_ended(tmp_path: Path) -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    with ckpipe.SyncPipeline(tmp_path, **USR2) as pipeline:
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            send()  # as terminate() of a data loader's process does
+            os._exit(0)
+        assert end_of(child) == signal.SIGUSR2
+        assert not pipeline.preempted
+        send()
+        assert pipeline.preempted
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_two_pipelines_are_told_and_put_the_handler_back_in_any_order(
+    tmp_path: Path, calls: list[int]
+) -> None:
+    first, second = (ckpipe.SyncPipeline(tmp_path / name, **USR2) for name in "ab")
+    first.__enter__()
+    second.__enter__()
+    send()
+    assert first.preempted
+    assert second.preempted
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert calls == [signal.SIGUSR2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,8 @@ async def crash_everywhere(losses: list[float], rule: Rule, leased: int, landing
         backend, facts = await with_checkpoints(losses)
         await Lease(backend.inner, str(saved(leased))).renew()
         protected = {str(saved(leased)): "leased"}
-        planned = await decide_on(backend.inner, rule, protected, dict(facts))
+        now = datetime.now(UTC)
+        planned = await decide_on(backend.inner, rule, protected, dict(facts), now=now)
         backend.fail(Crash(), number, landing)
         crashed = False
         try:

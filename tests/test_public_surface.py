@@ -46,7 +46,7 @@ _PIPELINE = {
     "best": """(
         self, metric: str, *, mode: Literal['min', 'max'] = 'min'
     ) -> CheckpointInfo | None""",
-    "delete": "(self, step: Which) -> None",
+    "delete": "(self, step: Which, *, force: bool = False) -> None",
     "guard": "(self, *optimizers: Optimizer) -> None",
     "latest": "(self) -> CheckpointInfo | None",
     "pin": "(self, step: Which) -> None",

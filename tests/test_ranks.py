@@ -16,6 +16,7 @@ import ckpipe
 from ckpipe import errors, events
 from ckpipe.agreements import agree, agreed
 from ckpipe.choosing import first_choice
+from ckpipe.course import Course
 from ckpipe.discovery import NO_INDEX
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation
@@ -151,7 +152,7 @@ class TestCommit:
             with ranks(store.url, 2, attempt_id="other", **FAST) as others:
                 # Two processes that believe to be the same rank of the same attempt.
                 engine = others[0]._core.engine
-                engine.site.attempt = world[0]._core.engine.site.attempt
+                engine._course = Course(world[0]._core.engine.site.attempt)
                 with pytest.raises(errors.CommitConflict, match=r"step 1.*rank 0"):
                     others[0].save({"rank": 0}, step=1).wait()
             assert store.memory._store.objects[key] is theirs
@@ -365,7 +366,7 @@ class TestRetention:
     def test_deletion_leaves_nothing_of_any_rank(self, store: Stores) -> None:
         with ranks(store.url, 3, **FAST) as world:
             save_all(world, 1)
-            world[1].delete(1)
+            world[1].delete(1, force=True)
             left = [key for key in store.memory._store.objects if key.startswith("step-")]
             assert left == []
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -96,14 +96,14 @@ class World:
         """Prunes, and dies in the middle or tells what it has done."""
         faulty = FaultyBackend(self.store)
         protected = dict.fromkeys(await leased(self.store), "leased")
-        planned = await decide_on(self.store, rule, protected, {})
+        planned = await decide_on(self.store, rule, protected, {}, now=datetime.now(UTC))
         if crash is not None:
             faulty.fail(Crash(), crash[0], crash[1])
         facts: Facts = {}
         try:
             done = await prune(faulty, rule, protected, facts, set(), sweep_after=DAY)
             assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
-            again = await decide_on(self.store, rule, protected, {})
+            again = await decide_on(self.store, rule, protected, {}, now=datetime.now(UTC))
             assert again.remove == (), "twice is as good as once"
             assert set(again.keep) == set(planned.keep)
         except* Crash:  # in a task of its own or not

@@ -289,7 +289,7 @@ def test_a_run_without_the_right_to_delete(server: S3Server, proxy: FaultProxy, 
         opened.save(state(), step=1, until="committed")
         assert opened.load(step=1) is not None
         with pytest.raises(errors.PermissionDenied, match=r"docs/tutorials/s3\.md"):
-            opened.delete(1)
+            opened.delete(1, force=True)
     assert proxy.faults() > 1
 
 

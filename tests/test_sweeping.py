@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,25 +16,34 @@ from bundles import ID, manifest_of
 from commands import Commands, save_steps
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import Stores, stores
 from ranks import ranks
 
 import ckpipe
 from ckpipe.backend import ObjectInfo
 from ckpipe.discovery import NO_INDEX
 from ckpipe.errors import SettingsError
+from ckpipe.leases import LEASE_LIFE
 from ckpipe.manifest_codec import encode_bundle
-from ckpipe.object_names import LEASES, data_file_key, manifest_key
-from ckpipe.sweeping import Leftovers, launch_of, plan_sweep
+from ckpipe.object_names import LEASES, data_file_key, launch_id, manifest_key
+from ckpipe.sweeping import Leftovers, plan_sweep, uploads_before
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 DAY = timedelta(days=1)
+LONG_AGO = NOW - 1000 * DAY
 ATTEMPTS = [f"2026112{n}T000000000Z-{name}" for n, name in enumerate("ab")]
 
 
 def incomplete(attempt: str, step: int) -> CheckpointInfo:
     id = CheckpointId(attempt, step, 0)
     return CheckpointInfo(str(id), step, attempt, 0, complete=False, reason=NO_INDEX)
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
 
 
 times = st.integers(0, 72).map(lambda hours: NOW - timedelta(hours=hours))
@@ -46,7 +57,7 @@ def leftovers(draw: st.DrawFn) -> Leftovers:
             unique_by=lambda each: each.id,
         )
     )
-    subjects = [*ATTEMPTS, *map(launch_of, ATTEMPTS), *(each.id for each in found), "x"]
+    subjects = [*ATTEMPTS, *map(launch_id, ATTEMPTS), *(each.id for each in found), "x"]
     leases = draw(st.lists(st.tuples(st.sampled_from(subjects), times), max_size=3))
     return Leftovers(
         tuple(found),
@@ -54,22 +65,29 @@ def leftovers(draw: st.DrawFn) -> Leftovers:
         tuple(ObjectInfo(f"{LEASES}{name}/holder.{n}", 2, t) for n, (name, t) in enumerate(leases)),
         tuple(ObjectInfo(f".ckpipe/deleted/{each.id}", 2, draw(times)) for each in found[:1]),
         (),
+        claims=draw(st.dictionaries(st.sampled_from(["a", "b"]), times.map(lambda t: (t, t)))),
     )
 
 
-@given(leftovers(), st.sets(st.sampled_from(ATTEMPTS)))
-def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str]) -> None:
-    report = plan_sweep(found, NOW, DAY, running)
+@given(leftovers(), st.sets(st.sampled_from(ATTEMPTS)), st.integers(0, 1))
+def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str], days: int) -> None:
+    threshold = DAY * days
+    report = plan_sweep(found, NOW, threshold, running)
     assert {*report.remove} | {*report.keep} == {each.id for each in found.incomplete}
     assert not {*report.remove} & {*report.keep}
     leased = {each.key.split("/")[2] for each in found.leases if NOW - each.modified <= DAY / 96}
     for info in found.incomplete:
-        launch = launch_of(info.attempt)
-        young = launch not in found.active or NOW - found.active[launch] < DAY
-        in_use = leased & {info.id, info.attempt, launch} or info.attempt in running
+        launch = launch_id(info.attempt)
+        young = launch not in found.active or NOW - found.active[launch] < threshold
+        began = found.claims.get(launch, (LONG_AGO, LONG_AGO))[1]
+        in_use = (
+            leased & {info.id, info.attempt, launch}
+            or info.attempt in running
+            or NOW - began <= LEASE_LIFE
+        )
         assert (info.id in report.keep) == bool(young or in_use)
     for objects, gone in ((found.tombstones, report.tombstones), (found.leases, report.leases)):
-        assert set(gone) == {each.key for each in objects if NOW - each.modified > DAY}
+        assert set(gone) == {each.key for each in objects if NOW - each.modified > threshold}
 
 
 def age(root: Path, days: float, *names: str) -> None:
@@ -123,7 +141,7 @@ def test_sweep_removes_leftovers_of_dead_runs(call: Commands, tmp_path: Path) ->
 def test_a_lease_keeps_and_old_marks_go(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     dead = crash(tmp_path, 3, days=3)
-    launch = launch_of(dead.partition(".")[2].rpartition(".")[0])
+    launch = launch_id(dead.partition(".")[2].rpartition(".")[0])
     lease = tmp_path / ".ckpipe" / "leases" / launch / "holder.4"
     lease.parent.mkdir(parents=True)
     lease.write_text("{}")
@@ -186,6 +204,41 @@ def test_a_run_sweeps_others_and_not_itself(tmp_path: Path) -> None:
         assert list(pipeline.sweep(dry_run=True).remove) == [dead]
         assert list(pipeline.sweep().keep.values()) == ["its launch is running"]
         assert {each.id for each in pipeline.steps()} == {own}
+
+
+def test_uploads_of_a_launch_are_left_alone_before_it_has_taken_a_lease(store: Stores) -> None:
+    """Its claim is all that tells of it, be leftovers of any age swept."""
+    settings = {"sweep_after_seconds": 0}
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        store.slow.hold("write")
+        handle = pipeline.save({"a": torch.zeros(1000)}, step=1)
+        store.slow.gate.wait_until_held()
+        with ckpipe.SyncPipeline(store.url, retention=settings) as other:
+            assert other.sweep().uploads == 0
+        store.slow.release()
+        assert handle.wait().complete
+        pipeline.verify(1)
+
+
+@given(leftovers(), st.dictionaries(st.sampled_from(["a", "b"]), times), st.sampled_from([0, 1, 2]))
+def test_no_upload_goes_that_a_running_launch_may_have_begun(
+    found: Leftovers, opened: dict[str, datetime], days: int
+) -> None:
+    claims = {name: (time, time) for name, time in opened.items()}
+    before = uploads_before(replace(found, claims=claims), NOW, days * DAY, [ATTEMPTS[1]])
+    assert before <= NOW - days * DAY
+    for launch, opened_at in opened.items():
+        young = NOW - opened_at <= LEASE_LIFE
+        leased = any(
+            NOW - each.modified <= LEASE_LIFE
+            and each.key.split("/")[2]
+            in {launch, *(i.id for i in found.incomplete if launch_id(i.attempt) == launch)}
+            for each in found.leases
+        )
+        if young or leased or launch == "b":
+            assert before <= opened_at
+    if not opened:
+        assert before == NOW - days * DAY
 
 
 def test_best_is_by_metric(tmp_path: Path) -> None:

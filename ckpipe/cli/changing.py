@@ -124,9 +124,9 @@ async def _prune(backend: Backend, rule: Rule, settings: Settings, *, dry_run: b
     kept = await in_use(backend, await discover(backend), now)
     facts: Facts = {}
     if dry_run:
-        return await decide_on(backend, rule, kept, facts)
+        return await decide_on(backend, rule, kept, facts, now=now)
     return await prune(
-        backend, rule, kept, facts, set(), sweep_after=settings.retention.sweep_after
+        backend, rule, kept, facts, set(), sweep_after=settings.retention.sweep_after, now=now
     )
 
 

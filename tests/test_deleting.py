@@ -1,0 +1,100 @@
+"""Deletion by name: what somebody leans on is refused, and one word forces it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.leases import Lease
+from ckpipe.object_names import launch_id
+from ckpipe.types import CheckpointInfo
+
+STATE: dict[str, Any] = {"a": torch.ones(1000)}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def saved(url: object, *steps: int) -> list[CheckpointInfo]:
+    with ckpipe.SyncPipeline(str(url)) as pipeline:
+        return [pipeline.save(STATE, step=step).wait() for step in steps]
+
+
+def steps(pipeline: ckpipe.SyncPipeline) -> list[int]:
+    return [info.step for info in pipeline.steps()]
+
+
+def test_what_is_protected_says_why_and_goes_by_force(tmp_path: Path) -> None:
+    _, pinned, resumed, newest = saved(tmp_path, 0, 1, 2, 3)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.pin(1)
+        pipeline.load(step=2)
+        reasons = {
+            pinned: r"pinned.*Unpin it; --force",
+            resumed: r"this run resumed from it.*--force or force=True",
+            newest: r"the newest complete.*--force or force=True",
+        }
+        for info, reason in reasons.items():
+            for which in (info, info.id, info.step):
+                with pytest.raises(errors.UsageError, match=reason):
+                    pipeline.delete(which)
+        pipeline.delete(0)
+        assert steps(pipeline) == [1, 2, 3]
+        pipeline.unpin(1)
+        pipeline.delete(1)
+        pipeline.delete(3, force=True)
+        pipeline.delete(2, force=True)
+        assert steps(pipeline) == []
+        for gone in (3, newest, newest.id):
+            with pytest.raises(errors.CheckpointNotFound):
+                pipeline.delete(gone, force=True)
+
+
+def test_what_the_newest_was_resumed_from_is_refused_to_all(tmp_path: Path) -> None:
+    saved(tmp_path, 0, 1)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.load(step=0)
+        pipeline.save(STATE, step=2).wait()
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(errors.UsageError, match="the newest checkpoint's run resumed from it"):
+            pipeline.delete(0)
+        pipeline.delete(1)
+        assert steps(pipeline) == [0, 2]
+
+
+async def test_what_is_being_written_is_refused_even_by_force(store: Stores) -> None:
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        store.slow.hold("write")
+        handle = await pipeline.save(STATE, step=1)
+        with pytest.raises(errors.UsageError, match=r"being written.*Cancel the save"):
+            await pipeline.delete(handle.id, force=True)
+        store.slow.release()
+        assert (await handle).complete
+        await pipeline.delete(handle.id, force=True)
+        assert await pipeline.steps() == []
+
+
+def test_what_a_running_launch_has_not_finished_is_refused(store: Stores) -> None:
+    one, two = saved(store.url, 1, 2)
+    del store.memory._store.objects[f"{one.id}.json"]
+    lease = Lease(store.memory, launch_id(one.attempt))
+    anyio.run(lease.renew)
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        with pytest.raises(errors.CheckpointIncomplete):
+            pipeline.delete(1)
+        with pytest.raises(errors.UsageError, match="its launch is running"):
+            pipeline.delete(one.id)
+        anyio.run(lease.release)
+        pipeline.delete(one.id)
+        assert steps(pipeline) == [two.step]

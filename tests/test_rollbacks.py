@@ -1,0 +1,170 @@
+"""A run that goes back to an older step and on from there: what it saves then is the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pipelines import Stores, stores
+from ranks import ranks, settle
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.attempts import open_attempt
+from ckpipe.course import Course
+from ckpipe.testing import MemoryBackend
+from ckpipe.testing.wrapping import Operation
+from ckpipe.types import CheckpointId, attempt_parts
+
+STATE: dict[str, Any] = {"a": torch.ones(100)}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def saved(pipeline: ckpipe.SyncPipeline, *steps: int) -> list[CheckpointId]:
+    """The checkpoints of some saves, one after the other."""
+    return [pipeline.save(STATE, step=step).wait().key for step in steps]
+
+
+def complete(pipeline: ckpipe.SyncPipeline) -> list[int]:
+    """The steps of all complete checkpoints, the oldest first."""
+    return [info.step for info in pipeline.steps() if info.complete]
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30)
+
+
+@given(MOVES)
+def test_names_are_unique_and_all_after_going_back_are_newer(moves: list[tuple[int, bool]]) -> None:
+    course = Course("20261121T235959999Z-run")
+    names: list[list[CheckpointId]] = [[]]
+    for step, back in moves:
+        if back and course.lies_back(step):
+            course.go_back()
+            names.append([])
+        names[-1].append(course.name(step))
+    all_of_them = [each for some in names for each in some]
+    assert len(set(all_of_them)) == len(moves)
+    for before, after in pairwise(names):
+        assert max(before) < min(after)
+    for each in all_of_them:
+        assert CheckpointId.parse(str(each)) == each
+        assert attempt_parts(each.attempt)[1] == "run", "one claim and one lease for all of them"
+
+
+def test_a_restart_finds_what_was_saved_after_going_back(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        (_, good, abandoned) = saved(pipeline, 0, 5, 10)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        saved(pipeline, 3, 5, 10)
+        loaded = pipeline.load(step=5)
+        assert loaded is not None
+        (six,) = saved(pipeline, 6)
+        newest = pipeline.latest()
+        assert newest is not None
+        assert newest.key == six > abandoned > good
+        kept = pipeline.prune(dry_run=True).keep
+        assert kept[0] == newest.id
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        found = pipeline.load()
+        assert found is not None
+        assert found.step == 6
+        pipeline.prune()
+        assert complete(pipeline) == [5, 6], "the newest, and what its run went back to"
+        (seven,) = saved(pipeline, 7)
+        assert seven > six
+
+
+def test_retention_takes_what_was_abandoned_and_not_what_was_just_saved(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
+        saved(pipeline, 8, 9, 10)
+        pipeline.load(step=9)
+        assert pipeline.save(STATE).wait().step == 10, "the step after the one that was loaded"
+        pipeline.load(step=9)
+        saved(pipeline, 5, 6)
+        settle(pipeline)
+        assert complete(pipeline) == [9, 5, 6]
+        pipeline.load()
+        saved(pipeline, 7)
+        settle(pipeline)
+        assert complete(pipeline) == [6, 7]
+
+
+def test_steps_in_another_order_and_looks_at_old_ones_change_no_names(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        names = saved(pipeline, 1, 5, 3)
+        pipeline.load(step=1)
+        names += saved(pipeline, 5, 6, 4)
+        assert len({each.attempt for each in names}) == 1
+        assert [each.count for each in names] == [0, 0, 0, 1, 0, 0]
+
+
+def is_question(operation: Operation) -> bool:
+    """Whether ranks look up, or decide, whether they went back."""
+    return "agreed/back-" in operation.key
+
+
+@pytest.mark.parametrize("loading", [[0, 1, 2], [0], [2]])
+def test_ranks_go_back_together_whoever_has_loaded(store: Stores, loading: list[int]) -> None:
+    with ranks(store.url, 3, keep_last=2) as world:
+        for step in (4, 8):
+            for pipeline in world:
+                pipeline.save(STATE, step=step).wait()
+        for rank in loading:
+            world[rank].load(step=4)
+        order = [*loading, *(rank for rank in range(3) if rank not in loading)]
+        for step in (5, 6):
+            for rank in order:
+                world[rank].save(STATE, step=step).wait()
+        for pipeline in world:
+            settle(pipeline)
+        newest = world[1].latest()
+        assert newest is not None
+        assert newest.step == 6
+        assert set(complete(world[1])) - {4} == {5, 6}, "4 stays if rank 0 has resumed from it"
+        asked = [each for each in store.faulty.operations if is_question(each)]
+    assert 1 <= len(asked) <= 6, "once for each rank that goes back, and never in a straight run"
+
+
+def test_ranks_that_save_in_another_order_stay_together(store: Stores) -> None:
+    with ranks(store.url, 2) as world:
+        for pipeline, steps in zip(world, ((1, 2, 3), (3, 1, 2)), strict=True):
+            for step in steps:
+                pipeline.save(STATE, step=step).wait()
+        assert complete(world[0]) == [1, 2, 3]
+
+
+def test_a_store_that_fails_at_going_back_costs_that_save(store: Stores) -> None:
+    with ranks(store.url, 2, upload={"retries": 0}) as world:
+        for step in (4, 8):
+            for pipeline in world:
+                pipeline.save(STATE, step=step).wait()
+        for pipeline in world:
+            pipeline.load(step=4)
+        store.faulty.fail(errors.StoreUnavailable("away"), is_question)
+        with pytest.raises(errors.StoreUnavailable):
+            world[0].save(STATE, step=5)
+        for pipeline in world:
+            pipeline.save(STATE, step=6).wait()
+        newest = world[0].latest()
+        assert newest is not None
+        assert newest.step == 6
+
+
+@pytest.mark.parametrize("name", ["99999999T999999999Z-x", "99991231T235959999Z-x"])
+async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str) -> None:
+    backend = MemoryBackend()
+    for attempt in (name, "20991231T235959999Z-y"):
+        await backend.put(f"{CheckpointId(attempt, 1, 0)}.json", b"{}", ckpipe.PutMode.CREATE)
+    opened = await open_attempt(backend, None, rank=0)
+    assert opened.startswith("21000101T000000000Z-")

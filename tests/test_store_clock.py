@@ -1,0 +1,102 @@
+"""Ages are told by the store's own clock, however wrong this machine's is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe import registry
+from ckpipe.backend import Backend, Children, ObjectInfo
+from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.types import CheckpointId
+
+STATE: dict[str, Any] = {"a": torch.ones(100)}
+DAY = timedelta(days=1)
+
+
+class Shifted(WrappedBackend):
+    """A store whose clock is not that of this machine.
+
+    Args:
+        inner: The store.
+        shift: How far its clock is ahead.
+    """
+
+    def __init__(self, inner: Backend, shift: timedelta) -> None:
+        super().__init__(inner)
+        self.shift = shift
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        return await call()
+
+    def _seen(self, info: ObjectInfo) -> ObjectInfo:
+        return replace(info, modified=info.modified + self.shift)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return self._seen(await super().stat(key))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for each in super().list(prefix):
+            yield self._seen(each)
+
+    async def children(self, prefix: str = "") -> Children:
+        found = await super().children(prefix)
+        return replace(found, objects=tuple(map(self._seen, found.objects)))
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+@pytest.fixture(params=[-10, 10], ids=["behind", "ahead"])
+def url(request: pytest.FixtureRequest, store: Stores) -> str:
+    scheme = f"{store.scheme}{'ahead' if request.param > 0 else 'behind'}"
+    shift = request.param * DAY
+    registry.register_backend(scheme, lambda url: Shifted(store.memory, shift))
+    return f"{scheme}://store"
+
+
+def age(store: Stores, id: str, by: timedelta) -> None:
+    """Makes all of a checkpoint, and the mark of its deletion, older."""
+    objects = store.memory._store.objects
+    for key, each in list(objects.items()):
+        if id in key:
+            objects[key] = replace(each, modified=each.modified - by)
+
+
+def test_a_period_ends_now_by_the_clock_that_it_began_by(store: Stores, url: str) -> None:
+    with ckpipe.SyncPipeline(url) as pipeline:
+        ids = [pipeline.save(STATE, step=step).wait().id for step in range(4)]
+    age(store, ids[0], 2 * DAY)
+    age(store, ids[2], 0.5 * DAY)
+    rules = {"rules": ckpipe.KeepWithin(DAY)}
+    with ckpipe.SyncPipeline(url, retention=rules) as pipeline:
+        planned = pipeline.prune(dry_run=True)
+        assert planned.remove == (ids[0],)
+        assert pipeline.prune() == planned
+        assert [info.id for info in pipeline.steps()] == ids[1:]
+
+
+def test_the_mark_of_a_deletion_stays_as_long_as_it_should(store: Stores, url: str) -> None:
+    def marks() -> list[str]:
+        return [key for key in store.memory._store.objects if key.startswith(".ckpipe/deleted/")]
+
+    with ckpipe.SyncPipeline(url, keep_last=1) as pipeline:
+        id = pipeline.save(STATE, step=0).wait().id
+        pipeline.save(STATE, step=1).wait()
+        for _ in range(2):
+            pipeline.prune()
+            assert marks() == [f".ckpipe/deleted/{id}"]
+        age(store, id, 2 * DAY)
+        pipeline.prune()
+        assert marks() == []
+    assert CheckpointId.parse(id) is not None
