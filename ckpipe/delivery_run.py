@@ -20,6 +20,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.stages import commit, retention, serialize, upload
+from ckpipe.turns import short_turns
 from ckpipe.types import CheckpointInfo
 
 B = TypeVar("B", bound=Filled)
@@ -65,7 +66,8 @@ class Here:
         filled: MemoryObjectReceiveStream[B],
     ) -> None:
         """See :class:`ckpipe.carrying.Carrier`."""
-        await run_delivery(save, depot, unsummed, filled)
+        with short_turns():
+            await run_delivery(save, depot, unsummed, filled)
 
     def set_out(self, save: Delivery[B]) -> None:
         """Whoever brings it to the store learns of it by its first block."""

@@ -67,15 +67,9 @@ class StageClock:
         self._set(row, "copied", began, ended)
         self._places[2 * row] = self._copiers.setdefault(thread, len(self._copiers))
 
-    @contextmanager
-    def summing(self, plan: BlockPlace) -> Iterator[None]:
-        """Notes when the checksums of a block are computed."""
-        began = time.perf_counter()
-        with self.timing("serialize", plan.nbytes):
-            yield
-        self._set(
-            self._row((plan.file, plan.offset), plan.nbytes), "summed", began, time.perf_counter()
-        )
+    def summed(self, plan: BlockPlace, began: float, ended: float) -> None:
+        """Notes when the checksums of a block were computed."""
+        self._set(self._row((plan.file, plan.offset), plan.nbytes), "summed", began, ended)
 
     @contextmanager
     def uploading(self, plan: BlockPlace, lane: int) -> Iterator[None]:

@@ -209,14 +209,14 @@ def test_what_one_process_has_noted_another_takes_over() -> None:
         one.copied(plans[1], one.zero + 2, one.zero + 3, thread=8)
     with two.uploading(plans[1], lane=2):
         pass
-    with two.summing(plans[0]):
-        pass
+    with two.timing("serialize"):
+        two.summed(plans[0], two.zero + 4, two.zero + 5)
     two.absorb(json.loads(json.dumps(one.to_data())))
     assert two.zero == one.zero
     assert two.stages().keys() == {"lock", "upload", "serialize"}
     found = {block.offset: block for block in two.blocks()}
     assert found[0].copied == pytest.approx((1.0, 2.0))
-    assert found[0].summed is not None
+    assert found[0].summed == pytest.approx((5.0, 6.0))
     assert found[0].uploaded is None
     assert (found[4096].bytes, found[4096].copier, found[4096].lane) == (20, 1, 2)
     assert found[4096].copied == pytest.approx((2.0, 3.0))

@@ -125,7 +125,7 @@ def test_a_worker_gives_way_to_training(pipeline: ckpipe.SyncPipeline) -> None:
     pipeline.save(state_of(1)).wait()
     worker = worker_of(pipeline)
     for thread in map(int, os.listdir(f"/proc/{worker}/task")):
-        wanted = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + 10)
+        wanted = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + 5)
         assert os.getpriority(os.PRIO_PROCESS, thread) == wanted
         assert os.sched_getscheduler(thread) == os.SCHED_BATCH
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import os
 import socket
 from collections import deque
@@ -62,6 +63,9 @@ class Channel:
         self._sent = anyio.Event()
         self._broken = False
         self._descriptors: deque[int] = deque()
+        self._arrived = anyio.Event()
+        self._ended = False
+        self._reader: asyncio.AbstractEventLoop | None = None
 
     @property
     def idle(self) -> bool:
@@ -162,11 +166,35 @@ class Channel:
         Raises:
             anyio.EndOfStream: If the other end is gone and all it sent was received.
         """
-        while True:
-            message = self.receive_nowait()
-            if message is not None:
-                return message
-            await anyio.wait_readable(self._socket)
+        while (message := self._take()) is None:
+            if self._ended:
+                raise anyio.EndOfStream
+            self._arrived = anyio.Event()
+            self._listen()
+            await self._arrived.wait()
+        return message
+
+    def _listen(self) -> None:
+        """Has the loop look at the socket from now on.
+
+        Waiting for it anew for each message would let the interpreter go three more times, and
+        beside a loop of plain Python each time costs milliseconds.
+        """
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop()
+            self._reader.add_reader(self._socket, self._on_readable)
+
+    def _on_readable(self) -> None:
+        with contextlib.suppress(BlockingIOError, anyio.EndOfStream):
+            self._read()
+        if self._ended:
+            self._stop_listening()
+        self._arrived.set()
+
+    def _stop_listening(self) -> None:
+        if self._reader is not None:
+            self._reader.remove_reader(self._socket)
+            self._reader = None
 
     def receive_nowait(self) -> Message | None:
         """The next message that is there already; None if there is none yet.
@@ -199,7 +227,10 @@ class Channel:
             data, ancillary, _, _ = self._socket.recvmsg(
                 _READ_BYTES, space, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionError:
+        except BlockingIOError:
+            raise
+        except OSError:  # whatever it is, nothing more can be heard
+            self._ended = True
             raise anyio.EndOfStream from None
         for level, kind, rights in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -207,6 +238,7 @@ class Channel:
                 numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
                 self._descriptors.extend(numbers)
         if not data:
+            self._ended = True
             raise anyio.EndOfStream
         self._in += data
 
@@ -222,6 +254,7 @@ class Channel:
         self._soon.clear()
         self._out.clear()
         self._sent.set()
+        self._stop_listening()
         close_socket(self._socket)
         while self._descriptors:
             os.close(self._descriptors.popleft())

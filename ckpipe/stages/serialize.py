@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.checksum import ChunkSums, chunk_spans, crc32c
 from ckpipe.delivery import B, Delivery, Filled
+
+BATCH_BLOCKS = 4
+"""Blocks that are checksummed in one turn of a thread, if they are there. Every turn costs both
+threads the interpreter several times; a block that waits for the rest of a few milliseconds of
+work does not matter to who waits for its memory."""
+
+Piece = tuple[int, int, int, int]
+"""A part of an entry and its checksum: entry, start, end and CRC-32C."""
 
 
 async def run(
@@ -20,11 +32,14 @@ async def run(
     async with inbox, out:
         async for filled in inbox:
             sums = sums or _sums_of(save)
-            with save.clock.summing(filled.plan):
-                pieces = await anyio.to_thread.run_sync(checksum_block, filled)
-            save.release(filled)
-            for piece in pieces:
-                sums.add(*piece)
+            batch = [filled, *_there_already(inbox)]
+            with save.clock.timing("serialize", sum(each.plan.nbytes for each in batch)):
+                found = await anyio.to_thread.run_sync(checksum_blocks, batch)
+            for each, (pieces, began, ended) in zip(batch, found, strict=True):
+                save.clock.summed(each.plan, began, ended)
+                save.release(each)
+                for piece in pieces:
+                    sums.add(*piece)
         await checkpoint_if_cancelled()  # the stream ends early if the copy failed
         if save.cargo is not None:
             sums = sums or _sums_of(save)
@@ -36,7 +51,24 @@ def _sums_of(save: Delivery[B]) -> ChunkSums:
     return ChunkSums(save.cargo.entry_sizes)
 
 
-def checksum_block(filled: Filled) -> list[tuple[int, int, int, int]]:
+def _there_already(inbox: MemoryObjectReceiveStream[B]) -> Iterator[B]:
+    """The blocks that go to the thread together with the first of a batch."""
+    with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
+        for _ in range(BATCH_BLOCKS - 1):
+            yield inbox.receive_nowait()
+
+
+def checksum_blocks(batch: list[B]) -> list[tuple[list[Piece], float, float]]:
+    """The checksums of some blocks, each with when its work began and ended."""
+    found = []
+    for filled in batch:
+        began = time.perf_counter()
+        pieces = checksum_block(filled)
+        found.append((pieces, began, time.perf_counter()))
+    return found
+
+
+def checksum_block(filled: Filled) -> list[Piece]:
     """The checksums of the pieces of entries in a block: entry, start, end and CRC-32C."""
     view = filled.data
     return [

@@ -1,0 +1,77 @@
+"""Shorter turns of the interpreter: for as long as a save of this process wants them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from ranks import settle
+from worker_runs import SETTINGS, state_of
+
+import ckpipe
+from ckpipe.events import BlockUploaded, Event
+from ckpipe.turns import TURN_SECONDS, short_turns
+
+
+def about(seconds: float) -> Any:
+    """An interval as the interpreter gives it back, which counts whole microseconds."""
+    return pytest.approx(seconds, abs=2e-6)
+
+
+@pytest.fixture(autouse=True)
+def default_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_the_last_who_wanted_them_puts_back_what_was() -> None:
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == about(TURN_SECONDS)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == about(0.005)
+
+
+def test_what_others_set_stays() -> None:
+    with short_turns():
+        sys.setswitchinterval(0.02)
+    assert sys.getswitchinterval() == about(0.02)
+    sys.setswitchinterval(1e-4)  # shorter than ours
+    with short_turns():
+        assert sys.getswitchinterval() == about(1e-4)
+    assert sys.getswitchinterval() == about(1e-4)
+
+
+def test_a_forked_child_has_what_was_before() -> None:
+    with short_turns(), short_turns():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sys.getswitchinterval() > 0.004 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sys.getswitchinterval() == about(TURN_SECONDS)
+
+
+@pytest.mark.parametrize(("worker", "turn"), [("thread", TURN_SECONDS), ("process", 0.005)])
+def test_only_saves_by_a_thread_want_them(
+    tmp_path: Path, worker: Literal["thread", "process"], turn: float
+) -> None:
+    seen: list[float] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, BlockUploaded):
+            seen.append(sys.getswitchinterval())
+
+    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS) as opened:
+        opened.events.add(look)
+        opened.save(state_of(1)).wait()
+        settle(opened)
+        assert sys.getswitchinterval() == about(0.005)
+    assert seen == [about(turn)] * len(seen) != []
