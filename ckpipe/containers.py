@@ -15,6 +15,7 @@ import torch
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.keys import Json, encode_key
+from ckpipe.module_states import attached_state
 from ckpipe.registered_types import registered_for
 from ckpipe.user_code import user_code
 from ckpipe.values import class_path
@@ -30,11 +31,13 @@ class Contents(NamedTuple):
         children: The objects in it.
         keys: The key of each child; None where they are counted.
         head: What else belongs to it, as JSON.
+        attached: Whether the tensors in its only child stand for what ``detach`` makes of them.
     """
 
     children: list[Any]
     keys: list[Any] | None = None
     head: Json = None
+    attached: bool = False
 
 
 def kind_of(obj: Any) -> str | None:
@@ -149,6 +152,9 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _stateful(obj: Any, label: str) -> Contents:
     with user_code("state_dict", label):
+        attached = attached_state(obj)
+        if attached is not None:
+            return Contents([attached], attached=True)
         return Contents([obj.state_dict()])
 
 

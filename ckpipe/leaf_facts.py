@@ -57,16 +57,26 @@ class LeafFacts:
     Args:
         leaves: The leaves.
         objects: For each of them, the tensor or array as it stands in the state.
+        attached: The numbers of those that stand for what ``detach`` makes of them, which drops
+            what a program has set on them.
     """
 
-    def __init__(self, leaves: list[TensorLeaf], objects: list[Any]) -> None:
-        self._leaves = leaves
+    def __init__(
+        self, leaves: list[TensorLeaf], objects: list[Any], attached: frozenset[int]
+    ) -> None:
+        self._leaves, self._attached = leaves, attached
         numbers = range(len(leaves))
-        self._wrapped = [n for n in numbers if _is_simple_dtensor(objects[n])]
+        self._wrapped = [
+            n
+            for n in numbers
+            if _is_simple_dtensor(objects[n]) and (n in attached or not vars(objects[n]))
+        ]
         simple = {n for n in numbers if type(objects[n]) in PLAIN_TYPES}.union(self._wrapped)
         self._bulk = sorted(simple)
         self._single = [n for n in numbers if n not in simple]
-        self._torch = [n for n in numbers if not isinstance(objects[n], np.ndarray)]
+        self._torch = [
+            n for n in numbers if n not in attached and not isinstance(objects[n], np.ndarray)
+        ]
         self._decorated = _decorated(_of(objects, self._torch))
         self._marked = [
             n for n in self._torch if vars(objects[n]) and not attributes_of(objects[n], leaves[n])
@@ -150,7 +160,8 @@ class LeafFacts:
         shardings = Shardings()
         for n in self._single:
             was = self._leaves[n]
-            leaf, found[n] = leaf_of(objects[n], was.label, shardings)
+            each = objects[n].detach() if n in self._attached else objects[n]
+            leaf, found[n] = leaf_of(each, was.label, shardings)
             leaf.attributes = was.attributes
             check(replace(leaf, address=was.address) == was)
             if leaf.address != was.address:
@@ -166,7 +177,7 @@ def _of(items: list[Any], numbers: list[int]) -> list[Any]:
 
 def _is_simple_dtensor(obj: Any) -> bool:
     """Whether an object is a DTensor of which its kind and local part are told at a glance."""
-    return is_dtensor_type(type(obj)) and type(obj._local_tensor) is torch.Tensor and not vars(obj)
+    return is_dtensor_type(type(obj)) and type(obj._local_tensor) is torch.Tensor
 
 
 def _decorated(tensors: list[torch.Tensor]) -> list[bool]:

@@ -111,6 +111,8 @@ class Passage:
             which is None if it was left out.
         replicas: Whether it says which tensors are replicated.
         claimed: What it was asked of: labels from it on, and the numbers of the tensors.
+        attached: Whether the tensors right in it, or if it is an object in what its
+            ``state_dict`` returned, stand for what ``detach`` makes of them.
     """
 
     kind: str
@@ -121,6 +123,7 @@ class Passage:
     met: list[Passage | Met] = field(default_factory=list)
     replicas: bool = False
     claimed: list[tuple[str, int]] = field(default_factory=list)
+    attached: bool = False
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class Walked:
         root: Stands around the state, which is its only child.
         attributes: Of tensors that have attributes, the number and the passage through those.
         objects: For each leaf, the tensor or array as it stands in the state.
+        attached: The numbers of those that stand for what ``detach`` makes of them.
         repeatable: Whether a state that is met in the same way has the same tree: no container
             stands in two places, and nothing was pickled.
     """
@@ -140,6 +144,7 @@ class Walked:
     root: Passage
     attributes: list[tuple[int, Passage]]
     objects: list[Any]
+    attached: frozenset[int]
     repeatable: bool
 
 
@@ -165,7 +170,8 @@ def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
         frozenset(going.replicated),
         going.memory,
     )
-    return Walked(captured, root, going.attributes, going.objects, going.repeatable)
+    attached = frozenset(going.attached)
+    return Walked(captured, root, going.attributes, going.objects, attached, going.repeatable)
 
 
 @dataclass(slots=True)
@@ -180,6 +186,8 @@ class _Walk:
     replicated: set[int] = field(default_factory=set)
     attributes: list[tuple[int, Passage]] = field(default_factory=list)
     repeatable: bool = True
+    attached: set[int] = field(default_factory=set)
+    attached_in: Any = None
     _claims: list[tuple[Passage, ReplicatedTest]] = field(default_factory=list)
     _shardings: Shardings = field(default_factory=Shardings)
     _labels: set[str] = field(default_factory=set)
@@ -221,6 +229,18 @@ class _Walk:
             if is_replicated(below):
                 self.replicated.add(number)
         return ["tensor", number]
+
+    def attached_tensor(self, obj: torch.Tensor, label: str) -> Node | None:
+        """The node of what ``detach`` makes of a tensor."""
+        node = None
+        if self.select(label):
+            detached = obj.detach()
+            self._alive.append(detached)
+            node = self.tensor(detached, label)
+            assert node is not None
+            self.objects[node[1]] = obj
+            self.attached.add(node[1])
+        return self.met_leaf(type(obj), node)
 
     def _new_tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> int:
         name = unique_label(label, self._labels)
@@ -297,6 +317,7 @@ class _Walk:
         is_replicated = replicated_test(obj) if kind == "stateful" else None
         contents = contents_of(kind, obj, label)
         passage = Passage(kind, type(obj), label, contents.keys, contents.head)
+        passage.attached = contents.attached or obj is self.attached_in
         self.met.append(passage)
         met, self.met = self.met, passage.met
         if is_replicated is not None:
@@ -309,13 +330,14 @@ class _Walk:
             if is_replicated is not None:
                 self._claims.pop()
 
-    def items(self, contents: Contents, label: str) -> tuple[list[Json], list[Node]]:
+    def items(self, contents: Contents, passage: Passage) -> tuple[list[Json], list[Node]]:
         """The encoded keys and the nodes of a mapping's selected items."""
+        label, node_of = passage.label, self.attached_tensor if passage.attached else self.node
         keys: list[Json] = []
         nodes: list[Node] = []
         for key, item in zip(contents.keys or (), contents.children, strict=False):
             encoded = key if type(key) is str else encode_key(key, label)
-            node = self.node(item, join(label, key))
+            node = node_of(item, join(label, key))
             if node is not None:
                 keys.append(encoded)
                 nodes.append(node)
@@ -336,7 +358,7 @@ _Builder = Callable[[_Walk, str, Contents, Passage], Node | None]
 
 
 def _mapping(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
-    keys, nodes = walk.items(contents, passage.label)
+    keys, nodes = walk.items(contents, passage)
     return None if contents.keys and not keys else [kind, keys, nodes]
 
 
@@ -378,7 +400,7 @@ def _set(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node |
 
 def _named_tuple(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
     fields = contents.keys or []
-    keys, nodes = walk.items(contents, passage.label)
+    keys, nodes = walk.items(contents, passage)
     if len(keys) < len(fields):
         kept = dict(zip(keys, nodes, strict=True))
         if not kept:
@@ -388,11 +410,13 @@ def _named_tuple(walk: _Walk, kind: str, contents: Contents, passage: Passage) -
 
 
 def _dataclass(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
-    keys, nodes = walk.items(contents, passage.label)
+    keys, nodes = walk.items(contents, passage)
     return [kind, contents.head, keys, nodes]
 
 
 def _stateful(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+    if contents.attached:
+        walk.attached_in = contents.children[0]
     node = walk.node(contents.children[0], passage.label)
     return None if node is None else [kind, node]
 

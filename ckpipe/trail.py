@@ -65,7 +65,8 @@ class Trail:
         attributes = sorted(walked.attributes, key=lambda each: each[0])
         self._attributes = [(number, places.enter(passage)) for number, passage in attributes]
         self._places = places.finished()
-        self._leaves = LeafFacts(walked.captured.tensors, walked.objects)
+        self._leaves = LeafFacts(walked.captured.tensors, walked.objects, walked.attached)
+        self._bound = [n for n in range(len(walked.objects)) if n not in walked.attached]
 
     def follow(self, state: Any, select: LabelFilter) -> Captured | None:
         """What the walk over a state would find; None if it has to be walked.
@@ -106,8 +107,10 @@ class Trail:
     def _check_identities(self, way: _Way, objects: list[Any]) -> None:
         """Finds what stands in other places than before, or in one more or one less."""
         check(len(set(map(id, way.once))) == len(way.once))
-        ids = set(map(id, objects))
-        check(len(ids) == len(objects))
+        # Of an attached tensor a new one would have been made, which stands nowhere else.
+        bound = [objects[number] for number in self._bound]
+        ids = set(map(id, bound))
+        check(len(ids) == len(bound))
         check(all(way.met[place] is objects[number] for place, number in self._places.repeats))
         check(ids.isdisjoint(id(way.met[place]) for place in self._places.left_out))
 
@@ -192,10 +195,10 @@ class _PlacesBuilder:
             if isinstance(each, Passage):
                 further.append((index, each))
             else:
-                self._leaf(first + index, *each)
+                self._leaf(first + index, *each, attached=passage.attached)
         return _stop(passage, [(index, self.enter(each)) for index, each in further])
 
-    def _leaf(self, place: int, kind: type[Any], node: Node | None) -> None:
+    def _leaf(self, place: int, kind: type[Any], node: Node | None, *, attached: bool) -> None:
         if kind not in _SURE_LEAVES and not is_dtensor_type(kind):
             self._odd.append(place)
         match node:
@@ -205,7 +208,7 @@ class _PlacesBuilder:
                 self._tensors[number] = place
             case ["value", number]:
                 self._values[number] = place
-            case _:
+            case _ if not attached:
                 self._left_out.append(place)
 
     def finished(self) -> _Places:
@@ -266,6 +269,7 @@ class _Way:
         is_replicated = replicated_test(obj) if passage.kind == "stateful" else None
         check((is_replicated is not None) == passage.replicas)
         contents = contents_of(passage.kind, obj, passage.label)
+        check(passage.kind != "stateful" or contents.attached == passage.attached)
         check(contents.keys is None or _same_keys(contents.keys, stop))
         check(canonical(contents.head) == stop.head)
         if is_replicated is not None:
