@@ -58,13 +58,15 @@ def text(results: Mapping[str, Any]) -> str:
         lines += _table(measures)
     lines += ["", *missing(results), *verdict(results), ""]
     for name, value, sense, goal in figures(results):
-        lines.append(f"{name:58s} {value:8.3f}   to reach {sense} {goal:.3f}   "
+        lines.append(f"{name:78s} {value:8.3f}   to reach {sense} {goal:.3f}   "
                      f"{'ok' if met(value, sense, goal) else 'MISSED'}")  # fmt: skip
     return "\n".join(lines)
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """Where ours is not first, in sentences."""
+    if not any(OURS in row for table in tables(results).values() for row in table.values()):
+        return ["nothing of ours was measured"]
     worse = [f"ours is not first: {each}" for each in not_first(results)]
     return worse or ["ours is first everywhere"]
 
@@ -128,8 +130,10 @@ def not_first(results: Mapping[str, Any]) -> Iterator[str]:
             if OURS not in medians:
                 continue
             best = better(medians, key=lambda name: medians[name])
-            if best != OURS:
-                yield f"{title}, {measure}: {best} {medians[best]:.3g}, ours {medians[OURS]:.3g}"
+            unit = UNITS.get(measure, (1.0, "s"))[0]
+            theirs, ours = (f"{medians[name] / unit:.4g}" for name in (best, OURS))
+            if theirs != ours:
+                yield f"{title}, {measure.removesuffix(' s')}: {best} {theirs}, ours {ours}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -220,8 +224,7 @@ def _bars(axis: Any, measure: str, row: Row) -> None:
     bars = axis.barh(order, medians, xerr=spread, color=colors, ecolor="black", capsize=2)
     axis.bar_label(bars, [f" {median:.3g}" for median in medians])
     axis.set_title(f"{measure.removesuffix(' s')}, {name_of_unit}")
-    axis.margins(x=0.3)
-    axis.set_xlim(left=min(0.0, *medians))
+    axis.set_xlim(min(0.0, *medians), 1.4 * max(*(max(row[n]) / unit for n in order), 1e-9))
 
 
 def _gantt(axis: Any, report: Mapping[str, Any]) -> None:

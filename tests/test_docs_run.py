@@ -5,13 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import shlex
 import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import typer
+
+from ckpipe.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -110,6 +114,28 @@ def test_a_fence_that_fails_is_told_by_its_place(tmp_path: Path) -> None:
     assert status == 1
     assert 'page.md", line 14' in output
     assert "'undefined' is not defined" in output
+
+
+def shell_lines(page: Path) -> list[list[str]]:
+    """The commands in a page, as words; a line that goes on is one."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"^ *```sh\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
+    return [shlex.split(line, comments=True) for block in found for line in block.splitlines()]
+
+
+def test_commands_that_pages_show_are_understood() -> None:
+    group: Any = typer.main.get_command(app)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = set()
+    for page in PAGES:
+        for words in shell_lines(page):
+            if words[:1] == ["make"]:
+                assert set(words[1:]) <= targets, (page, words)
+            if words[:1] == ["ckpipe"]:
+                # Fails where an argument is missing or an option is unknown; nothing is run.
+                group.commands[words[1]].make_context(words[1], words[2:])
+                seen.add(words[1])
+    assert seen >= {"ls", "info", "verify", "diff", "cp", "timeline", "prune"}
 
 
 def test_the_tutorial_shows_the_example_as_it_is() -> None:

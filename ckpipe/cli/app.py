@@ -58,7 +58,7 @@ def _begin(
 
 for _group in (looking, comparing, transferring, exporting, changing, measuring, timeline):
     for _command in _group.COMMANDS:
-        app.command(_command.name)(_command.function)
+        app.command(_command.name, short_help=_command.summary)(_command.function)
 
 
 def run(arguments: Sequence[str]) -> int:

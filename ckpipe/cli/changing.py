@@ -214,6 +214,9 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("rm", rm), Command("pin", pin_), Command("unpin", unpin_), Command("prune", prune_),
-    Command("sweep", sweep_),
-)  # fmt: skip
+    Command("rm", rm, "Delete a checkpoint."),
+    Command("pin", pin_, "Protect a checkpoint from retention."),
+    Command("unpin", unpin_, "End that protection."),
+    Command("prune", prune_, "Delete what the rules do not keep."),
+    Command("sweep", sweep_, "Remove what crashed runs left."),
+)

@@ -171,4 +171,4 @@ def _shown(
     yield Text(f"{len(differing)} of {compared} tensors compared differ")
 
 
-COMMANDS: tuple[Command, ...] = (Command("diff", diff),)
+COMMANDS: tuple[Command, ...] = (Command("diff", diff, "Compare two checkpoints."),)

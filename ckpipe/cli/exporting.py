@@ -129,4 +129,6 @@ async def _exported(
         arena.close()
 
 
-COMMANDS: tuple[Command, ...] = (Command("export", export_),)
+COMMANDS: tuple[Command, ...] = (
+    Command("export", export_, "Write a checkpoint as other programs load it."),
+)

@@ -175,7 +175,7 @@ def _sentence(result: dict[str, Any]) -> str:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("ls", list_),
-    Command("info", info),
-    Command("verify", verify_),
+    Command("ls", list_, "List checkpoints, the newest first."),
+    Command("info", info, "Show what a checkpoint holds."),
+    Command("verify", verify_, "Read a checkpoint whole, check every byte."),
 )

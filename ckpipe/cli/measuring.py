@@ -94,4 +94,6 @@ def _sentences(advice: Advice) -> str:
     )
 
 
-COMMANDS: tuple[Command, ...] = (Command("bench", bench),)
+COMMANDS: tuple[Command, ...] = (
+    Command("bench", bench, "Measure machine and store; say what to set."),
+)

@@ -41,10 +41,11 @@ MaybeStep = Annotated[
 
 
 class Command(NamedTuple):
-    """A command: its name, and the function whose parameters are its arguments."""
+    """A command: its name, the function whose parameters are its arguments, and a summary."""
 
     name: str
     function: Callable[..., None]
+    summary: str
 
 
 def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:

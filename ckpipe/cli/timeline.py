@@ -86,4 +86,6 @@ def _write(path: Path, page: str) -> None:
         raise UsageError(f"The page cannot be written to {path}: {error.strerror}") from error
 
 
-COMMANDS: tuple[Command, ...] = (Command("timeline", timeline),)
+COMMANDS: tuple[Command, ...] = (
+    Command("timeline", timeline, "Show or draw where the time of a save went."),
+)

@@ -95,4 +95,4 @@ def _sentence(done: dict[str, Any]) -> str:
     )
 
 
-COMMANDS: tuple[Command, ...] = (Command("cp", cp),)
+COMMANDS: tuple[Command, ...] = (Command("cp", cp, "Copy checkpoints to another store, verified."),)
