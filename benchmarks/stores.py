@@ -260,15 +260,15 @@ def works(bare: Contender, others: dict[str, Contender], save: Work, load: Work)
 
 
 @contextlib.contextmanager
-def store(url: str | None, endpoint: str | None) -> Iterator[tuple[str, str | None]]:
-    """The URL and endpoint that were given, or those of a server that is started."""
+def store(url: str | None, endpoint: str | None, mib: int) -> Iterator[tuple[str, str | None]]:
+    """The URL and endpoint that were given, or those of a server that takes so many MiB in all."""
     if url is not None:
         yield url, endpoint
         return
     s3_servers.set_up_process()
     with (
         tempfile.TemporaryDirectory(prefix="ckpipe-bench-", dir=Path.cwd()) as folder,
-        s3_servers.seaweedfs(Path(folder)) as server,
+        s3_servers.seaweedfs(Path(folder), volumes=100 + mib // 32) as server,
     ):
         server.make_bucket("bench")
         yield "s3://bench/run", server.url
@@ -322,7 +322,8 @@ def main() -> None:
     asked = parser.parse_args()
     fields = {"worker": asked.worker} if asked.worker else {}
     plan = Plan(asked.mib, asked.rounds, asked.trainer, tuple(asked.beside), fields)
-    with store(asked.url, asked.endpoint_url) as (url, endpoint):
+    written = asked.mib * (asked.rounds + 3) * (2 + len(asked.beside) + 2 * asked.trainer)
+    with store(asked.url, asked.endpoint_url, written) as (url, endpoint):
         measured = anyio.run(measure, url, Access(endpoint_url=endpoint), plan)
     results = report(*measured, plan)
     if asked.json:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import anyio
 
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.collector import collector_paused
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
+from ckpipe.lanes import all_of
 from ckpipe.manifest import Bundle
 from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.object_names import (
@@ -30,14 +32,18 @@ NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
 async def discover(backend: Backend) -> list[CheckpointInfo]:
     """All checkpoints of a root, complete or not, the newest first.
 
-    Costs one delimited list of the root and one each of tombstones and pins.
+    Costs one delimited list of the root and one each of tombstones and pins, at the same time. So
+    one that is deleted meanwhile may look complete, or incomplete for want of an index; who uses
+    or completes it looks for its tombstone again.
 
     Raises:
         StoreError: If the store failed.
     """
-    root = await backend.children()
-    deleted = {tombstone_id(each.key) for each in (await backend.children(DELETED)).objects}
-    pinned = {pin_id(each.key) for each in (await backend.children(PINS)).objects}
+    root, tombstones, pins = await all_of(
+        [partial(backend.children, prefix) for prefix in ("", DELETED, PINS)]
+    )
+    deleted = {tombstone_id(each.key) for each in tombstones.objects}
+    pinned = {pin_id(each.key) for each in pins.objects}
     indexes = {index_id(each.key): each.modified for each in root.objects}
     ids = {CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes} | indexes.keys()
     found = []

@@ -1,10 +1,13 @@
-"""Several tasks that do one thing together, and fail as one."""
+"""Several tasks that belong together, and fail as one."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import anyio
+
+T = TypeVar("T")
 
 
 async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
@@ -34,4 +37,21 @@ async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
         raise failures[0]
 
 
-__all__ = ["run_lanes"]
+async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Makes several calls at once, and returns what they return, in their order.
+
+    Raises:
+        Exception: What the first failing call raised; the others are cancelled.
+    """
+    found: dict[int, T] = {}
+    waiting = iter(enumerate(calls))
+
+    async def lane() -> None:
+        for number, call in waiting:
+            found[number] = await call()
+
+    await run_lanes(len(calls), lane)
+    return [found[number] for number in range(len(calls))]
+
+
+__all__ = ["all_of", "run_lanes"]

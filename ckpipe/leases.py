@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import anyio
 
+from ckpipe.ahead import Ahead
 from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.discovery import check_not_deleted
 from ckpipe.errors import PermissionDenied, StoreError
@@ -28,6 +29,7 @@ from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 T = TypeVar("T")
+L = TypeVar("L")
 
 LEASE_LIFE = timedelta(minutes=15)
 """How old the newest object of a live lease is at most."""
@@ -223,11 +225,43 @@ async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitab
         StoreError: If the store failed.
     """
 
+    async def nothing() -> None:
+        return
+
+    return await reading_ahead(backend, id, nothing, lambda _: work())
+
+
+async def reading_ahead(
+    backend: Backend,
+    id: CheckpointId,
+    look: Callable[[], Awaitable[L]],
+    work: Callable[[L], Awaitable[T]],
+) -> T:
+    """The same for work on what a first look has found, for which no lease is waited.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        look: Reads objects that are whole or absent and never change, such as the index, and
+            changes nothing. If the checkpoint is being deleted, what it finds or raises is
+            forgotten.
+        work: What to do with what it returned.
+
+    Returns:
+        What the work returns, and it raises what the look or the work raises.
+
+    Raises:
+        CheckpointIncomplete: If it is being deleted already.
+        StoreError: If the store failed.
+    """
+    found = Ahead(look)
+
     async def once_sure() -> T:
         await check_not_deleted(backend, id)
-        return await work()
+        return await work(await found.get())
 
-    return await under_lease(backend, str(id), once_sure)
+    async with found.started():
+        return await under_lease(backend, str(id), once_sure)
 
 
 __all__ = [
@@ -241,6 +275,7 @@ __all__ = [
     "protected_subjects",
     "read_leases",
     "reading",
+    "reading_ahead",
     "store_time",
     "time_now",
     "under_lease",

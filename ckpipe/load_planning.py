@@ -331,7 +331,7 @@ _Chunk = tuple[int, int, int, int, int]
 
 def _cut(data: EntryTable, span: _Span, limits: ReadLimits) -> Iterator[list[_Chunk]]:
     """Packs a span's chunks greedily, with room for both ends to be aligned."""
-    room = limits.read_bytes - 2 * limits.alignment
+    room = limits.read_bytes - 2 * (limits.alignment - 1)
     checksums, begins, first_sums = data.checksums, data.begins, data.first_sums
     chunks: list[_Chunk] = []
     limit = span.begin + room

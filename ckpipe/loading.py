@@ -162,14 +162,16 @@ class Loading:
                 world_size=site.world_size,
             )
 
-        async def work() -> ReadyLoad:
+        async def look() -> Bundle:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
-            if near is not None:
-                with contextlib.suppress(Elsewhere):
-                    return await read(near)
+            return await read_index(site.patient, info.key) if near is None else near
+
+        async def work(found: Bundle) -> ReadyLoad:
+            with contextlib.suppress(Elsewhere):
+                return await read(found)
             return await read(await read_index(site.patient, info.key))
 
-        return await site.reading(info.key, work)
+        return await site.reading_ahead(info.key, look, work)
 
     async def _finish(self, ready: ReadyLoad, damaged: Mapping[str, str]) -> LoadResult:
         result = await ready.apply()

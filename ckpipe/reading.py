@@ -51,9 +51,10 @@ from ckpipe.load_planning import (
 )
 from ckpipe.object_names import data_file_key
 from ckpipe.raw_memory import address_of
+from ckpipe.read_queue import ReadQueue
+from ckpipe.read_tail import with_finer_tail
 from ckpipe.types import CheckpointId
 
-_MIN_ALIGNMENT = 4096
 _VIEW_BYTES = 256 << 20
 DELIVERERS = min(8, len(os.sched_getaffinity(0)))
 """Worker threads that verify and deliver."""
@@ -96,8 +97,8 @@ class Reader:
 
     def __init__(self, backend: Backend, id: CheckpointId, buffers: Sequence[memoryview]) -> None:
         self._backend, self._id, self._buffers = backend, id, buffers
-        alignment = max(backend.limits.alignment, _MIN_ALIGNMENT)
-        self._limits = ReadLimits(min(len(buffer) for buffer in buffers), alignment)
+        smallest = min(len(buffer) for buffer in buffers)
+        self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
 
@@ -121,11 +122,10 @@ class Reader:
             StoreError: If the store failed.
         """
         started = time.perf_counter()
-        reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits)
         lanes = max(1, len(self._buffers) - DELIVERERS)
+        reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
         total = sum(read.size for read in reads)
-        # All lanes pull from one iterator, on one thread.
-        pending = batched(reads, min(_VIEW_BYTES, total // (8 * DELIVERERS) + 1))
+        pending = ReadQueue(batched(reads, min(_VIEW_BYTES, total // (8 * DELIVERERS) + 1)))
         free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
         arrived_out, arrived = create_memory_object_stream[_Arrived](0)
         for buffer in self._buffers:
@@ -154,23 +154,25 @@ class Reader:
     async def _lane(
         self,
         data: EntryTable,
-        pending: Iterator[list[Read]],
+        pending: ReadQueue,
         free: MemoryObjectReceiveStream[memoryview],
         out: MemoryObjectSendStream[_Arrived],
     ) -> None:
         async with out:
-            for batch in pending:
-                first, last = batch[0], batch[-1]
-                rank, name = data.ranks[first.file], data.files[first.file].name
-                size = last.offset + last.size - first.offset
-                view = await self._view(rank, name, first.offset, size)
-                if view is not None:
-                    await out.send(_Arrived(batch, view, None))
+            while (found := await pending.next()) is not None:
+                if isinstance(found, Read):
+                    read = found
+                elif (view := await self._view(data, found)) is not None:
+                    pending.settle()
+                    await out.send(_Arrived(found, view, None))
                     continue
-                for read in batch:
-                    buffer = await free.receive()
-                    source = await self._filled(rank, name, read.offset, buffer[: read.size])
-                    await out.send(_Arrived((read,), source, buffer))
+                else:
+                    read, *rest = found
+                    pending.settle(rest)
+                buffer = await free.receive()
+                rank, name = data.ranks[read.file], data.files[read.file].name
+                source = await self._filled(rank, name, read.offset, buffer[: read.size])
+                await out.send(_Arrived((read,), source, buffer))
 
     async def _deliverer(
         self,
@@ -226,11 +228,13 @@ class Reader:
                 key=key,
             )
 
-    async def _view(self, rank: int, name: str, offset: int, size: int) -> memoryview | None:
-        """A range of a file where it is in memory already, if it is and the store shows it."""
-        key = data_file_key(self._id, name)
-        with _translated(self._id.step, rank, key):
-            view = await self._backend.view(key, offset, size)
+    async def _view(self, data: EntryTable, batch: Sequence[Read]) -> memoryview | None:
+        """What reads bring where it is in memory already, if it is and the store shows it."""
+        first, last = batch[0], batch[-1]
+        size = last.offset + last.size - first.offset
+        key = data_file_key(self._id, data.files[first.file].name)
+        with _translated(self._id.step, data.ranks[first.file], key):
+            view = await self._backend.view(key, first.offset, size)
         if view is None or len(view) != size:
             return None
         self.tally.reads += 1
@@ -267,7 +271,7 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
 
     Must be entered and left on the thread that uses the arena.
     """
-    least = CHUNK_BYTES + 2 * max(backend.limits.alignment, _MIN_ALIGNMENT)
+    least = ReadLimits(0, max(backend.limits.alignment, mmap.PAGESIZE)).buffer_bytes
     count = lanes + DELIVERERS
     if arena.block_bytes < least:
         yield [memoryview(mmap.mmap(-1, least)) for _ in range(count)]
@@ -295,9 +299,11 @@ def _translated(step: int, rank: int, key: str) -> Iterator[None]:
         raise
 
 
-def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits) -> list[Read]:
+def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: int) -> list[Read]:
     with collector_paused():
-        return plan_reads(data, needs, limits)
+        reads = plan_reads(data, needs, limits)
+        # Where reads are to be aligned there is a disk, which all lanes share to the end.
+        return reads if limits.alignment > 1 else list(with_finer_tail(reads, lanes))
 
 
 def _put(

@@ -14,6 +14,7 @@ import anyio.to_thread
 import torch
 
 from ckpipe.agreements import agree
+from ckpipe.ahead import Ahead
 from ckpipe.arena import Arena
 from ckpipe.backend import UploadLimits
 from ckpipe.budget import ByteBudget, Ration
@@ -24,7 +25,7 @@ from ckpipe.copying import plan_blocks
 from ckpipe.delivery import Depot
 from ckpipe.discovery import check_not_deleted
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
-from ckpipe.leases import reading
+from ckpipe.leases import reading_ahead
 from ckpipe.lock import StateLock
 from ckpipe.plan_checks import check_plan
 from ckpipe.planners import OWN_PLANNERS
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ckpipe.settings import Settings
 
 T = TypeVar("T")
+L = TypeVar("L")
 
 UNKNOWN_BYTES = 1 << 40
 """What counts as available where the system does not say."""
@@ -79,12 +81,32 @@ class Site(Depot):
             CheckpointIncomplete: If it is being deleted already.
             StoreError: If the store failed.
         """
+
+        async def nothing() -> None:
+            return
+
+        return await self.reading_ahead(id, nothing, lambda _: work())
+
+    async def reading_ahead(
+        self,
+        id: CheckpointId,
+        look: Callable[[], Awaitable[L]],
+        work: Callable[[L], Awaitable[T]],
+    ) -> T:
+        """The same for work on what a first look has found; see :func:`leases.reading_ahead`.
+
+        Raises:
+            CheckpointIncomplete: If it is being deleted already.
+            StoreError: If the store failed.
+        """
         if self.settings.read_only:  # a lease would be written
-            await check_not_deleted(self.patient, id)
-            return await work()
+            found = Ahead(look)
+            async with found.started():
+                await check_not_deleted(self.patient, id)
+                return await work(await found.get())
         self.loading[str(id)] += 1
         try:
-            return await reading(self.patient, id, work)
+            return await reading_ahead(self.patient, id, look, work)
         finally:
             self.loading[str(id)] -= 1
 

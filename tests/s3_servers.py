@@ -128,12 +128,15 @@ def weed() -> str | None:
 
 
 @contextlib.contextmanager
-def seaweedfs(folder: Path, ports: list[int] | None = None) -> Iterator[S3Server]:
+def seaweedfs(
+    folder: Path, ports: list[int] | None = None, *, volumes: int = 100
+) -> Iterator[S3Server]:
     """A SeaweedFS server, which checks signatures and checksums, and is killed in the end.
 
     Args:
         folder: Where its data lie. What was stored is there again for a second server.
         ports: Four ports, from :func:`free_ports`.
+        volumes: How many times 64 MiB it may ever be given: what was deleted counts.
     """
     program = weed()
     assert program is not None
@@ -149,7 +152,7 @@ def seaweedfs(folder: Path, ports: list[int] | None = None) -> Iterator[S3Server
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
         "-filer", "-s3", f"-s3.port={port}", f"-s3.config={folder}/identities.json",
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
-        "-master.electionTimeout=500ms", "-volume.max=100", "-master.volumeSizeLimitMB=64",
+        "-master.electionTimeout=500ms", f"-volume.max={volumes}", "-master.volumeSizeLimitMB=64",
     ]  # fmt: skip
     with running(command, folder / "weed.log", port):
         yield S3Server(port)

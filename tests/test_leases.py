@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.leases import LEASE_LIFE, Lease, live_subjects, under_lease
+from ckpipe.leases import LEASE_LIFE, Lease, live_subjects, reading_ahead, under_lease
 from ckpipe.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.pruning import delete, finish_deletions, pin, prune, retire, unpin
 from ckpipe.retention import KeepLast
@@ -306,3 +307,41 @@ async def test_a_pin_that_comes_after_the_tombstone_is_refused() -> None:
     with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
         await pin(backend, id)
     assert not [key async for key in backend.list(PINS)]
+
+
+async def test_a_first_look_waits_for_no_lease_and_its_failure_is_told() -> None:
+    memory, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
+    backend = FaultyBackend(memory)
+    lease = backend.pause("put")
+
+    async def look() -> int:
+        lease.release()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await reading_ahead(backend, id, look, work=echo)
+    assert await keys(memory) == []
+
+
+async def test_what_a_first_look_finds_is_forgotten_where_the_checkpoint_is_being_deleted() -> None:
+    backend, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
+    worked: list[int] = []
+
+    async def gone() -> int:
+        raise errors.MissingObject("the index is gone")
+
+    async def work(found: int) -> None:
+        worked.append(found)
+
+    await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
+    for look in (gone, partial(echo, 7)):
+        with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
+            await reading_ahead(backend, id, look, work)
+    assert not worked
+    await backend.delete([tombstone_key(id)])
+    await reading_ahead(backend, id, partial(echo, 7), work)
+    assert worked == [7]
+
+
+async def echo(value: int) -> int:
+    return value
