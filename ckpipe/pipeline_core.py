@@ -368,7 +368,7 @@ def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:
 def _metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
     try:
         return {str(name): encode_float(float(value)) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"Metrics are numbers by name: {error}", step=step) from error
 
 

@@ -41,6 +41,7 @@ _AT_ONCE = 16
 """Indexes that are read at the same time."""
 
 RESUMED = "the newest checkpoint's run resumed from it"
+UNREAD = "its index cannot be read, so nothing is known of it"
 
 
 class Known(NamedTuple):
@@ -144,8 +145,9 @@ async def decide_on(
 ) -> Decision:
     """Decides which checkpoints of a root stay, and changes nothing.
 
-    Besides what is protected, pinned checkpoints stay, those whose index cannot be read, and the
-    one that the run of the newest resumed from, whoever asks.
+    Besides what is protected, pinned checkpoints stay and the one that the run of the newest
+    resumed from, whoever asks. Those whose index cannot be read stay too, and take nobody's place:
+    rules, and the newest that always stays, are found among the others.
 
     Args:
         backend: The store.
@@ -160,12 +162,16 @@ async def decide_on(
     complete = [each for each in await discover(backend) if each.complete]
     keep = dict(protected) | {each.id: "it is pinned" for each in complete if each.pinned}
     candidates = await _candidates(backend, complete, facts)
-    for info in complete:
-        if info.id not in facts:
-            keep.setdefault(info.id, "its index cannot be read, so nothing is known of it")
-    if complete and (newest := facts.get(complete[0].id)) is not None and newest.resumed_from:
-        keep.setdefault(newest.resumed_from, RESUMED)
-    return decide(candidates, rule, now=now, protected=keep)
+    if candidates and (origin := facts[candidates[0].id].resumed_from):
+        keep.setdefault(origin, RESUMED)
+    decision = decide(candidates, rule, now=now, protected=keep)
+    unread = {each.id: keep.get(each.id, UNREAD) for each in complete if each.id not in facts}
+    stays = {*decision.keep, *unread}
+    return Decision(
+        keep=tuple(each.id for each in complete if each.id in stays),
+        remove=decision.remove,
+        reasons={**decision.reasons, **unread},
+    )
 
 
 async def best(
@@ -190,23 +196,23 @@ async def best(
     complete = [each for each in await discover(backend) if each.complete]
     candidates = await _candidates(backend, complete, facts)
     verdicts = KeepBest(metric, mode, 1).judge(candidates, datetime.now(UTC))
-    return next((each for each in complete if verdicts[each.id].keep), None)
+    kept = {name for name, verdict in verdicts.items() if verdict.keep}
+    return next((each for each in complete if each.id in kept), None)
 
 
 async def _candidates(
     backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts
 ) -> list[Candidate]:
+    """Those of some checkpoints whose index can be read, in the same order."""
     await _learn(backend, complete, facts)
-    candidates = []
-    for info in complete:
-        known = facts.get(info.id, Known({}, False))
-        created = info.saved_at or datetime.now(UTC)
-        candidates.append(
-            Candidate(
-                info.id, info.step, info.attempt, info.count, created, known.metrics, known.final
-            )
-        )  # fmt: skip
-    return candidates
+    return [_candidate(info, facts[info.id]) for info in complete if info.id in facts]
+
+
+def _candidate(info: CheckpointInfo, known: Known) -> Candidate:
+    created = info.saved_at or datetime.now(UTC)
+    return Candidate(
+        info.id, info.step, info.attempt, info.count, created, known.metrics, known.final
+    )
 
 
 async def _learn(backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts) -> None:

@@ -15,7 +15,9 @@ SaveStatus = Literal[
 ]
 """Where a save stands, in this order; the last four are final."""
 
-_ATTEMPT = r"[0-9]{8}T[0-9]{9}Z-[0-9A-Za-z_-]{1,64}"
+_DAY = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
+_TIME = r"(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{3}"
+_ATTEMPT = rf"{_DAY}T{_TIME}Z-[0-9A-Za-z_-]{{1,64}}"
 _NAME = re.compile(rf"step-([0-9]{{12,18}})\.({_ATTEMPT})\.([0-9]{{1,18}})")
 _ATTEMPT_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 

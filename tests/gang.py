@@ -197,20 +197,24 @@ def barrier(case: Case) -> None:
 def preempted(case: Case) -> None:
     """Takes steps together until one rank gets a signal; tells what was saved, and who handled."""
     rank, handled = dist.get_rank(), []
-    signal.signal(signal.SIGTERM, lambda number, frame: handled.append(number))
-    before = signal.getsignal(signal.SIGTERM)
+    watched = signal.SIGUSR1 if case["how"] == "SIGUSR1" else signal.SIGTERM
+    signal.signal(watched, lambda number, frame: handled.append(number))
+    before = signal.getsignal(watched)
     settings = {**SETTINGS, "look_every_seconds": 0.05}
     with ckpipe.SyncPipeline(case["root"], preemption=True, **settings) as pipeline:
         for step in range(10**6):
             dist.all_reduce(torch.ones(1))
             if rank == case["victim"] and step == 20:
-                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(case["times"]):
+                    signal.raise_signal(watched)
+                if case["how"] == "event":
+                    pipeline.preempt()
             if pipeline.should_save(step):
                 pipeline.save(private(rank, step), step=step).wait_complete(timeout=60)
                 tell(case, saved=step)
             if pipeline.preempted:
                 break
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(watched) is before
     tell(case, handled=len(handled))
 
 

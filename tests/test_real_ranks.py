@@ -162,11 +162,18 @@ def test_killed_rank_is_healed_or_left_out(world: Gang, tmp_path: Path, when: st
     check(root)
 
 
-def test_a_process_that_gets_a_signal_takes_all_others_along(world: Gang, tmp_path: Path) -> None:
+HOW = {"SIGTERM": 2, "SIGUSR1": 1, "event": 0}
+"""How one rank of several learns of its end, and how many signals it gets."""
+
+
+@pytest.mark.parametrize("how", HOW if EVERY else random.Random(SEED).sample(list(HOW), 1))
+def test_a_rank_that_is_told_to_end_takes_all_others_along(
+    world: Gang, tmp_path: Path, how: str
+) -> None:
     root = tmp_path / "run"
-    assert world.run("preempted", root, 4, victim=1) == [0] * 4
+    assert world.run("preempted", root, 4, victim=1, how=how, times=HOW[how]) == [0] * 4
     (step,) = same_everywhere(root, "saved")
-    assert told(root, "handled") == {0: [0], 1: [1], 2: [0], 3: [0]}
+    assert told(root, "handled") == {0: [0], 1: [HOW[how]], 2: [0], 3: [0]}
     with ckpipe.SyncPipeline(root) as pipeline:
         assert [info.step for info in pipeline.steps() if info.complete] == [step]
 
