@@ -150,7 +150,7 @@ class _Holdings:
         # Leaves keep their shardings alive, so that ids name them here.
         known = self._known.get(id(leaf.sharding))
         if known is None:
-            known = self._known[id(leaf.sharding)] = self._look_up(leaf.sharding)
+            known = self._known[id(leaf.sharding)] = self._look_up(leaf.sharding, leaf.label)
         local_shape, holding = known
         if local_shape is not None and local_shape != leaf.shape:
             raise UnsupportedState(
@@ -167,12 +167,13 @@ class _Holdings:
             self._everywhere = Holding(tuple(range(self._world_size)))
         return self._everywhere
 
-    def _look_up(self, sharding: Sharding) -> tuple[tuple[int, ...] | None, Holding]:
+    def _look_up(self, sharding: Sharding, label: str) -> tuple[tuple[int, ...] | None, Holding]:
         top = sharding.mesh.top
         if top >= self._world_size:
             raise UnsupportedTopology(
-                f"A DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
+                f"This DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
                 rank=self._rank,
+                key=label,
                 hint="Let all ranks of the mesh save",
             )
         boxes = sharding.held(self._rank)

@@ -253,9 +253,12 @@ def _not_written(
     tensor = bundle.layouts[place[1]].chunks[chunk].tensor
     label = bundle.structures[place[0]].tensors[tensor].label
     return InvalidManifest(
-        f"Others leave a part of {label!r:.200} to a rank that has not written it",
+        "Others leave this tensor or a part of it to a rank that has not written it",
+        step=bundle.id.step,
         rank=owner,
-        hint="Ranks must agree on names, shapes and what is replicated",
+        key=label[:200],
+        hint="Ranks must agree on names, shapes, dtypes and what is replicated; what only some of "
+        'them have alike needs plan="global"',
     )
 
 

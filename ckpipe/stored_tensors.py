@@ -14,9 +14,9 @@ import torch
 
 from ckpipe.box_cover import BoxIndex
 from ckpipe.boxes import Box, flat_ranges, moved, whole
-from ckpipe.checksum import CHUNK_BYTES
+from ckpipe.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.dtypes import DTYPES
-from ckpipe.errors import InvalidExtent, InvalidManifest
+from ckpipe.errors import InvalidExtent, InvalidManifest, PerRankValue
 from ckpipe.load_planning import EntryTable, Need
 from ckpipe.manifest import ChunkRow, TensorRow
 from ckpipe.sources import Candidate, Held, Sources
@@ -113,6 +113,7 @@ class StoredTensors:
         homes: For each of them, a part that lists it, and its number there.
         sources: Where chunks are.
         data: Where entries are.
+        first_wins: Whether the lowest rank's is taken of a part that ranks saved differently.
     """
 
     def __init__(
@@ -121,8 +122,11 @@ class StoredTensors:
         homes: Sequence[tuple[int, int]],
         sources: Sources,
         data: EntryTable,
+        *,
+        first_wins: bool = False,
     ) -> None:
         self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
+        self._first_wins = first_wins
         self._known: dict[int, StoredTensor] = {}
         self._bases: dict[int, tuple[int, Held]] = {}
 
@@ -182,6 +186,8 @@ class StoredTensors:
         Raises:
             InvalidManifest: If an element is nowhere in the checkpoint.
             InvalidExtent: If bytes do not lie in their entry.
+            PerRankValue: If more is needed than the part that the load begins from has, and other
+                parts differ in what they have of it.
         """
         if regions is None:
             if stored.whole is None:
@@ -206,6 +212,8 @@ class StoredTensors:
         found, missing = self._covered(stored, near, regions)
         if missing:
             others = self._sources.everywhere(stored.row)
+            if not self._first_wins:
+                self._check_copies(stored, others)
             everywhere = [*near, *(each for each in others if each not in near)]
             found, missing = self._covered(stored, everywhere, regions)
         if missing:
@@ -216,6 +224,37 @@ class StoredTensors:
                 key=stored.label,
             )
         return self._parts(stored, found)
+
+    def _check_copies(self, stored: StoredTensor, candidates: list[Candidate]) -> None:
+        """Proves that parts which several ranks wrote, each for itself, are the same.
+
+        One name on several meshes may mean copies of one tensor, or a tensor of each mesh's own.
+        """
+        first: dict[Box | None, Candidate] = {}
+        for candidate in candidates:
+            if candidate[1].owner is None:
+                other = first.setdefault(candidate[1].box, candidate)
+                if other is not candidate and self._differ(other, candidate):
+                    raise PerRankValue(
+                        f"Ranks {other[0]} and {candidate[0]} saved different values of the same "
+                        "part of this tensor, and this rank needs more of it than it saved itself",
+                        key=stored.label,
+                        hint="Load with the ranks and meshes that saved, leave it out with "
+                        'exclude, or pass per_rank="rank0" to take that of the lowest rank',
+                    )
+
+    def _differ(self, *candidates: Candidate) -> bool:
+        """Whether chunks that fill entries of their own are known to have different bytes."""
+        contents = []
+        for part, chunk in candidates:
+            entry, held = chunk.entry, self._sources.held(part)
+            if entry is None or chunk.offset or entry in held.shared or entry >= held.entry_count:
+                return False
+            place = self.data.number(part, entry)
+            row, start = self.data.entries[place], self.data.first_sums[place]
+            sums = self.data.checksums[start : start + chunk_count(row.nbytes)]
+            contents.append((row.dtype, row.shape, tuple(sums)))
+        return len(set(contents)) > 1
 
     def _covered(
         self, stored: StoredTensor, candidates: list[Candidate], regions: tuple[Region, ...]

@@ -3,12 +3,14 @@
 As a script this is a process that has imported all there is to import and has one thread. For
 every line of JSON on its standard input it forks the ranks of a world, each of which does what
 the line says, and answers with their exit codes once all have ended. So a world costs little.
+What a line says is the name of a case here, or ``module:function`` of one elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import anyio._backends._asyncio  # noqa: F401  the first loop imports it
 import torch
+import torch._dynamo  # the first DTensor imports it, which costs each rank a second
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 from mortal_runs import die, note, notes
@@ -354,7 +358,7 @@ def _live(case: Case, rank: int, store: str) -> None:
         dist.init_process_group(
             "gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
-        CASES[case["do"]](case)
+        (CASES.get(case["do"]) or pkgutil.resolve_name(case["do"]))(case)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -145,9 +145,9 @@ async def test_ranks_that_disagree_about_who_writes_what_complete_nothing() -> N
     good = [manifest_of(state, 0, 2)[0], manifest_of(state, 1, 2, foreign={"w": Foreign(0)})[0]]
     await commit(backend, manifest_of({"t": torch.ones(2)}, 0, 2)[0])
     await commit(backend, good[1])
-    with pytest.raises(InvalidManifest, match="leave a part of 'w' to a rank") as caught:
+    with pytest.raises(InvalidManifest, match="to a rank that has not written it") as caught:
         await ascend(backend, ID, 1, 2)
-    assert caught.value.rank == 0
+    assert (caught.value.step, caught.value.rank, caught.value.key) == (ID.step, 0, "w")
     (info,) = await healed(backend, await discover(backend))
     assert not info.complete
     await backend.delete([manifest_key(ID, 0)])

@@ -1,0 +1,247 @@
+"""What real ranks do with states that they have in unusual ways; :mod:`gang` runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gang import SETTINGS, URL, Case, collectives, private, tell
+from odd_states import FULL, HALVES, ODD, on, spread, wrong
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from wrapped_models import wrapped
+
+import ckpipe
+import ckpipe.distributed
+from ckpipe import registry
+from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue
+from ckpipe.testing import FaultyBackend, Landing
+from ckpipe.testing.wrapping import Operation
+from ckpipe_local import LocalBackend
+
+
+@contextlib.contextmanager
+def opened(case: Case, **fields: Any) -> Iterator[ckpipe.SyncPipeline]:
+    """A pipeline on the root of a case; nobody calls a collective while it is open."""
+    before = collectives()
+    with ckpipe.SyncPipeline(case["root"], **SETTINGS | fields) as pipeline:
+        yield pipeline
+    assert collectives() == before
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """The part of a tensor that this rank has."""
+    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """This rank's parts of two states are alike."""
+    for name, tensor in expected.items():
+        assert torch.equal(local(found[name]), local(tensor)), name
+
+
+def layouts(case: Case) -> None:
+    """Saves a state in odd layouts and loads each into others."""
+    for plan in ("local", "global"):
+        with opened(case | {"root": f"{case['root']}-{plan}"}, plan=plan) as pipeline:
+            for saved, loaded in case["pairs"]:
+                handle = pipeline.save(ODD[saved](1))
+                handle.wait_complete(timeout=60)
+                target = ODD[loaded](-1)
+                assert pipeline.load(target, step=handle.step) is not None
+                assert_same(target, ODD[loaded](1))
+
+
+def refused(case: Case) -> None:
+    """Saves what cannot be saved, and tells the errors."""
+    rank = dist.get_rank()
+    # The rank that completes a checkpoint keeps the error as well, for whoever closes.
+    with contextlib.suppress(InvalidManifest), opened(case, plan=case["plan"]) as pipeline:
+        for step, what in enumerate(case["saves"]):
+            try:
+                pipeline.save(wrong(rank, what), step=step).wait_complete(timeout=60)
+            except CkpipeError as error:
+                found = [type(error).__name__, error.step, error.rank is not None, error.key]
+                tell(case, refused=[what, *found])
+
+
+def meshes_of_their_own(case: Case) -> None:
+    """Saves different values by one name on two meshes, and loads them there and elsewhere."""
+    far = 1 + dist.get_rank() // 2
+    rows, turned = spread(HALVES, Shard(0)), spread([3, 1, 0, 2], Shard(0))
+    with opened(case) as pipeline:
+        pipeline.save(rows(far), step=1).wait_complete(timeout=60)
+        target = rows(-1)
+        pipeline.load(target)
+        assert_same(target, rows(far))
+        try:
+            pipeline.load(target := turned(-1))
+        except PerRankValue as error:
+            tell(case, refused=[error.step, error.rank, error.key])
+        assert_same(target, turned(-1))
+        pipeline.load(target, per_rank="rank0")
+        if dist.get_rank() == 3:  # the first of that mesh
+            assert_same({"w": target["w"]}, {"w": turned(1)["w"]})
+
+
+def stage_of(stage: int, ranks: list[int], experts: list[int], factor: int) -> dict[str, Any]:
+    """What a rank has of a model in two stages, whose ranks have experts of their own."""
+    return {
+        f"layer{stage}": on(ranks, FULL * factor + stage, Shard(0)),
+        f"bias{stage}": torch.full((5,), factor * (stage + 1.0)),
+        "experts": {f"e{n}": torch.full((3,), factor * (n + 1.0)) for n in experts},
+        "step": torch.tensor(3.0 * factor),
+    }
+
+
+def save_stages(case: Case) -> None:
+    """Saves two stages, each cut over two ranks, with an expert and a generator of each rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    planner = {"planner": case["plan"]}
+    if case["plan"] == "global":  # what some ranks have alike, a rank cannot know by itself
+        planner["replicated"] = ["bias*"]
+    mine = partial(stage_of, rank // 2, HALVES[rank], [rank])
+    with opened(case, plan=planner) as pipeline:
+        state = mine(1) | {"rng": ckpipe.RngState()}
+        pipeline.save(state, step=3).wait_complete(timeout=60)
+        drawn, target = torch.rand(4), mine(-1) | {"rng": ckpipe.RngState()}
+        assert pipeline.load(target) is not None
+        assert torch.equal(torch.rand(4), drawn)
+        check_stage(target, mine(1))
+
+
+def load_stages(case: Case) -> None:
+    """Loads a stage into each of two ranks, with the experts of both that had it."""
+    rank = dist.get_rank()
+    mine = partial(stage_of, rank, [rank], [2 * rank, 2 * rank + 1])
+    with opened(case) as pipeline:
+        target = mine(-1)
+        assert pipeline.load(target, exclude=["rng"]) is not None
+        check_stage(target, mine(1))
+
+
+def check_stage(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_same(found["experts"], expected["experts"])
+    plain = ("experts", "rng")
+    assert_same(found, {name: each for name, each in expected.items() if name not in plain})
+
+
+def racing(case: Case) -> None:
+    """Saves and loads what is newest again and again, while others are elsewhere."""
+    rank = dist.get_rank()
+    with opened(case) as pipeline:
+        for step in range(case["saves"]):
+            for _ in range(rank * step % 3):  # some have more to compute
+                torch.linalg.svd(torch.randn(60, 60))
+            pipeline.save(private(rank, step), step=step).wait()
+            loaded = pipeline.load()
+            tell(case, loaded=loaded.step if loaded else None)
+            if loaded:
+                assert torch.equal(loaded.state["mine"], private(rank, loaded.step)["mine"])
+
+
+def is_commit(operation: Operation) -> bool:
+    return operation.verb == "put" and "/m/0/" in operation.key
+
+
+def straggle(case: Case) -> None:
+    """Saves a step.
+
+    A rank that is late outlives its world, and commits only when there is a file that says so.
+    """
+    rank, go = dist.get_rank(), Path(f"{case['root']}.go")
+    backend = FaultyBackend(LocalBackend(case["root"]))
+
+    def wait(operation: Operation) -> None:
+        tell(case, waits=True)
+        while not go.exists():
+            os.sched_yield()
+
+    if case.get("late") == rank:
+        if os.fork():
+            os._exit(0)
+        backend.call(wait, is_commit, Landing.BEFORE)
+    registry.register_backend("gang", lambda url: backend)
+    with ckpipe.SyncPipeline(URL, **SETTINGS) as pipeline:
+        loaded = pipeline.load()
+        tell(case, loaded=loaded.step if loaded else None)
+        if "step" in case:
+            pipeline.save(private(rank, case["step"]), step=case["step"]).wait()
+            tell(case, committed=case["step"])
+
+
+def normalized(case: Case) -> None:
+    """Saves or loads a model whose normalization has seen other data on each rank."""
+    rank, model = dist.get_rank(), wrapped(case["kind"])
+    buffers = dict(model.named_buffers())
+    (mean,) = (each for name, each in buffers.items() if name.endswith("running_mean"))
+    state = {"training": ckpipe.distributed.training_state(model)}
+    with opened(case) as pipeline:
+        if case["save"]:
+            mean.fill_(rank)
+            pipeline.save(state, step=1).wait_complete(timeout=60)
+            mean.fill_(-1)
+            pipeline.load(state)
+            assert mean.tolist() == [rank] * 12
+            return
+        mean.fill_(-1)
+        try:
+            pipeline.load(state)
+        except PerRankValue as error:
+            tell(case, refused=[error.step, error.rank, error.key])
+        assert mean.tolist() == [-1] * 12
+        pipeline.load(state, per_rank="rank0")
+        assert mean.tolist() == [0] * 12
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight is that of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(9, 4)
+        self.head = torch.nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embedding(tokens))
+        return out
+
+
+def tied(case: Case) -> None:
+    """Trains, saves or loads a sharded model with tied weights, and tells its losses."""
+    torch.manual_seed(5)
+    model = Tied()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"training": ckpipe.distributed.training_state(model, optimizer)}
+    if case["save"]:
+        losses_of(model, optimizer, 3)
+    with opened(case) as pipeline:
+        if case["save"]:
+            pipeline.save(state, step=1).wait_complete(timeout=60)
+        else:
+            assert pipeline.load(state) is not None
+    assert model.head.weight is model.embedding.weight
+    tell(case, losses=losses_of(model, optimizer, 3))
+
+
+def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Losses of some steps on the same tokens everywhere."""
+    found = []
+    for _ in range(steps):
+        loss = model(torch.arange(9)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found

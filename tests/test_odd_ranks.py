@@ -1,0 +1,166 @@
+"""Real ranks with states of unusual shape: each is saved and loaded, or refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang import Gang, gang, told
+from odd_states import FULL, ODD
+from safetensors import safe_open
+from sampling import EVERY, SEED
+
+import ckpipe
+from ckpipe.errors import PerRankValue
+
+chance = random.Random(SEED)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Gang]:
+    with gang() as made:
+        yield made
+
+
+def some(choices: list[Any], count: int = 1) -> list[Any]:
+    """All choices in the long form, else some."""
+    return choices if EVERY else chance.sample(choices, count)
+
+
+def test_odd_meshes_load_into_each_other(world: Gang, tmp_path: Path) -> None:
+    pairs = some(list(itertools.product(range(len(ODD)), repeat=2)), 3)
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:layouts", root, 4, pairs=pairs) == [0] * 4
+    with ckpipe.SyncPipeline(f"{root}-local", solo=True) as pipeline:
+        result = pipeline.load()
+        assert result is not None
+        assert torch.equal(result.state["w"], FULL)
+        assert result.state["scalar"] == 5
+
+
+REFUSED = {
+    "local": {
+        "partial": "UnsupportedState",
+        "local": "UnsupportedState",
+        "outside": "UnsupportedTopology",
+        "dtype": "InvalidManifest",
+    },
+    "global": {
+        "partial": "UnsupportedState",
+        "dtype": "UnsupportedState",
+        "shape": "UnsupportedState",
+        "placement": "UnsupportedState",
+        "absent": "UnsupportedState",
+    },
+}
+
+
+@pytest.mark.parametrize("plan", some(list(REFUSED)))
+def test_what_cannot_be_saved_is_refused_by_step_rank_and_key(
+    world: Gang, tmp_path: Path, plan: str
+) -> None:
+    root, expected = tmp_path / "run", REFUSED[plan]
+    case = {"plan": plan, "saves": list(expected)}
+    assert world.run("odd_ranks:refused", root, 4, **case) == [0] * 4
+    for found in told(root, "refused").values():
+        assert [(what, kind, step, named) for what, kind, step, named, _ in found] == [
+            (what, kind, step, True) for step, (what, kind) in enumerate(expected.items())
+        ]
+        assert {key for *_, key in found} <= {"in.w", "in.v"}
+
+
+def test_one_name_for_different_tensors_of_two_meshes_is_never_mixed(
+    world: Gang, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:meshes_of_their_own", root, 4) == [0] * 4
+    assert told(root, "refused") == {rank: [[1, rank, "w"]] for rank in range(4)}
+    with ckpipe.SyncPipeline(root, solo=True) as pipeline:
+        with pytest.raises(PerRankValue, match="Ranks 0 and 2"):
+            pipeline.load(include=["w"])
+        result = pipeline.load(include=["w"], per_rank="rank0")
+        assert result is not None
+        assert torch.equal(result.state["w"], FULL)
+
+
+@pytest.mark.parametrize("plan", some(["local", "global"]))
+def test_stages_and_experts_whose_ranks_have_other_names(
+    world: Gang, tmp_path: Path, plan: str
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:save_stages", root, 4, plan=plan) == [0] * 4
+    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    assert [names.count(f"bias{stage}") for stage in range(2)] == [1 + (plan == "local")] * 2
+    assert world.run("odd_ranks:load_stages", root, 2) == [0, 0]
+    with ckpipe.SyncPipeline(root, solo=True) as pipeline:
+        result = pipeline.load(exclude=["rng"])
+        assert result is not None
+        assert sorted(result.state["experts"]) == ["e0", "e1", "e2", "e3"]
+        assert torch.equal(result.state["layer1"], FULL + 1)
+
+
+def entry_names(path: Path) -> list[str]:
+    """The names of the tensors in a data file."""
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def test_all_ranks_load_the_same_while_others_commit(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:racing", root, 3, saves=12 if EVERY else 6) == [0] * 3
+    loaded = told(root, "loaded")
+    assert loaded[0] == loaded[1] == loaded[2]
+
+
+def test_straggler_of_a_launch_that_is_over_does_not_become_the_newest(
+    world: Gang, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:straggle", root, 2, step=9, late=1) == [0, 0]
+    try:
+        while not told(root, "waits"):
+            os.sched_yield()
+        assert world.run("odd_ranks:straggle", root, 2, step=5) == [0, 0]
+    finally:
+        Path(f"{root}.go").touch()
+    while told(root, "committed").get(1) != [5, 9]:
+        os.sched_yield()
+    assert world.run("odd_ranks:straggle", root, 2) == [0, 0]
+    assert {tuple(each) for each in told(root, "loaded").values()} == {(None, None, 5)}
+    with ckpipe.SyncPipeline(root, solo=True) as pipeline:
+        assert [(info.step, info.complete) for info in pipeline.steps()] == [(9, True), (5, True)]
+
+
+@pytest.mark.parametrize("kind", some(["ddp", "fsdp"]))
+def test_what_normalization_has_seen_is_each_rank_s_own(
+    world: Gang, tmp_path: Path, kind: str
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:normalized", root, 3, kind=kind, save=True) == [0] * 3
+    assert world.run("odd_ranks:normalized", root, 2, kind=kind, save=False) == [0] * 2
+    key = "training.model.norm.running_mean"
+    assert told(root, "refused") == {rank: [[1, rank, key]] for rank in range(2)}
+
+
+def test_tied_weights_stay_tied_over_any_number_of_ranks(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:tied", root, 3, save=True) == [0] * 3
+    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    weights = [name for name in names if name.startswith("training.model.")]
+    assert len(weights) == 3, "each rank writes its part once, for both names"
+    assert world.run("odd_ranks:tied", root, 2, save=False) == [0] * 2
+    losses = [each for values in told(root, "losses").values() for each in values]
+    assert len(losses) == 5
+    assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
+    with ckpipe.SyncPipeline(root, solo=True) as pipeline:
+        result = pipeline.load()
+        assert result is not None
+        model = result.state["training"]["model"]
+        assert model["embedding.weight"].shape == (9, 4)
+        assert model["embedding.weight"].data_ptr() == model["head.weight"].data_ptr()
