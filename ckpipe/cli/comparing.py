@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio.to_thread
 import typer
@@ -81,26 +81,28 @@ def diff(
                 found, differing = await reading(
                     one, infos[0].key, lambda: reading(two, infos[1].key, compare)
                 )
-        alike = not (found.only_first or found.only_second or found.changed or differing)
-        screen.result(
-            {
-                "first": infos[0].id,
-                "second": infos[1].id,
-                "same": alike,
-                "compared": 0 if structure else len(found.common),
-                "only_first": found.only_first,
-                "only_second": found.only_second,
-                "changed": [
-                    {"label": label, "first": a, "second": b}
-                    for label, (a, b) in found.changed.items()
-                ],
-                "tensors": [asdict(each) for each in differing],
-            },
-            *_shown(found, differing, 0 if structure else len(found.common)),
-        )
-        return OK if alike else FOUND
+        compared = 0 if structure else len(found.common)
+        data = _data(found, differing, compared)
+        ids = {"first": infos[0].id, "second": infos[1].id}
+        screen.result({**ids, **data}, *_shown(found, differing, compared))
+        return OK if data["same"] else FOUND
 
     serve(ctx, work)
+
+
+def _data(
+    found: StructureDifference, differing: list[TensorDifference], compared: int
+) -> dict[str, Any]:
+    return {
+        "same": not (found.only_first or found.only_second or found.changed or differing),
+        "compared": compared,
+        "only_first": found.only_first,
+        "only_second": found.only_second,
+        "changed": [
+            {"label": label, "first": a, "second": b} for label, (a, b) in found.changed.items()
+        ],
+        "tensors": [asdict(each) for each in differing],
+    }
 
 
 def _selected(found: StructureDifference, select: LabelFilter) -> StructureDifference:
