@@ -21,6 +21,15 @@ def _runtime() -> tuple[Callable[..., int], Callable[..., int]]:
     return checksums.crc32c, checksums.combine_crc32c
 
 
+def prepare() -> None:
+    """Imports what computes the sums, if that has not happened yet.
+
+    A thread that is in the middle of an import when the program forks leaves the child with a
+    lock that nobody gives back, and every sum there would wait for it.
+    """
+    _runtime()
+
+
 def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
     """The CRC-32C of ``data``, going on from ``previous``."""
     value: int = _runtime()[0](data, previous)

@@ -279,7 +279,7 @@ class Engine(Housekeeping):
         """Ends what :meth:`hold_staged` began."""
         save.release_view(held)
 
-    async def take_failures(self) -> list[Exception]:
+    def take_failures(self) -> list[Exception]:
         """The failures of the background that nobody has seen yet; they count as seen then."""
         taken, self._background = self._background, []
         return taken
@@ -289,7 +289,7 @@ class Engine(Housekeeping):
         """Whether something failed that nobody has seen yet."""
         return bool(self._background)
 
-    async def see(self, error: Exception) -> None:
+    def see(self, error: Exception) -> None:
         """Notes that a caller was told of a failure."""
         self._background = [each for each in self._background if each is not error]
 
@@ -353,6 +353,8 @@ class Engine(Housekeeping):
         """Loads a checkpoint; None if none was named and there is none."""
         for save in [each for each in self._active if not each.staged.done()]:
             await _quietly(save)
+        if which is not None:
+            await self.settled(which)
         began = time.perf_counter()
         result = await self._loading.load(which, request, fallback=fallback)
         if result is not None:
@@ -363,6 +365,12 @@ class Engine(Housekeeping):
             self._course.has_loaded = True
             self.cadence.begin_at(result.step)
         return result
+
+    async def settled(self, which: int | str) -> None:
+        """Waits for saves under way here that a step or id names."""
+        for save, ended in list(self._active.items()):
+            if which in (save.id.step, save.name):
+                await ended.wait()
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Whether a save of this checkpoint is under way here."""

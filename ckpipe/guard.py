@@ -76,13 +76,22 @@ def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
     """
     if not optimizers:
         raise UsageError("No optimizer was given to guard")
+    check_optimizers(optimizers)
+    return StepGuard(lock, optimizers)
+
+
+def check_optimizers(optimizers: tuple[object, ...]) -> None:
+    """Looks whether all of them can be guarded.
+
+    Raises:
+        UsageError: If one is no optimizer.
+    """
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"A {type(optimizer).__name__} cannot be guarded, only a torch.optim.Optimizer",
                 hint="Pass the optimizer that it steps, or use lock.mutating() around its steps",
             )
-    return StepGuard(lock, optimizers)
 
 
 class _StepHooks:
@@ -166,4 +175,4 @@ def _belongs_to_compiler(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch._dynamo")
 
 
-__all__ = ["StepGuard", "guard"]
+__all__ = ["StepGuard", "check_optimizers", "guard"]

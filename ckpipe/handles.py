@@ -97,6 +97,12 @@ class SaveHandle(_Handle):
         await _until_done(self._save.committed)
         return self._result(self._save.committed)
 
+    async def _reached(self, until: str) -> None:
+        """Waits until what ``save`` was asked to wait for; a skipped save has nothing more."""
+        await (self.captured() if until == "captured" else self.staged())
+        if until == "committed" and self.status != "skipped":
+            await self.committed()
+
     async def complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Waits until every rank's part is durable, and asks the store whether it is.
 
@@ -114,15 +120,11 @@ class SaveHandle(_Handle):
         with anyio.fail_after(timeout):
             info = await self.committed()
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        looking = self._core.submit(self._core.engine.complete, info, left)
-        try:
-            return await wait_for(looking)
-        finally:
-            looking.cancel()
+        return await self._core.run(self._core.engine.complete, info, left)
 
     async def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""
-        await wait_for(self._core.submit(self._core.engine.cancel, self._save))
+        await self._core.run(self._core.engine.cancel, self._save)
 
     @asynccontextmanager
     async def staged_state(self) -> AsyncIterator[Any]:
@@ -142,7 +144,7 @@ class SaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = await wait_for(self._core.submit(self._core.engine.hold_staged, self._save))
+        held = await self._core.run(self._core.engine.hold_staged, self._save)
         try:
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
@@ -166,7 +168,7 @@ class SyncSaveHandle(_Handle):
             TimeoutError: If it is not captured by then.
             CkpipeError: If the save failed or was cancelled before that.
         """
-        _block(self._save.safe, timeout)
+        self._block(self._save.safe, timeout)
         self._result(self._save.safe)
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -179,7 +181,7 @@ class SyncSaveHandle(_Handle):
             TimeoutError: If it is not staged by then.
             CkpipeError: If the save failed or was cancelled before that.
         """
-        _block(self._save.staged, timeout)
+        self._block(self._save.staged, timeout)
         self._result(self._save.staged)
 
     def wait(self, timeout: float | None = None) -> CheckpointInfo:
@@ -193,8 +195,17 @@ class SyncSaveHandle(_Handle):
             SaveSkipped: If the save was skipped.
             CkpipeError: If the save failed or was cancelled.
         """
-        _block(self._save.committed, timeout)
+        self._block(self._save.committed, timeout)
         return self._result(self._save.committed)
+
+    def _wait_reached(self, until: str) -> None:
+        """Blocks until what ``save`` was asked to wait for; a skipped save has nothing more."""
+        if until == "captured":
+            self.wait_captured()
+        else:
+            self.wait_staged()
+        if until == "committed" and self.status != "skipped":
+            self.wait()
 
     def wait_complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Blocks until every rank's part is durable, and asks the store whether it is.
@@ -212,15 +223,17 @@ class SyncSaveHandle(_Handle):
         began = time.monotonic()
         info = self.wait(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        looking = self._core.submit(self._core.engine.complete, info, left)
-        try:
-            return looking.result()
-        finally:
-            looking.cancel()
+        return self._core.call(self._core.engine.complete, info, left)
 
     def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""
-        self._core.submit(self._core.engine.cancel, self._save).result()
+        self._core.call(self._core.engine.cancel, self._save)
+
+    def _block(self, future: Future[Any], timeout: float | None) -> None:
+        """Blocks until the end of a future, whatever it is."""
+        if not future.done():
+            self._core.refuse_on_loop()
+        future.exception(timeout)
 
     @contextmanager
     def staged_state(self) -> Iterator[Any]:
@@ -229,7 +242,7 @@ class SyncSaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = self._core.submit(self._core.engine.hold_staged, self._save).result()
+        held = self._core.call(self._core.engine.hold_staged, self._save)
         try:
             yield lent_state(self._save, held)
         finally:
@@ -243,9 +256,3 @@ async def _until_done(future: Future[Any]) -> None:
     except Exception:
         if not future.done():
             raise
-
-
-def _block(future: Future[Any], timeout: float | None) -> None:
-    """Blocks until the end of a future, whatever it is."""
-    if future.exception(timeout) is None:
-        future.result()

@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
+from ckpipe.errors import UsageError
 from ckpipe.events import Event, EventBus
 
 logger = logging.getLogger("ckpipe")
@@ -62,7 +63,20 @@ class Hooks:
         events.add(self._heard)
 
     def add(self, kind: type[E], function: Callable[[E], object]) -> None:
-        """Has a function called with every event of a kind from now on; in any thread."""
+        """Has a function called with every event of a kind from now on; in any thread.
+
+        Raises:
+            UsageError: If it cannot be called with one argument.
+        """
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError as error:
+            raise UsageError(
+                f"{function!r:.100} cannot be called with an event: {error}",
+                hint="Give a function, or coroutine function, of one argument",
+            ) from None
+        except ValueError:
+            pass  # a function of C that does not say what it takes
         self._hooks.setdefault(kind, []).append(_Hook(function))
 
     async def serve(

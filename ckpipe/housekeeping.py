@@ -27,6 +27,10 @@ class Housekeeping(abc.ABC):
         """What stages work with."""
 
     @abc.abstractmethod
+    async def settled(self, which: int | str) -> None:
+        """Waits for saves under way here that a step or id names."""
+
+    @abc.abstractmethod
     def is_writing(self, id: CheckpointId) -> bool:
         """Whether a save of this checkpoint is under way here."""
 
@@ -45,6 +49,7 @@ class Housekeeping(abc.ABC):
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Reads and checks every byte of a checkpoint."""
+        await self.settled(which)
         site = self.site
         info = await find_healed(site.patient, which)
 
@@ -74,6 +79,7 @@ class Housekeeping(abc.ABC):
 
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""
+        await self.settled(which)
         await pruning.pin(self.site.patient, (await find_healed(self.site.patient, which)).key)
 
     async def unpin(self, which: int | str) -> None:

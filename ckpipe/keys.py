@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpipe.errors import InvalidManifest, UnsupportedState
+from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
 
 Json = Any
 """What the json module reads and writes."""
@@ -153,7 +153,17 @@ class LabelFilter:
 def label_filter(
     include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
 ) -> LabelFilter:
-    """The filter that ``include`` and ``exclude`` of a call ask for."""
+    """The filter that ``include`` and ``exclude`` of a call ask for.
+
+    Raises:
+        UsageError: If one of them is a string, which as a sequence is a glob for each letter.
+    """
+    for name, globs in (("include", include), ("exclude", exclude)):
+        if isinstance(globs, str):
+            raise UsageError(
+                f"{name} is a list of globs, not the string {globs!r:.100}",
+                hint=f"Write {name}=[{globs!r:.100}]",
+            )
     return LabelFilter(None if include is None else list(include), list(exclude or ()))
 
 

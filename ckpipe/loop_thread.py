@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
+
+from ckpipe.errors import UsageError
 
 T = TypeVar("T")
 
@@ -35,6 +37,52 @@ class LoopThread:
         if kwargs:
             return self.portal.start_task_soon(lambda: function(*args, **kwargs))
         return self.portal.start_task_soon(function, *args)
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Runs a coroutine function on the loop, and awaits it on any; cancelling cancels it."""
+        if self._is_here:
+            return await function(*args, **kwargs)
+        future = self.submit(function, *args, **kwargs)
+        try:
+            return await wait_for(future)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Runs a coroutine function on the loop; blocking.
+
+        Raises:
+            UsageError: If the caller is on the loop.
+        """
+        self.refuse_here()
+        future = self.submit(function, *args, **kwargs)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def at_once(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function on the loop, which may be where the caller is."""
+        return function(*args) if self._is_here else self.portal.call(function, *args)
+
+    def refuse_here(self) -> None:
+        """Lets nobody wait who runs on the loop.
+
+        Raises:
+            UsageError: If the caller does.
+        """
+        if self._is_here:
+            raise UsageError(
+                "A hook that runs on the pipeline's event loop must not block it",
+                hint="Make the hook a plain function, which runs in a thread of its own",
+            )
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether the caller runs on the loop: a hook does that is a coroutine function."""
+        return current_thread() is self._thread
 
     def close(self) -> None:
         """Ends the loop and its thread, once all that was submitted is through."""

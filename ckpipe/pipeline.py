@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import anyio
-from torch.optim import Optimizer
 
-from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
+from ckpipe.call_arguments import Which, which
 from ckpipe.handles import SaveHandle
 from ckpipe.keys import label_filter
-from ckpipe.ledger import Statistics
-from ckpipe.lock import StateLock
-from ckpipe.loop_thread import wait_for
 from ckpipe.per_rank import PerRankPolicy
-from ckpipe.pipeline_core import Guarded, Hook, PipelineCore, Which, raise_or_warn, which
+from ckpipe.pipeline_base import PipelineBase
 from ckpipe.retention import Decision
-from ckpipe.settings import Settings
 from ckpipe.sweeping import SweepReport
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
+from ckpipe.unseen_failures import raise_or_warn
 
-T = TypeVar("T")
 
-
-class Pipeline:
+class Pipeline(PipelineBase):
     """Saves and loads training state while training goes on.
 
     An async context manager, entered once. Entering opens the store; leaving waits for saves
@@ -44,16 +37,6 @@ class Pipeline:
     Raises:
         SettingsError: If a setting is unknown or out of range, or there is no url.
     """
-
-    def __init__(
-        self,
-        url: str | os.PathLike[str] | None = None,
-        *,
-        guard: Guarded = None,
-        settings: Settings | None = None,
-        **fields: Any,
-    ) -> None:
-        self._core = PipelineCore(url, guard, settings, fields)
 
     async def __aenter__(self) -> Self:
         """Opens the store and claims the attempt.
@@ -138,21 +121,11 @@ class Pipeline:
                 made an earlier save fail that nobody waited for, unless ``on_error`` is
                 ``"warn"``.
         """
-        self._core.report_failures()
-        request = self._core.request(
-            state,
-            step=step,
-            metrics=metrics,
-            metadata=metadata,
-            until=until,
-            final=final,
-            select=label_filter(include, exclude),
-        )
-        save = await self._run(self._core.engine.begin, request, step)
+        select = label_filter(include, exclude)
+        request = self._core.request(state, step, until, metrics, metadata, select, final)
+        save = await self._core.run(self._core.engine.begin, request, step)
         handle = SaveHandle(self._core, save)
-        await (handle.captured() if until == "captured" else handle.staged())
-        if until == "committed" and handle.status != "skipped":
-            await handle.committed()
+        await handle._reached(until)
         return handle
 
     async def load(
@@ -210,15 +183,15 @@ class Pipeline:
             pickle=pickle,
         )
         chosen = None if step is None else which(step)
-        return await self._run(self._core.engine.load, chosen, request, fallback=fallback)
+        return await self._core.run(self._core.engine.load, chosen, request, fallback=fallback)
 
     async def steps(self) -> list[CheckpointInfo]:
         """All checkpoints of the root, complete or not, the oldest first."""
-        return await self._run(self._core.engine.steps)
+        return await self._core.run(self._core.engine.steps)
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint; None if there is none."""
-        return await self._run(self._core.engine.latest)
+        return await self._core.run(self._core.engine.latest)
 
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
@@ -235,7 +208,7 @@ class Pipeline:
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """
-        return await self._run(self._core.engine.best, metric, mode)
+        return await self._core.run(self._core.engine.best, metric, mode)
 
     async def verify(self, step: Which) -> VerifyResult:
         """Reads a checkpoint whole and checks every byte of it.
@@ -244,7 +217,7 @@ class Pipeline:
             CheckpointNotFound: If it is absent or incomplete.
             CorruptCheckpoint: If a single bit of it is not what was saved.
         """
-        return await self._run(self._core.engine.verify, which(step))
+        return await self._core.run(self._core.engine.verify, which(step))
 
     async def delete(self, step: Which, *, force: bool = False) -> None:
         """Deletes a checkpoint, with a tombstone, so that a crash cannot leave half of one.
@@ -262,7 +235,7 @@ class Pipeline:
             UsageError: If it is protected, or this pipeline is writing it, which nothing forces.
             StoreError: If the store failed; deleting it again goes on where it stopped.
         """
-        await self._run(self._core.engine.delete, which(step), force=force)
+        await self._core.run(self._core.engine.delete, which(step), force=force)
 
     async def pin(self, step: Which) -> None:
         """Protects a checkpoint from retention until it is unpinned.
@@ -270,11 +243,11 @@ class Pipeline:
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
         """
-        await self._run(self._core.engine.pin, which(step))
+        await self._core.run(self._core.engine.pin, which(step))
 
     async def unpin(self, step: Which) -> None:
         """Ends the protection of a checkpoint."""
-        await self._run(self._core.engine.unpin, which(step))
+        await self._core.run(self._core.engine.unpin, which(step))
 
     async def prune(self, *, dry_run: bool = False) -> Decision:
         """Applies the retention rules now.
@@ -282,7 +255,7 @@ class Pipeline:
         Args:
             dry_run: Whether to say only what would be done, and why.
         """
-        return await self._run(self._core.engine.prune, dry_run=dry_run)
+        return await self._core.run(self._core.engine.prune, dry_run=dry_run)
 
     async def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
@@ -296,118 +269,4 @@ class Pipeline:
         Raises:
             StoreError: If the store failed; sweeping again goes on where it stopped.
         """
-        return await self._run(self._core.engine.sweep, dry_run=dry_run)
-
-    def should_save(self, step: int) -> bool:
-        """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
-
-        Once :attr:`preempted`, it is True until a save has begun, and False from then on.
-
-        Takes microseconds and asks nobody. Several ranks save at the same step, if all of them ask
-        after every step: by the clock of the first, and when any of them is preempted. Should they
-        come to that step before all have agreed on it, this waits for them, for a minute at most.
-
-        A mark that was skipped, or passed before a crash, is
-        made up for at the next step asked about. Asking changes nothing: the answer stays yes
-        until a save has begun.
-
-        Args:
-            step: The step that has just been taken.
-
-        Raises:
-            SettingsError: If neither is set, and preemption is not either.
-            PipelineClosed: If the pipeline is not open.
-        """
-        return self._core.should_save(step)
-
-    @property
-    def preempted(self) -> bool:
-        """Whether this process was told that it will be stopped, by a signal or :meth:`preempt`.
-
-        Of several ranks it is enough that one was told: then this is True on all of them after the
-        step that they agreed to save, once :meth:`should_save` has been asked about it.
-
-        The first save that begins from then on waits for memory where others are skipped; after
-        it :meth:`should_save` is False. Leaving the pipeline waits for saves for
-        ``preemption.grace_seconds`` after the signal at most.
-        """
-        return self._core.preemption.told
-
-    def preempt(self) -> None:
-        """Says that this process will be stopped soon, as one of ``preemption.signals`` does.
-
-        May be called in any thread, for those who learn of it in another way.
-
-        Raises:
-            UnsupportedTopology: If several ranks save together and ``preemption`` is not set.
-        """
-        self._core.preempt()
-
-    def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
-        """Has a function called whenever a state has been copied.
-
-        A plain function runs in a thread of its own, a coroutine function on the pipeline's own
-        event loop, which it must not block. No save waits for it. It is called for one event
-        after the other; leaving the pipeline waits for it, for ``drain_timeout_seconds`` at most.
-        What it raises is logged, and raises or warns like a failed save that nobody waited for.
-
-        Args:
-            hook: Takes the event.
-
-        Returns:
-            The hook, so that this may stand above it as a decorator.
-        """
-        self._core.hooks.add(Staged, hook)
-        return hook
-
-    def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
-        """Has a function called whenever this rank's part is durable; see :meth:`on_staged`."""
-        self._core.hooks.add(RankCommitted, hook)
-        return hook
-
-    def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
-        """Has a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
-        self._core.hooks.add(Completed, hook)
-        return hook
-
-    def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
-        """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
-        self._core.hooks.add(SaveFailed, hook)
-        return hook
-
-    def statistics(self) -> Statistics:
-        """What was done so far, in numbers: saves, bytes, seconds and waits by stage, memory.
-
-        Takes microseconds, in any thread, and also before opening and after closing.
-        """
-        return self._core.statistics()
-
-    def guard(self, *optimizers: Optimizer) -> None:
-        """Has every ``step()`` of these optimizers wait for copies under way, until closing."""
-        self._core.guard(*optimizers)
-
-    @property
-    def lock(self) -> StateLock:
-        """Keeps those who change the state and those who copy it apart."""
-        return self._core.lock
-
-    @property
-    def settings(self) -> Settings:
-        """The settings in force."""
-        return self._core.settings
-
-    @property
-    def events(self) -> EventBus:
-        """What happens, as typed events; see :mod:`ckpipe.events`."""
-        return self._core.events
-
-    async def _run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        future = self._core.submit(function, *args, **kwargs)
-        try:
-            return await wait_for(future)
-        except BaseException:
-            future.cancel()
-            raise
-
-    def __repr__(self) -> str:
-        return f"<Pipeline {self._core!r}>"
+        return await self._core.run(self._core.engine.sweep, dry_run=dry_run)

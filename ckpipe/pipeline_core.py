@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from ckpipe import cuda
+from ckpipe import checksum, cuda
 from ckpipe.announcing import END
+from ckpipe.call_arguments import (
+    check_load,
+    check_step,
+    check_until,
+    plain_metadata,
+    plain_metrics,
+)
 from ckpipe.caller import Caller
 from ckpipe.engine import Engine
 from ckpipe.errors import (
@@ -25,9 +31,9 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.events import Event, EventBus
-from ckpipe.guard import StepGuard, guard
+from ckpipe.guard import StepGuard, check_optimizers, guard
 from ckpipe.hooks import Hooks
-from ckpipe.keys import LabelFilter, encode_float
+from ckpipe.keys import LabelFilter
 from ckpipe.ledger import Ledger, Statistics
 from ckpipe.lock import StateLock
 from ckpipe.loop_thread import LoopThread
@@ -37,12 +43,9 @@ from ckpipe.restore import LoadRequest
 from ckpipe.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.topology import ALONE, find_topology
-from ckpipe.types import CheckpointInfo
+from ckpipe.unseen_failures import raise_or_warn, tell_forgotten
 
 T = TypeVar("T")
-Which = int | str | CheckpointInfo
-"""A step, the exact id of a checkpoint, or what is known of one."""
-
 E = TypeVar("E", bound=Event)
 Hook = Callable[[E], object]
 """A function or coroutine function of the user's that takes an event."""
@@ -85,6 +88,7 @@ class PipelineCore:
         self._loop: LoopThread | None = None
         self._engine: Engine | None = None
         self._served: Future[None] | None = None
+        self._forgotten: weakref.finalize[..., PipelineCore] | None = None
         self._guarded = _optimizers(guards)
         self._process = os.getpid()
 
@@ -120,6 +124,7 @@ class PipelineCore:
             raise PipelineClosed(
                 "A pipeline is entered once", hint="Make a new one to go on saving"
             )
+        checksum.prepare()
         topology = self._topology = ALONE if self.settings.solo else find_topology()
         self._process = os.getpid()
         self._loop = LoopThread("ckpipe")
@@ -132,6 +137,9 @@ class PipelineCore:
         except BaseException:
             self._shut(LoopThread.abandon)
             raise
+        self._forgotten = weakref.finalize(
+            self, tell_forgotten, str(self.settings.url), self._process, self._engine.under_way
+        )
         if self._guarded:
             self.guard(*self._guarded)
 
@@ -146,7 +154,7 @@ class PipelineCore:
         try:
             within = self.preemption.seconds_left(self.settings.preemption.grace_seconds)
             self.submit(self._engine.drain, staged_only=failed, within=within).result()
-            failures = self.submit(self._engine.take_failures).result()
+            failures = self._loop.at_once(self._engine.take_failures)
             self.submit(self._engine.stop).result()
             self._served.result()
         except BaseException:
@@ -157,6 +165,8 @@ class PipelineCore:
         return failures
 
     def _shut(self, end: Callable[[LoopThread], None]) -> None:
+        if self._forgotten is not None:
+            self._forgotten.detach()
         for each in self._guards:
             each.remove()
         loop, self._loop = self._loop, None
@@ -191,11 +201,27 @@ class PipelineCore:
             )
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
-        """Starts a coroutine function on the pipeline's loop."""
+        """Starts a coroutine function on the pipeline's loop, from another thread."""
+        return self._open_loop().submit(function, *args, **kwargs)
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Runs a coroutine function on the pipeline's loop, and awaits it on any."""
+        return await self._open_loop().run(function, *args, **kwargs)
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Runs a coroutine function on the pipeline's loop; blocking."""
+        return self._open_loop().call(function, *args, **kwargs)
+
+    def refuse_on_loop(self) -> None:
+        """Raises an error if the caller is on the loop, where waiting would never end."""
+        if self._loop is not None:
+            self._loop.refuse_here()
+
+    def _open_loop(self) -> LoopThread:
         if self._loop is None:
             raise PipelineClosed("The pipeline is closed", hint="Make a new one to go on")
         self._check_process()
-        return self._loop.submit(function, *args, **kwargs)
+        return self._loop
 
     def guard(self, *optimizers: Optimizer) -> None:
         """Has every step of these optimizers hold the lock's mutating side, until closing."""
@@ -204,12 +230,12 @@ class PipelineCore:
     def saw(self, error: Exception) -> None:
         """Notes that a caller was told of a save's failure."""
         if self._loop is not None and self._engine is not None:
-            self.submit(self._engine.see, error).result()
+            self._loop.at_once(self._engine.see, error)
 
     def report_failures(self) -> None:
         """Raises, or warns of, failed saves that nobody has been told of."""
         if self.engine.has_failures:
-            failures = self.submit(self.engine.take_failures).result()
+            failures = self._open_loop().at_once(self.engine.take_failures)
             raise_or_warn(failures, self.settings.on_error)
 
     def give_back(self, save: Save, held: list[FilledBlock]) -> None:
@@ -222,36 +248,32 @@ class PipelineCore:
     def request(
         self,
         state: Any,
-        *,
         step: int | None,
+        until: str,
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, Any] | None,
-        until: str,
-        final: bool,
         select: LabelFilter,
+        final: bool,
         caller: Caller | None = None,
     ) -> SaveRequest:
-        """Checks what ``save`` was given, on the caller's thread."""
-        _ = self.engine
+        """Checks what ``save`` was given, on the caller's thread, once failures are told."""
+        self.report_failures()
         if self.settings.read_only:
             raise PermissionDenied(
                 "The pipeline was opened to read only",
                 step=step,
                 hint="Open one without read_only=True to save",
             )
-        if until not in ("captured", "staged", "committed"):
-            raise UsageError(
-                f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
-            )
+        check_until(until, step)
         owners = self._owners(step) if until == "captured" else ()
         if step is not None:
-            _check_step(step)
+            check_step(step)
         self.lock.check_capture_allowed()
         return SaveRequest(
             state,
             select,
-            _metrics(metrics or {}, step),
-            _metadata(metadata or {}, step),
+            plain_metrics(metrics or {}, step),
+            plain_metadata(metadata or {}, step),
             final,
             threading.get_ident(),
             cuda.fences(),
@@ -275,7 +297,7 @@ class PipelineCore:
     def should_save(self, step: int) -> bool:
         """Whether the settings ask for a save at a step."""
         engine, together = self.engine, self._topology.world_size > 1
-        _check_step(step)
+        check_step(step)
         called = engine.diary.ask(step) if together else frozenset()
         if END in called:
             self.preemption.arrive()
@@ -312,12 +334,7 @@ class PipelineCore:
         pickle: str,
     ) -> LoadRequest:
         """Checks what ``load`` was given."""
-        if pickle not in ("refuse", "allow"):
-            raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
-        if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0"):
-            raise UsageError(
-                f"per_rank is 'raise', 'drop', 'rank0' or a function, not {per_rank!r}"
-            )
+        check_load(per_rank, pickle)
         self.lock.check_capture_allowed()
         return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank)
 
@@ -330,54 +347,27 @@ class PipelineCore:
             budget=engine.budget() if engine and self._loop else (0, 0, 0),
         )
 
+    def __getstate__(self) -> object:
+        """Refuses copies.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "A pipeline can be neither copied nor pickled: it has a thread and files of its own. "
+            "Open another one where it is needed, with the same settings"
+        )
+
     def __repr__(self) -> str:
         inside = self._engine.describe() if self._engine and self._loop else "closed"
         past = str(self._ledger)
         return f"{self.settings.url} [{inside}{' | ' if past else ''}{past}]"
 
 
-def which(checkpoint: Which) -> int | str:
-    """The step or id that names a checkpoint."""
-    return checkpoint.id if isinstance(checkpoint, CheckpointInfo) else checkpoint
-
-
-def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
-    """Brings failures of the background before the user."""
-    if on_error == "warn":
-        for each in failures:
-            warnings.warn(f"A checkpoint failed: {each}", RuntimeWarning, stacklevel=3)
-        return
-    if failures:
-        error = failures[0]
-        for other in failures[1:]:
-            error.add_note(f"Besides: {other!r}")
-        raise error
-
-
-def _check_step(step: int) -> None:
-    if type(step) is not int or not 0 <= step < 10**12:
-        raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
-
-
 def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:
     if guards is None:
         return ()
-    return (guards,) if isinstance(guards, Optimizer) else tuple(guards)
-
-
-def _metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
-    try:
-        return {str(name): encode_float(float(value)) for name, value in metrics.items()}
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"Metrics are numbers by name: {error}", step=step) from error
-
-
-def _metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    try:
-        plain = json.loads(json.dumps(dict(metadata), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"Metadata must be plain JSON: {error}", step=step, hint="Put other things in the state"
-        ) from error
-    assert isinstance(plain, dict)
-    return plain
+    found = tuple(guards) if isinstance(guards, Iterable) else (guards,)
+    if found:
+        check_optimizers(found)
+    return found

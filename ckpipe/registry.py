@@ -76,6 +76,7 @@ def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backen
         SettingsError: If the backend has no such option, or lacks one.
         UsageError: If the URL is not one that the backend understands.
     """
+    _refuse_slip(url)
     scheme = scheme_of(url)
     factory = _factory(scheme)
     options = dict(options or {})
@@ -93,9 +94,20 @@ def create_reader(url: str, options: Mapping[str, Any] | None = None) -> Backend
         url: As for :func:`create_backend`, which also says what is raised.
         options: The backend's own options.
     """
+    _refuse_slip(url)
     parameters = inspect.signature(_factory(scheme_of(url))).parameters
     looking = {"access": "read"} if "access" in parameters else {}
     return create_backend(url, {**(options or {}), **looking})
+
+
+def _refuse_slip(url: str) -> None:
+    """Refuses ``s3:/bucket``, which would be a folder named ``s3:`` here."""
+    scheme, separator, rest = url.partition(":/")
+    if separator and not rest.startswith("/") and _SCHEME.fullmatch(scheme.lower()):
+        raise UsageError(
+            f"{url!r} is neither a path nor a URL",
+            hint=f"Write {scheme}:// for a URL, or ./{scheme}:/ for a folder of this name",
+        )
 
 
 def _factory(scheme: str) -> BackendFactory:

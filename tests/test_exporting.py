@@ -178,7 +178,7 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
             made.faulty.fail(lost, lambda each: f".{form}/" in each.key, Landing.BEFORE, nth=number)
             pipeline.save(state, step=1, final=True).wait()
             pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
-            failures = pipeline._core.submit(pipeline._core.engine.take_failures).result()
+            failures = pipeline._core.engine.take_failures()
             keys = [key for key in made.memory._store.objects if f".{form}/" in key]
             assert any(key.endswith(found) for key in keys) == (not failures)
             if not failures:

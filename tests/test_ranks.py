@@ -193,7 +193,7 @@ class TestHealing:
             world[1].save(state(1), step=1).wait()
             settle(world[1])
             assert first.wait_complete(timeout=5).complete
-            world[1]._core.submit(world[1]._core.engine.take_failures).result()
+            world[1]._core.engine.take_failures()
 
     def test_next_save_tells_of_absent_ranks(self, store: Stores) -> None:
         with ranks(store.url, 3, incomplete_after_seconds=0, **FAST) as world:
@@ -239,7 +239,7 @@ class TestHealing:
             world[1].save(state(1), step=1).wait()
             settle(world[1])
             assert [info.reason for info in world[0].steps()] == [NO_INDEX]
-            world[1]._core.submit(world[1]._core.engine.take_failures).result()
+            world[1]._core.engine.take_failures()
 
 
 def test_requests_of_a_save_do_not_grow_with_the_world() -> None:

@@ -1,0 +1,150 @@
+"""What a newcomer tries: each of it works, or fails with an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.errors import UsageError
+from ckpipe.events import Completed
+
+FORKING = """
+import os, sys
+import torch
+import ckpipe
+from ckpipe import testing
+root = sys.argv[1]
+pipeline = ckpipe.SyncPipeline(root)
+pipeline.__enter__()
+pipeline.save({"w": torch.ones(3)}, step=1)  # its first checksums are computed meanwhile
+child = os.fork()
+if not child:
+    with ckpipe.SyncPipeline(root) as another:
+        another.save({"w": torch.ones(3)}, step=2).wait()
+    os._exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+store = testing.SlowBackend(testing.MemoryBackend())
+ckpipe.register_backend("slow", lambda url: store)
+forgotten = ckpipe.SyncPipeline("slow://store/forgotten")
+forgotten.__enter__()
+store.hold("write")
+forgotten.save({"w": torch.ones(3)}, step=1)
+"""
+
+
+def test_a_fork_in_the_middle_of_a_save_and_an_end_in_the_middle_of_another(
+    tmp_path: Path,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    told = "The pipeline of slow://store/forgotten was never left, and saves under way may be lost"
+    assert [line[: len(told)] for line in run.stderr.splitlines()] == [told]
+
+
+def refusals() -> dict[str, tuple[str, Callable[[ckpipe.SyncPipeline], object]]]:
+    state = {"w": torch.ones(3)}
+    return {
+        "include": ("list of globs", lambda it: it.save(state, include="w*")),
+        "exclude": ("list of globs", lambda it: it.load(state, exclude="w*")),
+        "no hook": ("called with an event", lambda it: it.on_complete(None)),
+        "deaf hook": ("called with an event", lambda it: it.on_staged(lambda: None)),
+        "guard": ("cannot be guarded", lambda it: it.guard(torch.nn.Linear(1, 1))),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_a_slip_is_refused_at_once(case: str, tmp_path: Path) -> None:
+    says, call = refusals()[case]
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(UsageError, match=says):
+            call(pipeline)
+        assert pipeline.steps() == []
+
+
+@pytest.mark.parametrize("guard", [3, torch.nn.Linear(1, 1), [torch.nn.Linear(1, 1)]])
+def test_what_is_no_optimizer_is_refused_before_anything_is_opened(guard: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be guarded"):
+        ckpipe.SyncPipeline("nowhere", guard=guard)
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "file:/run", "GS:/bucket"])
+def test_a_slash_too_few_does_not_make_a_folder(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for read_only in (False, True):
+        with (
+            pytest.raises(UsageError, match="neither a path nor a URL"),
+            ckpipe.SyncPipeline(url, read_only=read_only),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with ckpipe.SyncPipeline("./s3:/bucket") as pipeline:
+        assert pipeline.latest() is None
+
+
+def test_a_pipeline_is_not_copied(tmp_path: Path) -> None:
+    pipeline = ckpipe.SyncPipeline(tmp_path)
+    with pipeline:
+        handle = pipeline.save({"w": 1})
+        for what in (pipeline, handle, ckpipe.Pipeline(tmp_path)):
+            with pytest.raises(TypeError, match="neither copied nor pickled"):
+                pickle.dumps(what)
+            with pytest.raises(TypeError, match="neither copied nor pickled"):
+                copy.deepcopy(what)
+
+
+def test_a_named_save_under_way_is_waited_for(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        uses: list[Callable[[int], object]] = [pipeline.verify, pipeline.pin]
+        uses.append(lambda step: pipeline.load(step=step))
+        for step, use in enumerate(uses):
+            handle = pipeline.save({"w": torch.full((1 << 20,), float(step))}, step=step)
+            found = use(step)
+            assert handle.status == "committed"
+        assert isinstance(found, ckpipe.LoadResult)
+        assert torch.equal(found.state["w"], torch.full((1 << 20,), 2.0))
+
+
+async def test_a_coroutine_hook_awaits_the_pipeline(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    async with ckpipe.Pipeline(tmp_path) as pipeline:
+
+        @pipeline.on_complete
+        async def look(event: Completed) -> None:
+            seen.append((await pipeline.verify(event.step)).bytes)
+            if event.step == 1:
+                handle = await pipeline.save({"bytes": seen[0]}, step=2)
+                seen.append((await handle).step)
+
+        await (await pipeline.save({"w": torch.ones(3)}, step=1))
+    async with ckpipe.Pipeline(tmp_path) as pipeline:
+        assert [info.step for info in await pipeline.steps() if info.complete] == [1, 2]
+    assert seen[0] > 0
+    assert 2 in seen
+
+
+def test_a_coroutine_hook_that_would_block_the_loop_is_told_so(tmp_path: Path) -> None:
+    async def look(event: Completed) -> None:
+        pipeline.latest()
+
+    pipeline = ckpipe.SyncPipeline(tmp_path)
+    pipeline.on_complete(look)
+    pipeline.__enter__()
+    pipeline.save({"w": torch.ones(3)}, step=1)
+    with pytest.raises(UsageError, match="must not block it") as caught:
+        pipeline.__exit__(None, None, None)
+    assert "plain function" in str(caught.value)
