@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from sampling import EVERY
 
@@ -59,15 +61,30 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
         assert len([info for info in pipeline.steps() if info.complete]) == 2
 
 
+def one_pipeline(root: Path, training: dict[str, Any], step: int) -> list[weakref.ref[Any]]:
+    """Opens, saves, loads, meets an error and closes; what must be gone after that."""
+    with ckpipe.SyncPipeline(root, keep_last=2, guard=training["optimizer"]) as pipeline:
+        pipeline.on_complete(lambda event: repr(pipeline))
+        handle = pipeline.save(training, step=step)
+        pipeline.load(training, step=step)
+        with pytest.raises(ckpipe.CkpipeError):
+            pipeline.load({"model": torch.nn.Linear(1, 1)}, step=step)
+    core = pipeline._core
+    assert core._engine is not None
+    held = [pipeline, core, core._engine, core._engine.site.arena, handle._save]
+    return [weakref.ref(each) for each in held]
+
+
 def test_many_pipelines_leave_nothing_behind(tmp_path: Path) -> None:
     training = state()
     begun = usage()
+    held: list[weakref.ref[Any]] = []
     for step in range(SAVES):
-        with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
-            pipeline.save(training, step=step)
+        held += one_pipeline(tmp_path, training, step)
         if step + 1 == WARM_UP:
             begun = usage()
     ended = usage()
+    assert [each() for each in held if each() is not None] == []
     assert ended.descriptors <= begun.descriptors
     assert ended.threads <= begun.threads
     assert ended.bytes < begun.bytes * (1 + DRIFT)
