@@ -78,11 +78,11 @@ FULL = Extent(
     (
         Part("times", _GPT2, "", 7, 330),
         Part("times", _TINY, "", 7, 345),
-        Part("times", _LARGE, "", 7, 210),
+        Part("times", _LARGE, "", 7, 240),
         *(Part("peaks", name, "", 1, 80) for name in (_GPT2, _TINY, _LARGE)),
         *(Part("loop", name, loop, 7, 100) for name in (_GPT2, _TINY, _LARGE) for loop in LOOPS),
     ),
-    29.0,
+    28.0,
     120.0,
 )
 QUICK = Extent(

@@ -188,7 +188,7 @@ class Limits(Contender):
     def __init__(self, root: Path, nbytes: int) -> None:
         super().__init__(root)
         self._memory, self._nbytes = raw.touched(nbytes), nbytes
-        self._source = torch.zeros(nbytes, dtype=torch.uint8)
+        self._source = torch.ones(nbytes, dtype=torch.uint8)  # zeros would have no pages yet
 
     def measure(self) -> dict[str, float]:
         """A warm copy, one write that ends with fsync, and parallel reads."""
