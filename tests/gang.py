@@ -42,6 +42,7 @@ from ckpipe import registry
 from ckpipe.backend import Backend
 from ckpipe.testing import FaultyBackend, Landing, SlowBackend
 from ckpipe.testing.wrapping import Operation
+from ckpipe_gcs import GcsBackend
 from ckpipe_local import LocalBackend
 from ckpipe_s3 import S3Backend
 
@@ -53,8 +54,11 @@ SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}, "meeting_timeout_
 def mortal(case: Case) -> None:
     """Puts the store of a case behind ``URL``; it kills one rank at an operation, or slows one."""
     inner: Backend = LocalBackend(case["root"])
-    if "bucket" in case:
-        inner = S3Backend(case["bucket"], endpoint_url=case["endpoint"])
+    url = case.get("bucket", "")
+    if url.startswith("s3:"):
+        inner = S3Backend(url, endpoint_url=case["endpoint"])
+    elif url.startswith("gs:"):
+        inner = GcsBackend(url, endpoint_url=case["endpoint"], anonymous=True)
     if case.get("slow") == dist.get_rank():
         inner = SlowBackend(inner, latency=0.1)
     faulty = FaultyBackend(inner)

@@ -50,15 +50,20 @@ class GcsServer:
             text = answer.read()
         return json.loads(text) if text else None
 
-    def names(self, bucket: str) -> list[str]:
-        """The names of all objects in a bucket of the strict emulator; blocks."""
+    def names(self, bucket: str, prefix: str = "") -> list[str]:
+        """The names of all objects below a prefix of the strict emulator; blocks."""
         found = self.ask("GET", "/emulator")["objects"]
-        return sorted(name.split("/", 1)[1] for name in found if name.startswith(f"{bucket}/"))
+        whole = f"{bucket}/{prefix}"
+        return sorted(name.split("/", 1)[1] for name in found if name.startswith(whole))
 
     def sessions(self, bucket: str) -> list[tuple[str, int]]:
         """The upload sessions that are open on the strict emulator, and what they hold; blocks."""
         found = self.ask("GET", "/emulator")["sessions"]
         return [(name, had) for name, had in found if name.startswith(f"{bucket}/")]
+
+    def open_uploads(self, bucket: str) -> list[str]:
+        """The names of the objects that a session is open for; blocks."""
+        return [name.split("/", 1)[1] for name, _ in self.sessions(bucket)]
 
 
 def set_up_process() -> None:

@@ -12,6 +12,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from sampling import EVERY, SEED
 from server_processes import free_ports
 
 import ckpipe
-from ckpipe import errors
+from ckpipe import errors, sweeping
 from ckpipe.backend import PutMode
 from ckpipe.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
@@ -254,11 +255,17 @@ def test_refused_credentials_are_told_and_not_tried_again(
 
 
 def test_who_may_not_delete_saves_and_leaves_what_a_sweep_removes(
-    server: GcsServer, proxy: FaultProxy, url: str, caplog: pytest.LogCaptureFixture
+    server: GcsServer,
+    proxy: FaultProxy,
+    url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     proxy.rule = Once("Delete", Fault.FORBIDDEN, times=10_000)
     assert save(url, proxy.url) is None
     assert "were left behind" in caplog.text
+    # By then the launch began long ago.
+    monkeypatch.setattr(sweeping, "LEASE_LIFE", timedelta(seconds=-1))
     with pipeline(url, server.url, retention={"sweep_after_seconds": 0}) as opened:
         assert opened.sweep().uploads == 1
     check(url, server, complete=True)
