@@ -25,8 +25,8 @@ from ckpipe.raw_memory import copy_bytes
 from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
 
-SMALL_BYTES = 32 << 10
-"""Tensors up to this size are gathered into runs."""
+SMALL_ELEMENTS = 32 << 10
+"""Tensors of up to so many elements are gathered into runs: torch copies those with one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def _gather(steps: list[Step], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
 def _is_small(step: Copy, leaf: TensorLeaf) -> bool:
     return (
         step.flat
-        and leaf.nbytes <= SMALL_BYTES
+        and step.hi - step.lo <= SMALL_ELEMENTS
         and (step.hi - step.lo) * leaf.itemsize == leaf.nbytes
     )
 

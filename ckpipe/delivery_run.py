@@ -13,8 +13,10 @@ It runs beside the first half, or in a process of its own.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import anyio
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
@@ -56,7 +58,14 @@ async def run_delivery(
 
 
 class Here:
-    """Runs the second half in this process, beside the first."""
+    """Runs the second half in this process, beside the first.
+
+    It begins once it is known what to store. Nothing of it is in the way then while the caller
+    waits, and the data file is opened while its first block is copied.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Delivery[Any], anyio.Event] = WeakKeyDictionary()
 
     async def deliver(
         self,
@@ -66,12 +75,15 @@ class Here:
         filled: MemoryObjectReceiveStream[B],
     ) -> None:
         """See :class:`ckpipe.carrying.Carrier`."""
-        with short_turns():
-            await run_delivery(save, depot, unsummed, filled)
+        known = self._known.setdefault(save, anyio.Event())
+        async with unsummed, filled:
+            await known.wait()
+            with short_turns():
+                await run_delivery(save, depot, unsummed, filled)
 
     def set_out(self, save: Delivery[B]) -> None:
-        """Whoever brings it to the store learns of it by its first block."""
-        return
+        """Lets the second half begin."""
+        self._known.setdefault(save, anyio.Event()).set()
 
     async def hand_over(self, save: Delivery[B]) -> None:
         """It is here already."""

@@ -136,7 +136,7 @@ def test_gathering_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"{number}": torch.randn(number % 7) for number in range(50)}
     captured, plan = planned(state)
     gathered = images(captured, plan, 4096)
-    monkeypatch.setattr(copying, "SMALL_BYTES", -1)
+    monkeypatch.setattr(copying, "SMALL_ELEMENTS", -1)
     blocks = plan_blocks(plan, captured.tensors, 4096)
     assert not any(isinstance(step, Gather) for block in blocks for step in block.steps)
     assert images(captured, plan, 4096) == gathered
