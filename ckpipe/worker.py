@@ -59,6 +59,17 @@ class _Voyage:
         return errand
 
 
+def _judge(save: Save, error: Exception) -> None:
+    """Raises what went wrong in the worker, unless all that is lost is made up for by others.
+
+    What a worker does after a commit, anybody may do: the next save applies the retention rules,
+    and whoever commits or looks next completes a checkpoint of many ranks.
+    """
+    if not (isinstance(error, WorkerDied) and save.committed.done()):
+        raise error
+    logger.warning("%s was committed before its worker died: %s", save.name, error)
+
+
 class WorkerCarrier:
     """Starts worker processes, one at a time, and hands saves to them.
 
@@ -139,7 +150,7 @@ class WorkerCarrier:
         """Has the worker bring a save to the store; returns when it is through.
 
         Raises:
-            WorkerDied: If the worker died meanwhile, or there is none to be had.
+            WorkerDied: If the worker died before the commit, or there is none to be had.
             CkpipeError: What went wrong in the worker.
         """
         voyage = self._voyage(save)
@@ -154,7 +165,7 @@ class WorkerCarrier:
                     errand = await voyage.ended()
                     tasks.cancel_scope.cancel()
             if errand.error is not None:
-                raise errand.error
+                _judge(save, errand.error)
         finally:
             del self._voyages[save]
             await self._end(save, voyage)

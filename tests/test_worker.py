@@ -177,6 +177,33 @@ def test_a_worker_that_dies_idle_costs_no_save(pipeline: ckpipe.SyncPipeline) ->
     pipeline.save(state_of(2)).wait()
 
 
+def test_a_worker_that_dies_after_a_commit_costs_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1, **PROCESS) as opened:
+        for step in range(30):  # now and then the worker is through before it is killed
+            opened.save(state_of(step), step=step).wait()
+            settle(opened)
+            worker = worker_of(opened)
+
+            def kill(_: object, worker: int = worker) -> None:
+                os.kill(worker, signal.SIGKILL)
+
+            handle = opened.save(state_of(step), step=step)
+            handle._save.committed.add_done_callback(kill)
+            handle.wait()
+            settle(opened)
+            psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], 30)
+            if "was committed before its worker died" in caplog.text:
+                break
+        else:
+            pytest.fail("the worker was never killed in time")
+        opened.save(state_of(40), step=40).wait()
+        settle(opened)
+        assert [info.step for info in opened.steps()] == [40]
+        assert opened._core.engine.site.budget.used == 0
+
+
 def test_a_cancelled_save_gives_its_memory_back(pipeline: ckpipe.SyncPipeline) -> None:
     pipeline.save(state_of(1)).wait()
     settle(pipeline)
