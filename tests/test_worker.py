@@ -52,6 +52,7 @@ def recorded(root: Path, worker: str) -> tuple[list[Event], ckpipe.SaveReport]:
                 small_state(step), step=step, metrics={"loss": float("nan")}, metadata={"a": [step]}
             )
             handle.wait()
+            settle(opened)  # else what a save prunes depends on how far the next one is
         settled = opened.save(small_state(), step=3)
     result = settled.report
     assert settled.status == "committed"
