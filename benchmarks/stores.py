@@ -243,7 +243,7 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
             for each in (bare, *others.values()):
                 await each.remove()
             for info in (await pipeline.steps())[:-1]:  # the newest was loaded and may not go
-                await pipeline.delete(info.id)
+                await pipeline.delete(info.id, force=True)
     return costs, memory_mib
 
 

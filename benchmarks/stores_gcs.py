@@ -143,7 +143,7 @@ async def measure(
                 into[thing].append(await cost(ours))
             if "save" in things:  # the newest may have been loaded, and may not go
                 for info in (await pipeline.steps())[:-1]:
-                    await pipeline.delete(info.id)
+                    await pipeline.delete(info.id, force=True)
     return costs, memory_mib
 
 
