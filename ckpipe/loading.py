@@ -32,7 +32,7 @@ from ckpipe.events import CheckpointDamaged
 from ckpipe.keys import Json
 from ckpipe.manifest import Bundle
 from ckpipe.near_reading import read_near
-from ckpipe.restore import LoadRequest, ReadyLoad, read_all
+from ckpipe.restore import FittingLoad, LoadRequest, ReadyLoad, fitting, read_all
 from ckpipe.site import Site
 from ckpipe.sources import Elsewhere
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
@@ -151,25 +151,18 @@ class Loading:
     async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
         site = self._site
 
-        async def read(bundle: Bundle) -> ReadyLoad:
-            return await read_all(
-                site.patient,
-                bundle,
-                request,
-                site.arena,
-                lanes=site.settings.load.lanes,
-                rank=site.rank,
-                world_size=site.world_size,
-            )
+        async def fit(bundle: Bundle) -> FittingLoad:
+            return await fitting(bundle, request, rank=site.rank, world_size=site.world_size)
 
-        async def look() -> Bundle:
+        async def look() -> FittingLoad:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
-            return await read_index(site.patient, info.key) if near is None else near
+            if near is not None:
+                with contextlib.suppress(Elsewhere):
+                    return await fit(near)
+            return await fit(await read_index(site.patient, info.key))
 
-        async def work(found: Bundle) -> ReadyLoad:
-            with contextlib.suppress(Elsewhere):
-                return await read(found)
-            return await read(await read_index(site.patient, info.key))
+        async def work(found: FittingLoad) -> ReadyLoad:
+            return await read_all(site.patient, found, site.arena, lanes=site.settings.load.lanes)
 
         return await site.reading_ahead(info.key, look, work)
 

@@ -8,8 +8,9 @@
 
 A fixed number of buffers bounds the memory. Lanes read whenever one is free, so the store never
 waits for a checksum; there is a deliverer for each core, since more would only take turns. What
-the store has in memory already is delivered from where it is. A chunk's bytes reach nothing
-before its checksum was found right, and are copied while they are still in the processor's cache.
+the store has in memory already is delivered from where it is, by all deliverers together, each
+taking the next read when it is through with one. A chunk's bytes reach nothing before its checksum
+was found right, and are copied while they are still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from ckpipe.read_queue import ReadQueue
 from ckpipe.read_tail import with_finer_tail
 from ckpipe.types import CheckpointId
 
-_VIEW_BYTES = 256 << 20
+_VIEW_BYTES = 128 << 20
 DELIVERERS = min(8, len(os.sched_getaffinity(0)))
 """Worker threads that verify and deliver."""
 
@@ -77,13 +78,33 @@ class ReadTally:
     delivered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrived:
-    """Bytes of reads of one file that follow one another, and the buffer they are in, if any."""
+    """Bytes of reads of one file that follow one another.
 
-    reads: Sequence[Read]
-    source: memoryview
-    buffer: memoryview | None
+    Args:
+        file: The number of the file.
+        begin: Where the bytes begin in it.
+        reads: What nobody has taken yet. Deliverers draw from it at the same time, which the
+            interpreter's lock makes safe for the iterator of a list.
+        source: The bytes; None once all is delivered.
+        leaving: Tells each deliverer that has finished whether it is the last.
+        buffer: The buffer that the bytes are in, if any.
+    """
+
+    file: int
+    begin: int
+    reads: Iterator[Read]
+    source: memoryview | None
+    leaving: Iterator[bool]
+    buffer: memoryview | None = None
+
+
+def _arrived(
+    reads: list[Read], source: memoryview, holders: int, buffer: memoryview | None = None
+) -> _Arrived:
+    leaving = iter([False] * (holders - 1) + [True])
+    return _Arrived(reads[0].file, reads[0].offset, iter(reads), source, leaving, buffer)
 
 
 class Reader:
@@ -124,8 +145,7 @@ class Reader:
         started = time.perf_counter()
         lanes = max(1, len(self._buffers) - DELIVERERS)
         reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
-        total = sum(read.size for read in reads)
-        pending = ReadQueue(batched(reads, min(_VIEW_BYTES, total // (8 * DELIVERERS) + 1)))
+        pending = ReadQueue(batched(reads, _VIEW_BYTES))
         free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
         arrived_out, arrived = create_memory_object_stream[_Arrived](0)
         for buffer in self._buffers:
@@ -162,9 +182,10 @@ class Reader:
             while (found := await pending.next()) is not None:
                 if isinstance(found, Read):
                     read = found
-                elif (view := await self._view(data, found)) is not None:
+                elif (shown := await self._view(data, found)) is not None:
                     pending.settle()
-                    await out.send(_Arrived(found, view, None))
+                    for _ in range(min(DELIVERERS, len(found))):
+                        await out.send(shown)
                     continue
                 else:
                     read, *rest = found
@@ -172,7 +193,7 @@ class Reader:
                 buffer = await free.receive()
                 rank, name = data.ranks[read.file], data.files[read.file].name
                 source = await self._filled(rank, name, read.offset, buffer[: read.size])
-                await out.send(_Arrived((read,), source, buffer))
+                await out.send(_arrived([read], source, 1, buffer))
 
     async def _deliverer(
         self,
@@ -183,8 +204,8 @@ class Reader:
     ) -> None:
         async with inbox:
             async for arrived in inbox:
-                put = partial(_put, arrived.reads, arrived.source, destinations, self.tally)
-                self._check(data, arrived.reads[0].file, await anyio.to_thread.run_sync(put))
+                put = partial(_put, arrived, destinations, self.tally)
+                self._check(data, arrived.file, await anyio.to_thread.run_sync(put))
                 if arrived.buffer is not None:
                     free.send_nowait(arrived.buffer)
 
@@ -228,7 +249,7 @@ class Reader:
                 key=key,
             )
 
-    async def _view(self, data: EntryTable, batch: Sequence[Read]) -> memoryview | None:
+    async def _view(self, data: EntryTable, batch: list[Read]) -> _Arrived | None:
         """What reads bring where it is in memory already, if it is and the store shows it."""
         first, last = batch[0], batch[-1]
         size = last.offset + last.size - first.offset
@@ -239,7 +260,7 @@ class Reader:
             return None
         self.tally.reads += 1
         self.tally.bytes += size
-        return view
+        return _arrived(batch, view, min(DELIVERERS, len(batch)))
 
     async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
         """The buffer, filled with a range of a file."""
@@ -307,28 +328,31 @@ def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: in
 
 
 def _put(
-    reads: Sequence[Read],
-    source: memoryview,
-    destinations: Mapping[int, Sequence[Destination]],
-    tally: ReadTally,
+    arrived: _Arrived, destinations: Mapping[int, Sequence[Destination]], tally: ReadTally
 ) -> Piece | None:
-    """Verifies the chunks of reads and delivers each; stops at a bad one, and returns it.
+    """Verifies the chunks of what arrived and delivers each; stops at a bad one, and returns it.
 
     Args:
-        reads: Reads of one file.
-        source: The bytes of the file from the first of them on.
+        arrived: What arrived, of which others may deliver a part meanwhile.
         destinations: Who takes the bytes of an entry.
         tally: Is told that something was delivered.
     """
+    source = arrived.source
+    assert source is not None, "delivered before"
     address = address_of(source)
-    with torch.no_grad():
-        for read in reads:
-            shift = read.offset - reads[0].offset
-            for entry, lo, hi, at, checksum in read.pieces:
-                begin = shift + at
-                if crc32c(source[begin : begin + hi - lo]) != checksum:
-                    return Piece(entry, lo, hi, at, checksum)
-                for destination in destinations.get(entry, ()):
-                    tally.delivered = True
-                    destination.put(address + begin, lo, hi)
-    return None
+    try:
+        with torch.no_grad():
+            for read in arrived.reads:
+                shift = read.offset - arrived.begin
+                for entry, lo, hi, at, checksum in read.pieces:
+                    begin = shift + at
+                    if crc32c(source[begin : begin + hi - lo]) != checksum:
+                        return Piece(entry, lo, hi, at, checksum)
+                    for destination in destinations.get(entry, ()):
+                        tally.delivered = True
+                        destination.put(address + begin, lo, hi)
+        return None
+    finally:
+        if next(arrived.leaving):
+            # So it ends with this function: unmapping takes time that the event loop has not.
+            arrived.source = None

@@ -71,6 +71,27 @@ class _Matched:
 
 
 @dataclass(frozen=True, slots=True)
+class FittingLoad:
+    """A load of which everything was found to fit; nothing is read or changed yet.
+
+    Args:
+        bundle: The checkpoint's index, or some of its parts.
+        rank: The rank that loads.
+        in_place: Whether there is a target.
+        matched: What fits where.
+        started: When the load began.
+        seconds: How long it took to find that out.
+    """
+
+    bundle: Bundle
+    rank: int
+    in_place: bool
+    matched: _Matched
+    started: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReadyLoad:
     """A load whose bytes are all read and verified: tensors in place are filled.
 
@@ -115,58 +136,64 @@ async def restore(
     rank: int = 0,
     world_size: int = 1,
 ) -> LoadResult:
-    """Loads a checkpoint; both halves of a load, and all that :func:`read_all` takes and raises."""
-    ready = await read_all(
-        backend, bundle, request, arena, lanes=lanes, rank=rank, world_size=world_size
-    )
+    """Loads a checkpoint: :func:`fitting`, :func:`read_all` and :meth:`ReadyLoad.apply`."""
+    found = await fitting(bundle, request, rank=rank, world_size=world_size)
+    ready = await read_all(backend, found, arena, lanes=lanes)
     return await ready.apply()
 
 
-async def read_all(
-    backend: Backend,
-    bundle: Bundle,
-    request: LoadRequest,
-    arena: Arena,
-    *,
-    lanes: int,
-    rank: int = 0,
-    world_size: int = 1,
-) -> ReadyLoad:
-    """Reads a checkpoint of any number of ranks as one rank of any number.
+async def fitting(
+    bundle: Bundle, request: LoadRequest, *, rank: int = 0, world_size: int = 1
+) -> FittingLoad:
+    """Finds out whether a checkpoint of any number of ranks fits one rank of any number.
 
-    Nothing of the target is changed before everything was found to fit, and no byte reaches it
-    unverified.
+    Nothing is read, and nothing of the target is changed.
 
     Args:
-        backend: The store.
         bundle: The checkpoint's index, validated; or some of its parts, if they suffice.
         request: What to load, and into what.
-        arena: Lends the blocks that are read into; used on the caller's thread only.
-        lanes: How many reads run at once.
         rank: The rank that loads.
         world_size: How many ranks load.
 
     Raises:
-        Elsewhere: If the parts do not suffice; nothing was read or changed.
-        TargetMismatch: If the target does not fit; it is untouched.
+        Elsewhere: If the parts do not suffice.
+        TargetMismatch: If the target does not fit.
         PerRankValue: If the target wants what each rank had for itself, and the number of ranks
             is another now.
         UnsupportedState: If the checkpoint holds pickled objects and these are refused.
-        CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
-            whether parts had been loaded by then.
-        StoreError: If the store failed.
+        CorruptCheckpoint: If the checkpoint is not what was saved.
     """
     started = time.perf_counter()
-    in_place = request.into is not None
     with _located(bundle, rank):
         matched = await anyio.to_thread.run_sync(_match, bundle, request, rank, world_size)
-        read_from = time.perf_counter()
-        tally = await _read(backend, bundle, matched, arena, lanes, in_place=in_place)
+    seconds = time.perf_counter() - started
+    return FittingLoad(bundle, rank, request.into is not None, matched, started, seconds)
+
+
+async def read_all(backend: Backend, found: FittingLoad, arena: Arena, *, lanes: int) -> ReadyLoad:
+    """Reads all that a load needs; no byte reaches the target unverified.
+
+    Args:
+        backend: The store.
+        found: What to load.
+        arena: Lends the blocks that are read into; used on the caller's thread only.
+        lanes: How many reads run at once.
+
+    Raises:
+        CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
+            whether parts had been loaded by then.
+        SharingConflict: If tensors of the target share memory, and the checkpoint has different
+            values for them.
+        StoreError: If the store failed.
+    """
+    bundle, rank, matched, began = found.bundle, found.rank, found.matched, time.perf_counter()
+    with _located(bundle, rank):
+        tally = await _read(backend, bundle, matched, arena, lanes, in_place=found.in_place)
     stages = {
-        "match": StageReport(read_from - started),
-        "read": StageReport(time.perf_counter() - read_from, tally.bytes, read_from - started),
+        "match": StageReport(found.seconds),
+        "read": StageReport(time.perf_counter() - began, tally.bytes, began - found.started),
     }
-    return ReadyLoad(bundle, rank, matched, stages, tally, started)
+    return ReadyLoad(bundle, rank, matched, stages, tally, found.started)
 
 
 @contextmanager
