@@ -18,15 +18,17 @@ async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
         lane: What each does; they usually pull from one iterator.
 
     Raises:
-        Exception: What the first failing task raised, as it was; the others are cancelled, since
-            what they raise may be what stopping them has caused.
+        BaseException: What the first failing task raised, as it was; the others are cancelled,
+            since what they raise may be what stopping them has caused.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     async def attempt() -> None:
         try:
             await lane()
-        except Exception as error:
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:
             failures.append(error)
             group.cancel_scope.cancel()
 
@@ -41,7 +43,7 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Makes several calls at once, and returns what they return, in their order.
 
     Raises:
-        Exception: What the first failing call raised; the others are cancelled.
+        BaseException: What the first failing call raised; the others are cancelled.
     """
     found: dict[int, T] = {}
     waiting = iter(enumerate(calls))

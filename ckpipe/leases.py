@@ -12,6 +12,7 @@ the lease has ended.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
@@ -23,7 +24,7 @@ import anyio
 from ckpipe.ahead import Ahead
 from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.discovery import check_not_deleted
-from ckpipe.errors import PermissionDenied, StoreError
+from ckpipe.errors import ObjectExists, PermissionDenied, StoreError
 from ckpipe.object_names import LEASES, lease_key
 from ckpipe.types import CheckpointId
 
@@ -40,6 +41,9 @@ retention away like the id itself, but no load waits for such a checkpoint to be
 
 RENEW_EVERY = LEASE_LIFE / 5
 """How long a holder waits before it renews its lease: several renewals may fail in a row."""
+
+REMOVE_SECONDS = 5.0
+"""How long removing the object that told the time may outlast a cancellation, in seconds."""
 
 
 def live_subjects(
@@ -81,11 +85,18 @@ async def store_time(backend: Backend) -> datetime:
         StoreError: If the store failed.
     """
     key = lease_key("clock", secrets.token_hex(8))
-    await backend.put(key, b"{}", PutMode.CREATE)
     try:
+        await _write(backend, key)
         return (await backend.stat(key)).modified
     finally:
-        await backend.delete([key])
+        with anyio.move_on_after(REMOVE_SECONDS, shield=True):
+            await backend.delete([key])
+
+
+async def _write(backend: Backend, key: str) -> None:
+    """Writes a lease; one that is there is this one, written by a try whose answer was lost."""
+    with contextlib.suppress(ObjectExists):
+        await backend.put(key, b"{}", PutMode.CREATE)
 
 
 async def time_now(backend: Backend) -> datetime:
@@ -144,7 +155,7 @@ class Lease:
         # Noted first, since an answer that is lost leaves the object behind.
         older, self._written = self._written, [*self._written, key]
         try:
-            await self._backend.put(key, b"{}", PutMode.CREATE)
+            await _write(self._backend, key)
             await self._backend.delete(older)
         except PermissionDenied:
             # Who may not write may still read; then there is just no protection.

@@ -145,6 +145,11 @@ def cases(request: pytest.FixtureRequest) -> Cases:
     return everything if EVERY else random.Random(request.param).sample(everything, SAMPLE)
 
 
+def struck_in(store: Stores, number: int) -> Operation:
+    """The operation of a number, or the last: a prune that sees no lease of a load makes fewer."""
+    return store.faulty.operations[min(number, len(store.faulty.operations)) - 1]
+
+
 def lost_opening(operation: Operation, landing: Landing) -> int:
     """How many uploads nobody can know of: the answer to opening one was lost."""
     return int(operation.verb == "open_upload" and landing is Landing.AFTER)
@@ -155,7 +160,7 @@ def test_an_error_that_may_pass_is_tried_again_wherever_it_strikes(cases: Cases)
         with stores() as store:
             store.faulty.fail(errors.StoreUnavailable("try later"), number, landing)
             run = attempt(store)
-            struck = store.faulty.operations[number - 1]
+            struck = struck_in(store, number)
             if struck.verb not in UNRETRIED:
                 assert run.error is None, (number, landing, struck)
                 assert run.committed == [1, 2]
@@ -167,7 +172,7 @@ def test_an_error_that_stays_loses_at_most_what_was_under_way(cases: Cases) -> N
         with stores() as store:
             store.faulty.fail(errors.StoreError("broken", key="k"), number, landing)
             run = attempt(store)
-            struck = store.faulty.operations[number - 1]
+            struck = struck_in(store, number)
             if run.error is not None:
                 assert isinstance(run.error, errors.StoreError), (number, landing, struck)
             check_store(store, run, orphans=lost_opening(struck, landing))
@@ -209,7 +214,7 @@ def test_a_cancellation_at_any_operation_leaves_nothing_half_done(cases: Cases) 
                     with contextlib.suppress(errors.SaveCancelled):
                         save(pipeline, run, step)
                 check_memory(pipeline)
-            struck = store.faulty.operations[min(number, len(store.faulty.operations)) - 1]
+            struck = struck_in(store, number)
             assert len(run.committed) >= 1, (number, landing, struck)
             check_store(store, run, orphans=lost_opening(struck, landing))
 

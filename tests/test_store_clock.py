@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe import registry
+from ckpipe import errors, registry
 from ckpipe.backend import Backend, Children, ObjectInfo
+from ckpipe.leases import store_time
+from ckpipe.patient_backend import PatientBackend
+from ckpipe.retrying import RetryPolicy
+from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
@@ -100,3 +105,25 @@ def test_the_mark_of_a_deletion_stays_as_long_as_it_should(store: Stores, url: s
         pipeline.prune()
         assert marks() == []
     assert CheckpointId.parse(id) is not None
+
+
+@pytest.mark.parametrize("landing", list(Landing))
+async def test_a_reading_of_the_clock_survives_a_lost_answer_and_leaves_nothing(
+    landing: Landing,
+) -> None:
+    store = FaultyBackend(MemoryBackend())
+    store.fail(errors.StoreUnavailable("the answer was lost"), 1, landing)
+    patient = PatientBackend(store, RetryPolicy(3, 0.001, 0.01, 1.0))
+    assert (datetime.now(UTC) - await store_time(patient)).total_seconds() < 60
+    assert [each async for each in store.inner.list("")] == []
+
+
+async def test_a_reading_of_the_clock_that_is_cancelled_leaves_nothing() -> None:
+    store = SlowBackend(MemoryBackend())
+    store.hold("stat")
+    async with store, anyio.create_task_group() as tasks:
+        tasks.start_soon(store_time, store)
+        await anyio.to_thread.run_sync(store.gate.wait_until_held)
+        tasks.cancel_scope.cancel()
+    store.release()
+    assert [each async for each in store.inner.list("")] == []
