@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ckpipe.ledger import Statistics as Statistics
     from ckpipe.lock import StateLock as StateLock
     from ckpipe.pipeline import Pipeline as Pipeline
+    from ckpipe.planner_protocols import Planner as Planner
     from ckpipe.planning import LocalPlanner as LocalPlanner
-    from ckpipe.planning import Planner as Planner
     from ckpipe.registered_types import register_type as register_type
     from ckpipe.registry import register_backend as register_backend
     from ckpipe.reports import LoadReport as LoadReport
@@ -57,7 +57,7 @@ _HOMES = {
     "StateLock": "lock",
     "Pipeline": "pipeline",
     "LocalPlanner": "planning",
-    "Planner": "planning",
+    "Planner": "planner_protocols",
     "register_type": "registered_types",
     "register_backend": "registry",
     "LoadReport": "reports",

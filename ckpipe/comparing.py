@@ -12,8 +12,7 @@ import torch
 from ckpipe.inspection import tensor_bytes
 from ckpipe.keys import Json, unique_label
 from ckpipe.manifest import Bundle, TensorRow
-from ckpipe.structure import Node
-from ckpipe.trees import children_of
+from ckpipe.trees import Node, children_of
 
 _AT_ONCE = 1 << 22
 

@@ -15,8 +15,8 @@ import torch
 from ckpipe.containers import FACTORIES
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.manifest import TensorRow
-from ckpipe.structure import Node
 from ckpipe.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
+from ckpipe.trees import Node
 from ckpipe.values import plain_numpy_dtype, resolve_class
 
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpipe.dtypes import DTYPES
+from ckpipe.item_sizes import item_bytes
 from ckpipe.keys import Json, LabelFilter, unique_label
 from ckpipe.manifest import Bundle, Layout, Part, TensorRow
-from ckpipe.structure import Node
-from ckpipe.trees import children_of
+from ckpipe.trees import Node, children_of
 
 _LONGEST_PREVIEW = 60
 
@@ -139,8 +138,7 @@ def data_bytes(bundle: Bundle) -> int:
 
 def tensor_bytes(row: TensorRow) -> int:
     """The bytes of all elements of a tensor; 0 if its dtype is unknown."""
-    dtype = DTYPES.get(row.dtype)
-    return 0 if dtype is None else math.prod(row.shape) * dtype.itemsize
+    return math.prod(row.shape) * (item_bytes(row.dtype) or 0)
 
 
 def _tensors(bundle: Bundle) -> Iterator[TensorDescription]:

@@ -27,9 +27,8 @@ from ckpipe.rebuild import Make, Rebuild, same, stays
 from ckpipe.registered_types import registered_as, registered_for
 from ckpipe.selecting import any_selected
 from ckpipe.stateful_objects import check_stateful, hint_for, mismatch
-from ckpipe.structure import Node
 from ckpipe.targets import Targets
-from ckpipe.trees import children_of, leaf_labels
+from ckpipe.trees import Node, children_of, leaf_labels
 from ckpipe.user_code import user_code
 
 

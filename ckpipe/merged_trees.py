@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from ckpipe.canonical_json import canonical
 from ckpipe.keys import Json, join
 from ckpipe.manifest import Structure, TensorRow
-from ckpipe.structure import Node
-from ckpipe.trees import MAPPINGS, RECORDS, SEQUENCES, children_of
+from ckpipe.trees import MAPPINGS, RECORDS, SEQUENCES, Node, children_of
 
 Origin = tuple[int, int]
 """A part, and a number in its structure."""

@@ -19,7 +19,8 @@ from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.manifest import Bundle, ChunkRow, EntryRow, Part, Structure, TensorRow
 from ckpipe.manifest_checks import check_bundle
 from ckpipe.placements import HeldBox
-from ckpipe.planning import Planner, RankPlan, fingerprint
+from ckpipe.planner_protocols import Planner
+from ckpipe.planning import RankPlan, fingerprint
 from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
 from ckpipe.types import CheckpointId

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpipe.global_planner import GlobalPlanner
-from ckpipe.planning import JointPlanner, LocalPlanner, Planner
+from ckpipe.planner_protocols import JointPlanner, Planner
+from ckpipe.planning import LocalPlanner
 from ckpipe.topology import Topology
 
 if TYPE_CHECKING:

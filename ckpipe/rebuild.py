@@ -32,9 +32,8 @@ from ckpipe.live_tensors import has_shape, misfit, writable_view
 from ckpipe.per_rank import PerRankItems
 from ckpipe.registered_types import registered_as
 from ckpipe.selecting import any_selected
-from ckpipe.structure import Node
 from ckpipe.targets import Targets
-from ckpipe.trees import children_of
+from ckpipe.trees import Node, children_of
 from ckpipe.values import decode_value, resolve_class
 
 Make = Callable[[], Any]

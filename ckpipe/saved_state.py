@@ -20,8 +20,7 @@ from ckpipe.merging import differ_privately
 from ckpipe.per_rank import PerRankItems, PerRankPolicy
 from ckpipe.sources import Elsewhere
 from ckpipe.stateful_objects import live_state
-from ckpipe.structure import Node
-from ckpipe.trees import MAPPINGS, children_of
+from ckpipe.trees import MAPPINGS, Node, children_of
 
 
 @dataclass(frozen=True, slots=True)

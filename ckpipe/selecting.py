@@ -11,8 +11,8 @@ import torch
 
 from ckpipe.containers import is_stateful
 from ckpipe.keys import LabelFilter, join
-from ckpipe.structure import ABSENT, Node
-from ckpipe.trees import MAPPINGS, SETS, children_of
+from ckpipe.structure import ABSENT
+from ckpipe.trees import MAPPINGS, SETS, Node, children_of
 
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from ckpipe._settings_input import parse_size
-from ckpipe.planning import Planner
+from ckpipe.planner_protocols import Planner
 from ckpipe.retention import KeepLast, Rule, from_data
 
 Size = Annotated[int, BeforeValidator(parse_size)]

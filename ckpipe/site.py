@@ -28,8 +28,9 @@ from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.leases import reading_ahead
 from ckpipe.lock import StateLock
 from ckpipe.plan_checks import check_plan
+from ckpipe.planner_protocols import JointPlanner, Planner
 from ckpipe.planners import OWN_PLANNERS
-from ckpipe.planning import JointPlanner, Planner, RankPlan
+from ckpipe.planning import RankPlan
 from ckpipe.saving import Division, Program, Save, SkipSave
 from ckpipe.structure import Captured
 from ckpipe.trail import Trail

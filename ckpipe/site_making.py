@@ -13,7 +13,7 @@ from ckpipe.delivery_run import Here
 from ckpipe.events import EventBus
 from ckpipe.lock import StateLock
 from ckpipe.pinning import Pinning
-from ckpipe.planning import Planner
+from ckpipe.planner_protocols import Planner
 from ckpipe.retrying import logging_policy
 from ckpipe.site import Site, block_size, initial_budget
 from ckpipe.topology import Topology

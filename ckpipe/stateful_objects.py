@@ -20,8 +20,7 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.hints import Hint
 from ckpipe.keys import LabelFilter, join
 from ckpipe.selecting import any_selected
-from ckpipe.structure import Node
-from ckpipe.trees import children_of
+from ckpipe.trees import Node, children_of
 
 
 def live_state(obj: Any) -> Any:

@@ -33,9 +33,9 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.keys import Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.replication import ReplicatedTest, replicated_test
 from ckpipe.tensors import TensorLeaf, attributes_of, leaf_of
+from ckpipe.trees import Node
 from ckpipe.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
-Node = list[Any]
 T = TypeVar("T")
 ABSENT: Node = ["absent"]
 

@@ -16,7 +16,7 @@ from ckpipe.backend import Backend
 from ckpipe.keys import LabelFilter
 from ckpipe.manifest import Bundle, Structure
 from ckpipe.restore import LoadRequest, restore
-from ckpipe.structure import Node
+from ckpipe.trees import Node
 
 
 async def read_tensors(

@@ -31,8 +31,9 @@ from ckpipe.dtensors import is_dtensor_type
 from ckpipe.keys import LabelFilter, encode_key
 from ckpipe.leaf_facts import Differs, LeafFacts, check
 from ckpipe.replication import replicated_test
-from ckpipe.structure import Captured, Node, Passage, Walked
+from ckpipe.structure import Captured, Passage, Walked
 from ckpipe.tensors import PLAIN_TYPES, attributes_of
+from ckpipe.trees import Node
 from ckpipe.values import PLAIN_VALUES, NotInline, encode_value
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckpipe.keys import decode_key, joined
-from ckpipe.structure import Node
+
+Node = list[Any]
+"""A node of a tree: a list whose first item says what it is."""
 
 MAPPINGS = ("dict", "ordered_dict", "default_dict")
 SEQUENCES = ("list", "tuple", "deque")

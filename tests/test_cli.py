@@ -460,3 +460,17 @@ def test_sizes_and_escapes() -> None:
     shown = [size(n) for n in (None, 0, 1023, 1024, 1 << 20, 3 << 39, 1 << 70)]
     assert shown == ["?", "0 B", "1023 B", "1.0 KiB", "1.0 MiB", "1.5 TiB", "1024.0 EiB"]
     assert visible("a\tb\u202ec") == "a\\tb\\u202ec"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ls"], ["info"], ["rm", "1"]])
+def test_what_needs_no_tensors_does_not_wait_for_torch(words: list[str], tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    command = words if words == ["--help"] else [words[0], str(tmp_path), *words[1:]]
+    asking = "import sys; from ckpipe.cli.app import run; code = run(sys.argv[1:]); "
+    done = subprocess.run(
+        [sys.executable, "-c", asking + "sys.exit(code or 'torch' in sys.modules)", *command],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

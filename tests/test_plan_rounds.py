@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 from ckpipe import plan_rounds
 from ckpipe.errors import PlanTimeout, SaveError, UnsupportedState, UnsupportedTopology
 from ckpipe.global_planner import GlobalPlanner
-from ckpipe.planning import JointPlanner, RankPlan
+from ckpipe.planner_protocols import JointPlanner
+from ckpipe.planning import RankPlan
 
 Connect = Callable[[], Any]
 

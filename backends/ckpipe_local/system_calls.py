@@ -7,9 +7,6 @@ import errno
 import mmap
 import os
 
-import numpy as np
-import numpy.typing as npt
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -23,12 +20,15 @@ _libc.syscall.restype = ctypes.c_long
 _MADV_POPULATE_READ = 22
 _CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
 _PROBED_PAGES = 16
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
 
 
 def address_of(data: memoryview) -> int:
     """Where a non-empty buffer begins in memory, read only or not."""
-    array: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
-    return int(array.__array_interface__["data"][0])
+    # Imported here, since who reads no bulk data has no other use for it, and it takes a while.
+    import numpy as np
+
+    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 def preallocate(descriptor: int, size: int) -> None:
@@ -52,11 +52,11 @@ def cached_pages(descriptor: int, offset: int, size: int) -> int | None:
     Returns:
         None where the kernel does not tell: before Linux 6.5, and for other users' files.
     """
-    bounds = np.array([offset, size], np.uint64)
-    counts = np.zeros(5, np.uint64)
-    if _libc.syscall(_CACHESTAT, descriptor, bounds.ctypes.data, counts.ctypes.data, 0):
+    bounds = (ctypes.c_uint64 * 2)(offset, size)
+    counts = (ctypes.c_uint64 * 5)()
+    if _libc.syscall(_CACHESTAT, descriptor, bounds, counts, 0):
         return None
-    return int(counts[0])
+    return counts[0]
 
 
 def resident_pages(address: int, size: int) -> int:
@@ -68,11 +68,11 @@ def resident_pages(address: int, size: int) -> int:
 
 
 def _leading_pages(address: int, size: int) -> int:
-    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-    if _libc.mincore(address, size, pages.ctypes.data):
+    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    if _libc.mincore(address, size, pages):
         return 0
-    missing = np.flatnonzero(~pages & 1)
-    return int(missing[0]) if len(missing) else len(pages)
+    missing = pages.raw.translate(_LOWEST_BIT).find(0)
+    return len(pages) if missing < 0 else missing
 
 
 def populate(address: int, size: int) -> bool:

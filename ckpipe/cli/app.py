@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from ckpipe.cli import changing, comparing, exporting, looking, measuring, timeline, transferring
 from ckpipe.cli.screen import Screen
 from ckpipe.version import __version__
 
@@ -17,14 +17,35 @@ EPILOG = (
     "in it is wrong, 3 the store failed, 130 interrupted."
 )
 
-app = typer.Typer(
-    name="ckpipe",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
+
+class Command(NamedTuple):
+    """A command.
+
+    Args:
+        name: Its name.
+        home: The module and the function in it whose parameters are the command's arguments.
+        summary: What it does, in a line.
+    """
+
+    name: str
+    home: str
+    summary: str
+
+
+COMMANDS = (
+    Command("ls", "looking:list_", "List checkpoints, the newest first."),
+    Command("info", "looking:info", "Show what a checkpoint holds."),
+    Command("verify", "verifying:verify_", "Read a checkpoint whole, check every byte."),
+    Command("diff", "comparing:diff", "Compare two checkpoints."),
+    Command("cp", "transferring:cp", "Copy checkpoints to another store, verified."),
+    Command("export", "exporting:export_", "Write a checkpoint as other programs load it."),
+    Command("rm", "changing:rm", "Delete a checkpoint."),
+    Command("pin", "changing:pin_", "Protect a checkpoint from retention."),
+    Command("unpin", "changing:unpin_", "End that protection."),
+    Command("prune", "changing:prune_", "Delete what the rules do not keep."),
+    Command("sweep", "changing:sweep_", "Remove what crashed runs left."),
+    Command("bench", "measuring:bench", "Measure machine and store; say what to set."),
+    Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
 )
 
 
@@ -34,7 +55,6 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _begin(
     ctx: typer.Context,
     json: Annotated[
@@ -56,9 +76,39 @@ def _begin(
     ctx.obj = Screen(json, settings)
 
 
-for _group in (looking, comparing, transferring, exporting, changing, measuring, timeline):
-    for _command in _group.COMMANDS:
-        app.command(_command.name, short_help=_command.summary)(_command.function)
+def make_app(words: Sequence[str]) -> typer.Typer:
+    """The program, in which only commands that are among the words are imported.
+
+    The others are there by name and summary. Some commands need torch, which takes longer to import
+    than most commands take; nobody shall wait for it who asks for help or for a list.
+
+    Args:
+        words: What stands behind ``ckpipe``.
+    """
+    app = typer.Typer(
+        name="ckpipe",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        epilog=EPILOG,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_begin)
+    for command in COMMANDS:
+        function = _function_of(command) if command.name in words else _not_called
+        app.command(command.name, short_help=command.summary)(function)
+    return app
+
+
+def _function_of(command: Command) -> Callable[..., None]:
+    module, _, name = command.home.partition(":")
+    function: Callable[..., None] = getattr(import_module(f"ckpipe.cli.{module}"), name)
+    return function
+
+
+def _not_called() -> None:
+    """Stands for a command whose name is not among the words."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -71,16 +121,17 @@ def run(arguments: Sequence[str]) -> int:
         The exit code.
     """
     options = _json_first(arguments)
+    app = make_app(options)
     try:
         if options[:1] == ["--json"]:
-            return _run_for_programs(options)
+            return _run_for_programs(app, options)
         app(options, prog_name="ckpipe")
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
     return 0
 
 
-def _run_for_programs(options: Sequence[str]) -> int:
+def _run_for_programs(app: typer.Typer, options: Sequence[str]) -> int:
     """Runs a command with ``--json``: what is wrong with the command itself is JSON too."""
     try:
         code = app(options, prog_name="ckpipe", standalone_mode=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.cli.running import OK, Command, Step, Url, serve, which
+from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.discovery import discover, find
 from ckpipe.errors import SettingsError
@@ -24,6 +24,7 @@ from ckpipe.pruning import Facts, decide_on, pin, prune, unpin
 from ckpipe.retention import Decision, Rule, from_data
 from ckpipe.settings import Settings
 from ckpipe.sweeping import SweepReport, sweep
+from ckpipe.types import CheckpointId
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be done, and why; change nothing.")
@@ -51,25 +52,26 @@ def rm(
 
 def pin_(ctx: typer.Context, url: Url, step: Step) -> None:
     """Protects a checkpoint from retention until it is unpinned."""
-
-    async def work(screen: Screen) -> int:
-        async with open_store(url, screen.settings, Access.CHANGE) as backend:
-            info = await find(backend, which(step))
-            await pin(backend, info.key)
-        screen.result({"url": url, "pinned": info.id}, Text(f"pinned {info.id}"))
-        return OK
-
-    serve(ctx, work)
+    _mark(ctx, url, step, pin, "pinned")
 
 
 def unpin_(ctx: typer.Context, url: Url, step: Step) -> None:
     """Ends the protection of a checkpoint."""
+    _mark(ctx, url, step, unpin, "unpinned")
 
+
+def _mark(
+    ctx: typer.Context,
+    url: str,
+    step: str,
+    change: Callable[[Backend, CheckpointId], Awaitable[None]],
+    done: str,
+) -> None:
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
             info = await find(backend, which(step))
-            await unpin(backend, info.key)
-        screen.result({"url": url, "unpinned": info.id}, Text(f"unpinned {info.id}"))
+            await change(backend, info.key)
+        screen.result({"url": url, done: info.id}, Text(f"{done} {info.id}"))
         return OK
 
     serve(ctx, work)
@@ -211,12 +213,3 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
         yield Text(f"{report.uploads} stale uploads were removed")
     if not (rows or report.uploads or any(keys for _, keys in counts)):
         yield Text("nothing to sweep")
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command("rm", rm, "Delete a checkpoint."),
-    Command("pin", pin_, "Protect a checkpoint from retention."),
-    Command("unpin", unpin_, "End that protection."),
-    Command("prune", prune_, "Delete what the rules do not keep."),
-    Command("sweep", sweep_, "Remove what crashed runs left."),
-)

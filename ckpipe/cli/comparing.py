@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.cli.running import FOUND, OK, Command, Url, chosen, serve
+from ckpipe.cli.running import FOUND, OK, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.comparing import (
     StructureDifference,
@@ -171,6 +171,3 @@ def _shown(
         headings = ("tensor", "elements", "|b-a|", "|b-a|/|a|", "largest")
         yield table(headings, rows, *headings[1:])
     yield Text(f"{len(differing)} of {compared} tensors compared differ")
-
-
-COMMANDS: tuple[Command, ...] = (Command("diff", diff, "Compare two checkpoints."),)

@@ -14,7 +14,7 @@ from rich.text import Text
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.cli.progress import Meter
-from ckpipe.cli.running import OK, Command, MaybeStep, Url, chosen, serve
+from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, size, visible
 from ckpipe.discovery import read_index
 from ckpipe.exporting import Exported, ExportSettings, export
@@ -127,8 +127,3 @@ async def _exported(
         return await reading(origin, info.key, work)
     finally:
         arena.close()
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command("export", export_, "Write a checkpoint as other programs load it."),
-)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from ckpipe.cli.running import OK, Command, Url, serve
+from ckpipe.cli.running import OK, Url, serve
 from ckpipe.cli.screen import Screen, size, table
 from ckpipe.errors import UsageError
 from ckpipe.measuring import Advice, Measurements, Trial, advise, measure
@@ -92,8 +92,3 @@ def _sentences(advice: Advice) -> str:
         f"{advice.load_lanes}, staging.block_bytes to {size(advice.block_bytes)} and worker to "
         f"{advice.worker}."
     )
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command("bench", bench, "Measure machine and store; say what to set."),
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import anyio
 import typer
@@ -38,14 +38,6 @@ MaybeStep = Annotated[
         metavar="[STEP]", help="A step or an id; by default the newest complete checkpoint."
     ),
 ]
-
-
-class Command(NamedTuple):
-    """A command: its name, the function whose parameters are its arguments, and a summary."""
-
-    name: str
-    function: Callable[..., None]
-    summary: str
 
 
 def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -21,7 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpipe.cli.progress import Meter, Patience, Unit, of_bytes
-from ckpipe.settings import Settings
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
 
 _PIPE_WIDTH = 100_000
 
@@ -47,6 +49,8 @@ class Screen:
         Raises:
             SettingsError: If one of them is wrong.
         """
+        from ckpipe.settings import Settings  # a third of the time of --help, which needs none
+
         return Settings() if self._file is None else Settings.from_file(self._file)
 
     def result(self, data: Any, *shown: RenderableType) -> None:

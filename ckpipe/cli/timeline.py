@@ -13,7 +13,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ckpipe.cli.running import OK, Command, MaybeStep, Url, chosen, serve
+from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import UsageError
 from ckpipe.kept_reports import read_reports
@@ -84,8 +84,3 @@ def _write(path: Path, page: str) -> None:
             draft.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"The page cannot be written to {path}: {error.strerror}") from error
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command("timeline", timeline, "Show or draw where the time of a save went."),
-)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckpipe.backend import Backend
 from ckpipe.cli.progress import Meter
-from ckpipe.cli.running import OK, Command, MaybeStep, chosen, serve
+from ckpipe.cli.running import OK, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Screen, size
 from ckpipe.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
 from ckpipe.discovery import discover, read_index
@@ -93,6 +93,3 @@ def _sentence(done: dict[str, Any]) -> str:
         f"copied step {done['step']}: {size(done['copied_bytes'])} in {done['seconds']:.1f} s"
         f"{there} ({done['id']})"
     )
-
-
-COMMANDS: tuple[Command, ...] = (Command("cp", cp, "Copy checkpoints to another store, verified."),)
