@@ -127,6 +127,7 @@ class Trainer:
         self._ledger.note("resumed", self._case["life"], name, digest(self._state))
 
     def _roll_back(self, pipeline: ckpipe.SyncPipeline) -> None:
+        drain(pipeline)  # what follows a commit may delete the one that is chosen
         older = [info for info in pipeline.steps() if info.complete][:-1]
         if older:
             self._resume(pipeline, older[-1].id)

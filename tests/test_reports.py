@@ -186,13 +186,21 @@ def _save_with_a_stuck_upload(
     begun.wait(30)
     (active,) = _active(pipeline)
     stuck = active.report()
-    while not stuck.bottleneck.startswith("The upload") or not stuck.stages["stage"].waited:
+    while not _is_stuck(stuck):
         stuck = active.report()
     store.slow.release()
     trainer.join()
     assert handle is not None
     handle.wait()
     return stuck, handle.report
+
+
+def _is_stuck(report: SaveReport) -> bool:
+    """Whether a copy waits for an upload that lasts far longer than copying the rest will."""
+    if not report.bottleneck.startswith("The upload"):
+        return False
+    stage, upload = report.stages["stage"], report.stages["upload"]
+    return stage.waited > 0 and upload.busy > 20 * (stage.busy + 0.01)
 
 
 def _active(pipeline: ckpipe.SyncPipeline) -> list[Any]:
