@@ -81,6 +81,9 @@ class Upload(abc.ABC):
     :meth:`abort` no other method may be called.
     """
 
+    takes_checksums: ClassVar[bool] = False
+    """Whether :meth:`write_summed` is called instead of :meth:`write`."""
+
     @abc.abstractmethod
     async def write(self, offset: int, data: memoryview) -> None:
         """Writes one block.
@@ -98,6 +101,22 @@ class Upload(abc.ABC):
             StoreFull: If the store has no room left.
             StoreError: If the store failed; see ``transient``.
         """
+
+    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
+        """Writes one block whose checksum is known already.
+
+        An optional speed-up of :meth:`write` for stores that are told the checksum of a block,
+        so that it is computed once for them and for the manifest. The default does without.
+
+        Args:
+            offset: As in :meth:`write`.
+            data: As in :meth:`write`.
+            checksum: The CRC-32C of ``data``.
+
+        Raises:
+            StoreError: As in :meth:`write`.
+        """
+        await self.write(offset, data)
 
     @abc.abstractmethod
     async def complete(self) -> None:

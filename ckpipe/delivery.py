@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 from ckpipe.backend import Backend
+from ckpipe.block_sums import BlockSums
 from ckpipe.cargo import BlockPlace, Cargo
 from ckpipe.events import EventBus
 from ckpipe.keys import Json
@@ -40,6 +41,11 @@ class Filled(Protocol):
     @property
     def data(self) -> memoryview:
         """Its bytes."""
+        ...
+
+    @property
+    def sums(self) -> BlockSums:
+        """Its checksums."""
         ...
 
 

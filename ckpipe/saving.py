@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.arena import Block
+from ckpipe.block_sums import BlockSums
 from ckpipe.budget import Ration
 from ckpipe.caller import Caller
 from ckpipe.cargo import Cargo
@@ -231,6 +232,7 @@ class FilledBlock:
         began: When the first of it was copied, by ``time.perf_counter``.
         ended: When all of it was.
         copier: The thread that copied the last of it.
+        sums: Its checksums.
     """
 
     plan: BlockPlan
@@ -239,6 +241,7 @@ class FilledBlock:
     began: float = 0.0
     ended: float = 0.0
     copier: int = 0
+    sums: BlockSums = field(default_factory=BlockSums)
 
     @property
     def data(self) -> memoryview:

@@ -112,7 +112,9 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "Upload": {
         "abort": "(self) -> None",
         "complete": "(self) -> None",
+        "takes_checksums": "False",
         "write": "(self, offset: int, data: memoryview) -> None",
+        "write_summed": "(self, offset: int, data: memoryview, checksum: int) -> None",
     },
     "Planner": {"plan": "(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan"},
     "GlobalPlanner": {

@@ -9,6 +9,7 @@ import anyio
 from anyio import create_memory_object_stream
 
 from ckpipe.backend import Upload
+from ckpipe.block_sums import BlockSums
 from ckpipe.cargo import BlockPlace, Cargo, FilePlan
 from ckpipe.delivery import Contents, Delivery, Depot, StoredFiles
 from ckpipe.events import EventBus
@@ -26,6 +27,7 @@ class Held:
 
     plan = BlockPlace(0, 0, SIZE, ())
     data = memoryview(bytes(SIZE))
+    sums = BlockSums()
 
 
 class Planned(Delivery[Held]):

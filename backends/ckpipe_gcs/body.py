@@ -1,19 +1,12 @@
-"""Request bodies: the caller's own memory, and the checksum by which the store verifies it."""
+"""Request bodies: the caller's own memory."""
 
 from __future__ import annotations
 
-import base64
-
 import aiohttp
-import anyio.to_thread
 from aiohttp.abc import AbstractStreamWriter
-
-from ckpipe.checksum import crc32c
 
 PIECE_BYTES = 1 << 18
 """How much of a body is handed to the socket at a time."""
-
-_ON_LOOP_BYTES = 1 << 18
 
 
 class MemoryBody(aiohttp.payload.Payload):
@@ -63,27 +56,3 @@ class MemoryBody(aiohttp.payload.Payload):
     def end(self) -> None:
         """Forgets the memory."""
         self._pieces = []
-
-
-async def checksum(data: bytes | memoryview) -> int:
-    """The CRC-32C of a body, computed in a worker thread if that takes a while."""
-    if len(data) > _ON_LOOP_BYTES:
-        return await anyio.to_thread.run_sync(crc32c, data)
-    return crc32c(data)
-
-
-def encoded(value: int) -> str:
-    """A CRC-32C as the store writes it: big endian, in base 64."""
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
-
-
-def decoded(text: str) -> int:
-    """A CRC-32C that the store wrote.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    data = base64.b64decode(text, validate=True)
-    if len(data) != 4:
-        raise ValueError("a CRC-32C has four bytes")
-    return int.from_bytes(data, "big")

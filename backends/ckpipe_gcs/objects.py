@@ -11,12 +11,13 @@ from typing import Any
 import aiohttp
 
 from ckpipe.backend import ObjectInfo, PutMode
+from ckpipe.body_checksums import checksum_of, checksum_text, read_checksum
 from ckpipe.checksum import crc32c
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from ckpipe.http_bodies import fill
 from ckpipe.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
 from ckpipe.lanes import run_lanes
-from ckpipe_gcs.body import MemoryBody, checksum, decoded, encoded
+from ckpipe_gcs.body import MemoryBody
 from ckpipe_gcs.failures import bucket_missing, status_of
 from ckpipe_gcs.listing import info
 from ckpipe_gcs.requests import FIELDS, Requests, Resource
@@ -82,8 +83,8 @@ class Objects:
             ObjectExists: If the store refuses for the condition.
             StoreError: If the store failed.
         """
-        value = await checksum(data)
-        told = {"name": name, "contentType": BYTES, **resource, "crc32c": encoded(value)}
+        value = await checksum_of(data)
+        told = {"name": name, "contentType": BYTES, **resource, "crc32c": checksum_text(value)}
         body = related(json.dumps(told).encode(), data)
         url = self._requests.upload_url("multipart", name, **condition, **self.writing)
         try:
@@ -249,7 +250,7 @@ def check_stored(made: Resource, value: int, size: int, where: str, key: str | N
         StoreUnavailable: If it has something else.
     """
     try:
-        same = int(made["size"]) == size and decoded(made["crc32c"]) == value
+        same = int(made["size"]) == size and read_checksum(made["crc32c"]) == value
     except (LookupError, TypeError, ValueError):
         same = False
     if not same:
@@ -267,5 +268,5 @@ def told_checksum(response: aiohttp.ClientResponse) -> int | None:
         for entry in header.split(","):
             name, _, value = entry.strip().partition("=")
             if name == "crc32c":
-                return decoded(value)
+                return read_checksum(value)
     return None

@@ -16,8 +16,9 @@ from typing import Any
 
 from yarl import URL
 
+from ckpipe.body_checksums import checksum_text
 from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe_gcs.body import MemoryBody, encoded
+from ckpipe_gcs.body import MemoryBody
 from ckpipe_gcs.failures import bucket_missing, status_of
 from ckpipe_gcs.objects import BYTES, NEW
 from ckpipe_gcs.requests import Requests, Resource, answered, json_body
@@ -91,7 +92,7 @@ class Session:
         url = self._requests.upload_url("resumable", self._name, **NEW, **self._query)
         told = {"name": self._name, "contentType": BYTES, **self._resource}
         headers = {"X-Upload-Content-Type": BYTES, "X-Upload-Content-Length": str(size)}
-        body = json_body({**told, "crc32c": encoded(checksum)})
+        body = json_body({**told, "crc32c": checksum_text(checksum)})
         action = "begin an upload of"
         try:
             with self._requests.attempt(action, self._key):

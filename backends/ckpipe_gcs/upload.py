@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ckpipe.backend import Upload
+from ckpipe.body_checksums import checksum_of
 from ckpipe.errors import ObjectExists, StoreError, StoreUnavailable, UsageError
 from ckpipe.lanes import run_lanes
-from ckpipe_gcs.body import checksum
 from ckpipe_gcs.composing import MAX_SOURCES, Piece, joined, request, runs
 from ckpipe_gcs.leftovers import Leftovers
 from ckpipe_gcs.objects import BYTES, NEW, Objects, check_stored
@@ -50,6 +50,8 @@ class CompositeUpload(Upload):
         block_bytes: The size of all parts but the last.
         resumable_bytes: The size from which a part is sent through a session.
     """
+
+    takes_checksums = True
 
     def __init__(
         self,
@@ -90,20 +92,22 @@ class CompositeUpload(Upload):
         return name
 
     async def write(self, offset: int, data: memoryview) -> None:
+        await self.write_summed(offset, data, await checksum_of(data))
+
+    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
         number, beside = divmod(offset, self._block_bytes)
         if beside or len(data) != min(self._block_bytes, self._size - offset):
             message = f"{len(data)} bytes at {offset} are no block of {self._size} bytes"
             raise UsageError(message, key=self._key)
         if number in self._parts:
             return  # the same bytes as before, says the contract
-        value = await checksum(data)
         name = self._note(0, number)
         try:
-            made = await self._send(number, name, data, value)
+            made = await self._send(number, name, data, checksum)
         except ObjectExists:
             # The name is this part's alone, so an answer was lost and this is the object.
             made = await self._objects.resource(name, self._key)
-        self._parts[number] = await self._checked(name, made, value, len(data))
+        self._parts[number] = await self._checked(name, made, checksum, len(data))
 
     async def _send(self, number: int, name: str, data: memoryview, value: int) -> Resource:
         if len(data) < self._resumable_bytes:

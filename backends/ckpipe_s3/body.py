@@ -1,13 +1,8 @@
-"""Request bodies: the caller's own memory, and the checksum by which the store verifies it."""
+"""Request bodies: the caller's own memory."""
 
 from __future__ import annotations
 
-import base64
 import io
-
-import anyio.to_thread
-
-from ckpipe.checksum import crc32c
 
 PIECE_BYTES = 1 << 20
 """How much of a body is handed to the socket at a time. Each piece costs a turn of a worker
@@ -57,12 +52,3 @@ class MemoryBody(io.RawIOBase):
     def end(self) -> None:
         """Forgets the memory."""
         self._ended, self._data = True, memoryview(b"")
-
-
-async def checksum_header(data: bytes | memoryview) -> str:
-    """The CRC-32C of a body as its header has it: big endian, in base 64."""
-    if len(data) > PIECE_BYTES:
-        value = await anyio.to_thread.run_sync(crc32c, data)
-    else:
-        value = crc32c(data)
-    return base64.b64encode(value.to_bytes(4, "big")).decode()

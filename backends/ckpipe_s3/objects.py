@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckpipe.backend import ObjectInfo, PutMode
+from ckpipe.body_checksums import checksum_of, checksum_text
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError
 from ckpipe.http_bodies import fill
 from ckpipe.http_stores import check_range, cut_short, truncated
-from ckpipe_s3.body import checksum_header
 from ckpipe_s3.failures import answer_of, refused
 from ckpipe_s3.listing import whole_seconds
 from ckpipe_s3.requests import Parameters, Requests
@@ -52,7 +52,7 @@ class Objects:
             ObjectExists: If the store refuses for the condition.
             StoreError: If the store failed.
         """
-        checksum = await checksum_header(data)
+        checksum = checksum_text(await checksum_of(data))
         await self._requests.ask(
             "write", "put_object", key=key, nbytes=len(data), Key=name, Body=data,
             ChecksumCRC32C=checksum, **condition, **self._writing,

@@ -12,8 +12,9 @@ from typing import Any
 import anyio
 
 from ckpipe.backend import Upload
+from ckpipe.body_checksums import checksum_of, checksum_text
 from ckpipe.errors import UsageError
-from ckpipe_s3.body import MemoryBody, checksum_header
+from ckpipe_s3.body import MemoryBody
 from ckpipe_s3.objects import Objects
 from ckpipe_s3.open_uploads import OpenUploads
 from ckpipe_s3.requests import Requests
@@ -31,6 +32,8 @@ class MultipartUpload(Upload):
         block_bytes: The size of all parts but the last.
         upload_id: The store's name for the upload.
     """
+
+    takes_checksums = True
 
     def __init__(
         self,
@@ -56,23 +59,26 @@ class MultipartUpload(Upload):
         return -(-self._size // self._block_bytes)
 
     async def write(self, offset: int, data: memoryview) -> None:
+        await self.write_summed(offset, data, await checksum_of(data))
+
+    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
         number, beside = divmod(offset, self._block_bytes)
         if beside or len(data) != min(self._block_bytes, self._size - offset):
             message = f"{len(data)} bytes at {offset} are no block of {self._size} bytes"
             raise UsageError(message, key=self._key)
-        checksum = await checksum_header(data)
+        told = checksum_text(checksum)
         body = MemoryBody(data)
         try:
             answer = await self._requests.ask(
                 "write a part of", "upload_part", key=self._key, nbytes=len(data),
                 Key=self._name, UploadId=self._id, PartNumber=number + 1, Body=body,
-                ContentLength=len(data), ChecksumCRC32C=checksum,
+                ContentLength=len(data), ChecksumCRC32C=told,
             )  # fmt: skip
         finally:
             body.end()
         part = {"PartNumber": number + 1, "ETag": answer["ETag"]}
         if "ChecksumCRC32C" in answer:  # so the store has checked it, and checks it once more
-            part["ChecksumCRC32C"] = checksum
+            part["ChecksumCRC32C"] = told
         self._parts[number] = part
 
     async def complete(self) -> None:

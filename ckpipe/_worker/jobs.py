@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 from anyio import create_memory_object_stream
 
 from ckpipe._worker.channel import Channel
 from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, NewShape, Segment, Settled
+from ckpipe.block_sums import BlockSums
 from ckpipe.cargo import BlockPlace, Cargo
 from ckpipe.delivery import Contents, Delivery, Depot
 from ckpipe.delivery_run import run_delivery
@@ -58,12 +59,14 @@ class SharedBlock:
         plan: Where it belongs.
         data: Its bytes.
         users: How many stages still need it.
+        sums: Its checksums.
     """
 
     number: int
     plan: BlockPlace
     data: memoryview
     users: int = 2
+    sums: BlockSums = field(default_factory=BlockSums)
 
 
 class Job(Delivery[SharedBlock]):

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.checksum import ChunkSums, chunk_spans, crc32c
-from ckpipe.delivery import B, Delivery, Filled
+from ckpipe.block_sums import compute
+from ckpipe.checksum import ChunkSums
+from ckpipe.delivery import B, Delivery
 
 BATCH_BLOCKS = 4
 """Blocks that are checksummed in one turn of a thread, if they are there. Every turn costs both
 threads the interpreter several times; a block that waits for the rest of a few milliseconds of
 work does not matter to who waits for its memory."""
-
-Piece = tuple[int, int, int, int]
-"""A part of an entry and its checksum: entry, start, end and CRC-32C."""
 
 
 async def run(
@@ -34,11 +31,11 @@ async def run(
             sums = sums or _sums_of(save)
             batch = [filled, *_there_already(inbox)]
             with save.clock.timing("serialize", sum(each.plan.nbytes for each in batch)):
-                found = await anyio.to_thread.run_sync(checksum_blocks, batch)
-            for each, (pieces, began, ended) in zip(batch, found, strict=True):
-                save.clock.summed(each.plan, began, ended)
+                await compute(batch)
+            for each in batch:
+                save.clock.summed(each.plan, each.sums.began, each.sums.ended)
                 save.release(each)
-                for piece in pieces:
+                for piece in each.sums.pieces:
                     sums.add(*piece)
         await checkpoint_if_cancelled()  # the stream ends early if the copy failed
         if save.cargo is not None:
@@ -56,23 +53,3 @@ def _there_already(inbox: MemoryObjectReceiveStream[B]) -> Iterator[B]:
     with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
         for _ in range(BATCH_BLOCKS - 1):
             yield inbox.receive_nowait()
-
-
-def checksum_blocks(batch: list[B]) -> list[tuple[list[Piece], float, float]]:
-    """The checksums of some blocks, each with when its work began and ended."""
-    found = []
-    for filled in batch:
-        began = time.perf_counter()
-        pieces = checksum_block(filled)
-        found.append((pieces, began, time.perf_counter()))
-    return found
-
-
-def checksum_block(filled: Filled) -> list[Piece]:
-    """The checksums of the pieces of entries in a block: entry, start, end and CRC-32C."""
-    view = filled.data
-    return [
-        (span.entry, lo, hi, crc32c(view[span.at + lo - span.lo : span.at + hi - span.lo]))
-        for span in filled.plan.spans
-        for _, lo, hi in chunk_spans(span.lo, span.hi)
-    ]

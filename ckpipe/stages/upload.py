@@ -15,6 +15,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import Upload
+from ckpipe.block_sums import block_checksum
 from ckpipe.cargo import Cargo
 from ckpipe.checksum import crc32c
 from ckpipe.delivery import B, Delivery, Depot, StoredFiles
@@ -89,8 +90,17 @@ class _Files(Generic[B]):
     async def write(self, filled: B, lane: int) -> None:
         plan, save = filled.plan, self._save
         upload = await self._upload(plan.file)
+        if upload.takes_checksums:
+            checksum = await block_checksum(filled)
+
+        async def attempt() -> None:
+            if upload.takes_checksums:
+                await upload.write_summed(plan.offset, filled.data, checksum)
+            else:
+                await upload.write(plan.offset, filled.data)
+
         with save.clock.uploading(plan, lane):
-            await retrying(self._writing, lambda: upload.write(plan.offset, filled.data))
+            await retrying(self._writing, attempt)
         save.release(filled)
         self._written[plan.file] += 1
         self._bytes += plan.nbytes

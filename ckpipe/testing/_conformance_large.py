@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from ckpipe.backend import Backend
+from ckpipe.checksum import crc32c
 from ckpipe.errors import ObjectExists, ObjectNotFound, TruncatedObject
 from ckpipe.testing._conformance_base import CREATE, OVERWRITE, SKEW, ConformanceBase, pattern
 
@@ -40,6 +41,16 @@ class LargeObjectConformance(ConformanceBase):
             for offset in offsets:
                 part = memoryview(data)[offset : offset + block]
                 tasks.start_soon(upload.write, offset, part)
+        await upload.complete()
+        assert await self.read(backend, "data/file") == data
+
+    async def test_blocks_that_come_with_their_checksums(self, backend: Backend) -> None:
+        block = self.block_bytes(backend)
+        data = pattern(2 * block + 5)
+        upload = await backend.open_upload("data/file", size=len(data), block_bytes=block)
+        for offset in range(0, len(data), block):
+            part = memoryview(data)[offset : offset + block]
+            await upload.write_summed(offset, part, crc32c(part))
         await upload.complete()
         assert await self.read(backend, "data/file") == data
 

@@ -1,0 +1,134 @@
+"""A block's checksums: of its pieces and of all of it, computed once for both that need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpipe
+from ckpipe.backend import Upload
+from ckpipe.block_sums import BlockSums, block_checksum, checksum_block, compute, joined
+from ckpipe.cargo import BlockPlace, Span
+from ckpipe.checksum import CHUNK_BYTES, crc32c
+from ckpipe.testing import MemoryBackend
+
+
+@dataclass(eq=False)
+class Filled:
+    """A block in memory of its own."""
+
+    plan: BlockPlace
+    data: memoryview
+    sums: BlockSums = field(default_factory=BlockSums)
+
+
+def block(parts: list[tuple[int, int, int]]) -> Filled:
+    """A block of pieces of entries, each behind so many bytes that are of none.
+
+    Args:
+        parts: For each piece, the bytes before it, where it begins in its entry, and its size.
+    """
+    spans, at = [], 0
+    for entry, (gap, lo, size) in enumerate(parts):
+        spans.append(Span(entry, lo, lo + size, at + gap))
+        at += gap + size
+    at += 3
+    data = bytes((7 * number + number // 251) % 256 for number in range(at))
+    return Filled(BlockPlace(0, 0, at, tuple(spans)), memoryview(data))
+
+
+near_a_chunk = st.integers(CHUNK_BYTES - 40, CHUNK_BYTES + 5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), near_a_chunk, st.integers(1, 90)), max_size=9))
+def test_the_checksum_of_a_block_follows_from_those_of_its_pieces(
+    parts: list[tuple[int, int, int]],
+) -> None:
+    filled = block(parts)
+    filled.sums.pieces = checksum_block(filled)
+    assert joined(filled) == crc32c(filled.data)
+
+
+def test_pieces_in_another_order_do_as_well() -> None:
+    filled = block([(1, 0, 20), (2, 0, 30)])
+    plan = filled.plan
+    turned = Filled(BlockPlace(0, 0, plan.nbytes, plan.spans[::-1]), filled.data)
+    turned.sums.pieces = checksum_block(turned)
+    assert joined(turned) == crc32c(filled.data)
+
+
+async def test_who_comes_second_waits_and_finds_them() -> None:
+    blocks = [block([(4, 0, 100)]), block([(5, CHUNK_BYTES - 7, 300)])]
+    found: list[int] = []
+
+    async def ask(filled: Filled) -> None:
+        found.append(await block_checksum(filled))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(compute, blocks)
+        tasks.start_soon(ask, blocks[0])
+        tasks.start_soon(ask, blocks[1])
+        tasks.start_soon(compute, blocks[::-1])
+    assert sorted(found) == sorted(crc32c(filled.data) for filled in blocks)
+    assert [len(filled.sums.pieces) for filled in blocks] == [1, 2]
+
+
+async def test_large_gaps_are_summed_beside_the_loop() -> None:
+    filled = block([(1 << 19, 0, 10)])
+    assert await block_checksum(filled) == crc32c(filled.data)
+
+
+class _Told(Upload):
+    """An upload that wants to be told checksums, and looks whether they are right."""
+
+    takes_checksums = True
+
+    def __init__(self, inner: Upload, right: list[bool]) -> None:
+        self._inner, self._right = inner, right
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        raise AssertionError("the checksum is known")
+
+    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
+        self._right.append(checksum == crc32c(data))
+        await self._inner.write(offset, data)
+
+    async def complete(self) -> None:
+        await self._inner.complete()
+
+    async def abort(self) -> None:
+        await self._inner.abort()
+
+
+class _Telling(MemoryBackend):
+    """A store in memory that wants to be told the checksums of blocks."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.right: list[bool] = []
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        upload = await super().open_upload(key, size=size, block_bytes=block_bytes)
+        return _Told(upload, self.right)
+
+
+async def test_a_save_tells_the_store_the_checksum_of_each_block() -> None:
+    telling: list[_Telling] = []
+
+    def make(url: str) -> _Telling:
+        telling.append(_Telling(url))
+        return telling[-1]
+
+    ckpipe.register_backend("telling", make)
+    state = {f"{number}": torch.rand(200_000) for number in range(7)} | {"few": torch.ones(3)}
+    staging = {"block_bytes": 1 << 20}
+    url = "telling://sums"
+    async with ckpipe.Pipeline(url, worker="thread", staging=staging) as pipeline:
+        await pipeline.save(state, step=1, until="committed")
+        await pipeline.verify(1)
+    assert len(telling[-1].right) >= 6
+    assert all(telling[-1].right)
