@@ -10,27 +10,28 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ckpipe.dtensors import is_dtensor_type, local_part
+from ckpipe.tensor_looks import Looks
 from ckpipe.tensors import PLAIN_TYPES, TensorLeaf, is_dense
 
 
-def owned_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     """The parameters of optimizers and the tensors of their state."""
+    found: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from group["params"]
+            found += group["params"]
         for state in optimizer.state.values():
-            for each in state.values() if type(state) is dict else (state,):
-                if type(each) is torch.Tensor:
-                    yield each
-                else:
-                    yield from _tensors_in(each)
+            found += state.values() if type(state) is dict else (state,)
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
+        return found
+    return [tensor for each in found for tensor in _tensors_in(each)]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -133,9 +134,12 @@ class OwnedFacts:
         local = _locals(tensors)
         self._count = len(local)
         found = [numbers.get(id(each)) for each in local]
-        self._walked = [(n, number) for n, number in enumerate(found) if number is not None]
+        self._walked = [n for n, number in enumerate(found) if number is not None]
+        self._numbers = [number for number in found if number is not None]
         self._others = [n for n, number in enumerate(found) if number is None]
-        self._facts = _columns([local[n] for n in self._others])
+        others = [local[n] for n in self._others]
+        self._addresses = list(map(torch.Tensor.data_ptr, others))
+        self._looks, self._facts = Looks(others), _columns(others)
 
     def hold(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> bool:
         """Whether the same leaves are owned as before.
@@ -145,10 +149,16 @@ class OwnedFacts:
             memory: The memory of leaves of which the walk has found the same as before.
         """
         local = _locals(tensors)
-        if len(local) != self._count or any(local[n] is not memory[m] for n, m in self._walked):
+        if len(local) != self._count:
             return False
+        walked = map(local.__getitem__, self._walked)
+        if not all(map(is_, walked, map(memory.__getitem__, self._numbers))):
+            return False
+        others = [local[n] for n in self._others]
         try:
-            return _columns([local[n] for n in self._others]) == self._facts
+            if list(map(torch.Tensor.data_ptr, others)) != self._addresses:
+                return False
+            return self._looks.are_those_of(others) or _columns(others) == self._facts
         except RuntimeError:
             return False
 
@@ -157,8 +167,12 @@ def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     odd = set(map(type, tensors)).difference(PLAIN_TYPES)
     if not odd:
         return tensors
-    parts = [_local(each) if type(each) in odd else each for each in tensors]
-    return [part for part in parts if part is not None]
+    if all(map(is_dtensor_type, odd)):
+        parts = [each._local_tensor if type(each) in odd else each for each in tensors]  # type: ignore[attr-defined]
+        if set(map(type, parts)).issubset(PLAIN_TYPES):
+            return parts
+    found = [_local(each) if type(each) in odd else each for each in tensors]
+    return [part for part in found if part is not None]
 
 
 def _columns(tensors: list[torch.Tensor]) -> list[list[Any]]:
@@ -166,7 +180,6 @@ def _columns(tensors: list[torch.Tensor]) -> list[list[Any]]:
 
 
 _MEMORY_FACTS: tuple[Callable[[Any], Any], ...] = (
-    torch.Tensor.data_ptr,
     torch.Tensor.stride,
     attrgetter("shape"),
     attrgetter("dtype"),

@@ -217,7 +217,7 @@ def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piec
 
 def _division(save: Save, site: Site, captured: Captured, program: Program) -> Division:
     """How a save's work is divided: as the last one's was, if nothing that matters is another."""
-    tensors = list(owned_tensors(save.request.owners))
+    tensors = owned_tensors(save.request.owners)
     last = site.division
     if last is not None and last.serves(captured, program, tensors):
         return last

@@ -1,0 +1,100 @@
+"""Whether tensors look as they did, asked of torch in one call for all of them.
+
+To read one attribute of a tensor takes some 60 ns, and a leaf says ten. torch itself has to answer
+the same question before it runs compiled code, for all inputs at once and in C++; that is what is
+asked here. The way to ask it is not public. So it is tried once whether torch tells every
+difference that matters, and where it does not, is older or does without, there is no such answer:
+whoever asks then compares attribute by attribute, which is always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import torch
+
+
+class Looks:
+    """How some tensors looked at one time; holds none of them.
+
+    Args:
+        tensors: The tensors, no two of them the same object.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._same = _question(tensors) if tensors and _is_reliable() else None
+        if not self.are_those_of(tensors):
+            self._same = None  # not for these, such as one that stands there twice
+
+    def are_those_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether class, dtype, device, layout, shape, strides and lazy bits are the same.
+
+        And whether each needs a gradient. Addresses and bytes are not looked at.
+
+        Args:
+            tensors: As many as before.
+
+        Returns:
+            False also if that cannot be told.
+        """
+        if self._same is None:
+            return False
+        # Without gradients torch says of none that it needs one.
+        with torch.enable_grad():
+            return self._same(*tensors)
+
+
+def _question(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        with torch.enable_grad():
+            # Both arguments must be named, as torch itself does: what may differ is nothing.
+            guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        same: Callable[..., bool] = guards.check
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+    return same
+
+
+@cache
+def _is_reliable() -> bool:
+    """Whether torch tells tensors apart that differ in one respect, and takes equal ones for so."""
+    return all(_tells(one, others) for one, others in _samples())
+
+
+def _tells(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    same = _question([one])
+    if same is None:
+        return False
+    with torch.enable_grad():
+        return same(one.clone()) is True and all(same(other) is False for other in others)
+
+
+def _samples() -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Tensors, each with some that differ from it in one respect."""
+    yield (
+        torch.zeros(4, 2),
+        [
+            torch.zeros(4, 2, dtype=torch.float64),
+            torch.zeros(4, 2, dtype=torch.int32),
+            torch.zeros(4, 2, device="meta"),
+            torch.zeros(2, 4),
+            torch.zeros(4, 2, 1),
+            torch.zeros(2, 4).t(),
+            torch.zeros(8, 2)[::2],
+            torch.zeros(4, 2).to_sparse(),
+            torch.zeros(4, 2, requires_grad=True),
+            torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False),
+            torch._neg_view(torch.zeros(4, 2)),
+        ],
+    )
+    numbers = torch.zeros(3, dtype=torch.complex64)
+    yield numbers, [numbers.conj(), torch._neg_view(numbers)]
+    # A dimension of size one or none may have any stride.
+    yield torch.zeros(1, 3), [torch.zeros(3).as_strided((1, 3), (1, 1))]
+    yield torch.zeros(0, 3), [torch.zeros(3).as_strided((0, 3), (1, 1))]
+
+
+__all__ = ["Looks"]
