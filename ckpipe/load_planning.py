@@ -251,17 +251,23 @@ def plan_reads(data: EntryTable, needs: Iterable[Need], limits: ReadLimits) -> l
     ]
 
 
-def batched(reads: Sequence[Read], nbytes: int) -> Iterator[list[Read]]:
-    """Groups reads that follow one another without a gap, up to about so many bytes together.
+def batched(reads: Sequence[Read], nbytes: int | None = None) -> Iterator[list[Read]]:
+    """Groups reads that follow one another without a gap.
 
     What a store has in memory is looked at a group at a time, since no buffer limits its size.
+
+    Args:
+        reads: The reads, by file and offset.
+        nbytes: How many bytes a group has at the most, unless one read alone has more; None for
+            any number.
     """
     batch: list[Read] = []
     for read in reads:
         if batch:
             first, last = batch[0], batch[-1]
             follows = read.file == last.file and read.offset <= last.offset + last.size
-            if not follows or read.offset + read.size - first.offset > nbytes:
+            size = read.offset + read.size - first.offset
+            if not follows or (nbytes is not None and size > nbytes):
                 yield batch
                 batch = []
         batch.append(read)

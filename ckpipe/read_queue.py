@@ -33,6 +33,11 @@ class ReadQueue:
         self._doubtful += 1
         return self._groups.popleft()
 
+    def divide(self, groups: Iterable[list[Read]]) -> None:
+        """Notes that parts of a group are to be looked at instead of the whole, by any lane."""
+        self._groups.extend(groups)
+        self.settle()
+
     def settle(self, rest: Iterable[Read] = ()) -> None:
         """Notes that a group was seen to, but for some of its reads, which any lane may take."""
         self._single.extend(rest)

@@ -9,8 +9,8 @@
 A fixed number of buffers bounds the memory. Lanes read whenever one is free, so the store never
 waits for a checksum; there is a deliverer for each core, since more would only take turns. What
 the store has in memory already is delivered from where it is, by all deliverers together, each
-taking the next read when it is through with one. A chunk's bytes reach nothing before its checksum
-was found right, and are copied while they are still in the processor's cache.
+taking the next few chunks when it is through with some. A chunk's bytes reach nothing before its
+checksum was found right, and are copied while they are still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import torch
 from anyio import create_memory_object_stream, create_task_group
@@ -57,6 +58,12 @@ from ckpipe.read_tail import with_finer_tail
 from ckpipe.types import CheckpointId
 
 _VIEW_BYTES = 128 << 20
+"""Of how many bytes together the store is asked whether it has them in memory, if not of all."""
+
+_RUNS = 4
+"""Of how many parts a deliverer takes one at a time of a read that is in memory already. They are
+small, so that all deliverers end at about the same time."""
+
 DELIVERERS = min(8, len(os.sched_getaffinity(0)))
 """Worker threads that verify and deliver."""
 
@@ -78,33 +85,36 @@ class ReadTally:
     delivered: bool = False
 
 
+_Run = tuple[int, Sequence[Piece]]
+"""Chunks that a deliverer takes together, and where the read that they are of begins."""
+
+
 @dataclass(slots=True)
 class _Arrived:
     """Bytes of reads of one file that follow one another.
 
     Args:
         file: The number of the file.
-        begin: Where the bytes begin in it.
-        reads: What nobody has taken yet. Deliverers draw from it at the same time, which the
+        source: The bytes.
+        runs: What nobody has taken yet. Deliverers draw from it at the same time, which the
             interpreter's lock makes safe for the iterator of a list.
-        source: The bytes; None once all is delivered.
-        leaving: Tells each deliverer that has finished whether it is the last.
         buffer: The buffer that the bytes are in, if any.
     """
 
     file: int
-    begin: int
-    reads: Iterator[Read]
-    source: memoryview | None
-    leaving: Iterator[bool]
+    source: memoryview
+    runs: Iterator[_Run]
     buffer: memoryview | None = None
 
 
-def _arrived(
-    reads: list[Read], source: memoryview, holders: int, buffer: memoryview | None = None
-) -> _Arrived:
-    leaving = iter([False] * (holders - 1) + [True])
-    return _Arrived(reads[0].file, reads[0].offset, iter(reads), source, leaving, buffer)
+def _shown(reads: list[Read], source: memoryview) -> _Arrived:
+    """What is delivered from where it is, by several deliverers."""
+    begin, runs = reads[0].offset, list[_Run]()
+    for read in reads:
+        count = -(-len(read.pieces) // _RUNS)
+        for first in range(0, len(read.pieces), count):
+            runs.append((read.offset - begin, read.pieces[first : first + count]))
+    return _Arrived(reads[0].file, source, iter(runs))
 
 
 class Reader:
@@ -114,6 +124,11 @@ class Reader:
         backend: The store.
         id: The checkpoint.
         buffers: Where bytes are read into, one for each read under way or being delivered.
+
+    Attributes:
+        tally: What was read.
+        views: What the store has shown of its memory. To let it go takes milliseconds that neither
+            the event loop nor a deliverer has, so that is left to whoever comes to it.
     """
 
     def __init__(self, backend: Backend, id: CheckpointId, buffers: Sequence[memoryview]) -> None:
@@ -122,6 +137,7 @@ class Reader:
         self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
+        self.views: list[memoryview] = []
 
     async def deliver(
         self,
@@ -145,7 +161,7 @@ class Reader:
         started = time.perf_counter()
         lanes = max(1, len(self._buffers) - DELIVERERS)
         reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
-        pending = ReadQueue(batched(reads, _VIEW_BYTES))
+        pending = ReadQueue(batched(reads))
         free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
         arrived_out, arrived = create_memory_object_stream[_Arrived](0)
         for buffer in self._buffers:
@@ -187,13 +203,16 @@ class Reader:
                     for _ in range(min(DELIVERERS, len(found))):
                         await out.send(shown)
                     continue
+                elif len(smaller := list(batched(found, _VIEW_BYTES))) > 1:
+                    pending.divide(smaller)
+                    continue
                 else:
                     read, *rest = found
                     pending.settle(rest)
                 buffer = await free.receive()
                 rank, name = data.ranks[read.file], data.files[read.file].name
                 source = await self._filled(rank, name, read.offset, buffer[: read.size])
-                await out.send(_arrived([read], source, 1, buffer))
+                await out.send(_Arrived(read.file, source, iter([(0, read.pieces)]), buffer))
 
     async def _deliverer(
         self,
@@ -260,7 +279,8 @@ class Reader:
             return None
         self.tally.reads += 1
         self.tally.bytes += size
-        return _arrived(batch, view, min(DELIVERERS, len(batch)))
+        self.views.append(view)
+        return _shown(batch, view)
 
     async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
         """The buffer, filled with a range of a file."""
@@ -338,21 +358,15 @@ def _put(
         tally: Is told that something was delivered.
     """
     source = arrived.source
-    assert source is not None, "delivered before"
     address = address_of(source)
-    try:
-        with torch.no_grad():
-            for read in arrived.reads:
-                shift = read.offset - arrived.begin
-                for entry, lo, hi, at, checksum in read.pieces:
-                    begin = shift + at
-                    if crc32c(source[begin : begin + hi - lo]) != checksum:
-                        return Piece(entry, lo, hi, at, checksum)
-                    for destination in destinations.get(entry, ()):
-                        tally.delivered = True
-                        destination.put(address + begin, lo, hi)
-        return None
-    finally:
-        if next(arrived.leaving):
-            # So it ends with this function: unmapping takes time that the event loop has not.
-            arrived.source = None
+    with torch.no_grad():
+        for shift, pieces in arrived.runs:
+            anyio.from_thread.check_cancelled()
+            for entry, lo, hi, at, checksum in pieces:
+                begin = shift + at
+                if crc32c(source[begin : begin + hi - lo]) != checksum:
+                    return Piece(entry, lo, hi, at, checksum)
+                for destination in destinations.get(entry, ()):
+                    tally.delivered = True
+                    destination.put(address + begin, lo, hi)
+    return None

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 
+from ckpipe.ahead import Ahead
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.collector import collector_paused
@@ -101,6 +102,7 @@ class ReadyLoad:
         matched: What fits where.
         stages: Reports of what was done.
         tally: What was read.
+        views: What the store has shown of its memory, which is not needed any more.
         started: When the load began.
     """
 
@@ -109,6 +111,7 @@ class ReadyLoad:
     matched: _Matched
     stages: Mapping[str, StageReport]
     tally: ReadTally
+    views: list[memoryview]
     started: float
 
     async def apply(self) -> LoadResult:
@@ -118,8 +121,10 @@ class ReadyLoad:
             CkpipeError: If an object refuses its state.
         """
         began = time.perf_counter()
+        freed = Ahead(partial(anyio.to_thread.run_sync, self.views.clear))
         with _located(self.bundle, self.rank):
-            state = await anyio.to_thread.run_sync(_apply, self.matched)
+            async with freed.started():
+                state = await anyio.to_thread.run_sync(_apply, self.matched)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
         report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
@@ -188,12 +193,13 @@ async def read_all(backend: Backend, found: FittingLoad, arena: Arena, *, lanes:
     """
     bundle, rank, matched, began = found.bundle, found.rank, found.matched, time.perf_counter()
     with _located(bundle, rank):
-        tally = await _read(backend, bundle, matched, arena, lanes, in_place=found.in_place)
+        reader = await _read(backend, bundle, matched, arena, lanes, in_place=found.in_place)
+    tally = reader.tally
     stages = {
         "match": StageReport(found.seconds),
         "read": StageReport(time.perf_counter() - began, tally.bytes, began - found.started),
     }
-    return ReadyLoad(bundle, rank, matched, stages, tally, found.started)
+    return ReadyLoad(bundle, rank, matched, stages, tally, reader.views, found.started)
 
 
 @contextmanager
@@ -263,7 +269,7 @@ def _lack(matching: Matching) -> bool:
 
 async def _read(
     backend: Backend, bundle: Bundle, matched: _Matched, arena: Arena, lanes: int, *, in_place: bool
-) -> ReadTally:
+) -> Reader:
     data, targets = matched.data, matched.targets
     with lane_buffers(arena, backend, lanes) as buffers:
         reader = Reader(backend, bundle.id, buffers)
@@ -276,7 +282,7 @@ async def _read(
         except CorruptCheckpoint as error:
             error.target_touched = in_place and reader.tally.delivered
             raise
-        return reader.tally
+        return reader
 
 
 def _apply(matched: _Matched) -> Any:
@@ -327,5 +333,6 @@ async def verify(backend: Backend, bundle: Bundle, arena: Arena, *, lanes: int) 
                 await reader.size(data, number)
                 await reader.header(data, number)
             await reader.deliver(data, data.all_needs(), {})
+            await anyio.to_thread.run_sync(reader.views.clear)
             files += len(data.files)
     return VerifyResult(str(bundle.id), files, sum(f.size for p in bundle.parts for f in p.files))

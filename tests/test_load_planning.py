@@ -232,5 +232,14 @@ def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -
             assert other.offset <= one.offset + one.size
 
 
+@given(cases())
+def test_batches_without_a_bound_end_only_at_gaps(case: Case) -> None:
+    reads = plan_reads(case.data, case.needs, case.limits)
+    batches = list(batched(reads))
+    assert [read for batch in batches for read in batch] == reads
+    for one, other in pairwise(batches):
+        assert other[0].file != one[-1].file or other[0].offset > _end(one[-1:])
+
+
 def _end(batch: list[Read]) -> int:
     return batch[-1].offset + batch[-1].size

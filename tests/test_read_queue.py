@@ -44,3 +44,23 @@ async def test_single_reads_go_before_groups_and_a_group_that_is_done_is_not_rea
     queue.settle()
     assert await queue.next() is None
     assert await ReadQueue([]).next() is None
+
+
+async def test_of_a_group_that_is_divided_each_part_is_looked_at_by_itself() -> None:
+    first, second, third = reads(3)
+    queue = ReadQueue([[first, second, third]])
+    assert await queue.next() == [first, second, third]
+    others: list[list[Read] | Read | None] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def wait() -> None:
+            others.append(await queue.next())
+
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert not others
+        queue.divide([[first, second], [third]])
+    assert others == [[first, second]]
+    queue.settle([second])
+    assert await queue.next() == second
+    assert await queue.next() == [third]

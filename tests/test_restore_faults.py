@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored_states import BLOCK_BYTES, ID, load, store
 
+from ckpipe import reading as reading_module
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend, PutMode
 from ckpipe.errors import (
@@ -42,7 +43,25 @@ class BufferedBackend(MemoryBackend):
         buffer[:] = found
 
 
-BACKENDS = [MemoryBackend, BufferedBackend]
+class PartlyShown(BufferedBackend):
+    """A store that shows what it has in memory, which is all but a few bytes of each object."""
+
+    cold, fetched = range(5 * MIB + 3, 5 * MIB + 9), 0
+
+    async def view(  # type: ignore[override]
+        self, key: str, offset: int, size: int
+    ) -> memoryview | None:
+        wanted = range(offset, offset + size)
+        if wanted.start < self.cold.stop and self.cold.start < wanted.stop:
+            return None
+        return await MemoryBackend.view(self, key, offset, size)
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.fetched += len(buffer)
+        await super().read_into(key, offset, buffer)
+
+
+BACKENDS = [MemoryBackend, BufferedBackend, PartlyShown]
 
 
 def state() -> dict[str, Any]:
@@ -110,6 +129,18 @@ async def test_a_whole_checkpoint_loads_and_verifies(kind: type[MemoryBackend]) 
     result = await verified(backend, bundle)
     (file,) = bundle.parts[0].files
     assert (result.files, result.bytes) == (1, file.size)
+
+
+async def test_what_is_not_in_memory_is_read_and_the_rest_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading_module, "_VIEW_BYTES", 2 * MIB)
+    backend, target = PartlyShown(), blank()
+    bundle = await store(state(), backend)
+    await load(backend, bundle, target)
+    for ours, theirs in zip(leaves(target), leaves(state()), strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+    assert len(backend.cold) <= backend.fetched <= 2 * MIB
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

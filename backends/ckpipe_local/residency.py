@@ -12,7 +12,10 @@ import mmap
 import os
 
 from ckpipe_local.failures import truncated
-from ckpipe_local.system_calls import address_of, cached_pages, populate, resident_pages
+from ckpipe_local.system_calls import address_of, cached_pages, resident_pages
+
+_LOOKED_THROUGH_BYTES = 128 << 20
+"""How much is looked through page by page at a time; who wants more asks for parts of it."""
 
 
 def cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
@@ -35,8 +38,8 @@ def _pages(offset: int, size: int) -> int:
 def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | None:
     """Maps a range of a file if the page cache holds all of it; None otherwise.
 
-    The pages are mapped at once. Should memory get so short that the kernel drops them again
-    before they are read, reading them costs a wait for the disk.
+    Pages are mapped when they are read, 16 at a time, by as many threads as read them. Should
+    memory get so short that the kernel drops some before, reading these waits for the disk.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -52,13 +55,15 @@ def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | N
 
 def _view(descriptor: int, offset: int, size: int) -> memoryview | None:
     cached = cached_pages(descriptor, offset, size)
+    if cached is None and size > _LOOKED_THROUGH_BYTES:
+        return None
     if cached is not None and cached < _pages(offset, size):
         return None
     view, skipped = _map(descriptor, offset, size)
-    address, length = address_of(view), len(view)
-    if cached is None and resident_pages(address, length) * mmap.PAGESIZE < length:
+    length = len(view)
+    if cached is None and resident_pages(address_of(view), length) * mmap.PAGESIZE < length:
         return None
-    return view[skipped:] if populate(address, length) else None
+    return view[skipped:]
 
 
 def _map(descriptor: int, offset: int, size: int) -> tuple[memoryview, int]:

@@ -10,14 +10,12 @@ import os
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _libc.syscall.argtypes = (
     ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long
 )  # fmt: skip
 _libc.syscall.restype = ctypes.c_long
 
-_MADV_POPULATE_READ = 22
 _CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
 _PROBED_PAGES = 16
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
@@ -73,14 +71,3 @@ def _leading_pages(address: int, size: int) -> int:
         return 0
     missing = pages.raw.translate(_LOWEST_BIT).find(0)
     return len(pages) if missing < 0 else missing
-
-
-def populate(address: int, size: int) -> bool:
-    """Maps all pages at once, so that reading them does not fault one by one.
-
-    Returns:
-        False if a page could not be read. A kernel older than this advice is no failure.
-    """
-    if _libc.madvise(address, size, _MADV_POPULATE_READ):
-        return ctypes.get_errno() == errno.EINVAL
-    return True
