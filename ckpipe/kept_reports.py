@@ -43,7 +43,8 @@ async def read_reports(
     world_size = index.world_size
     chosen = sorted(set(ranks)) or list(range(min(world_size, MOST_RANKS)))
     if chosen[0] < 0 or chosen[-1] >= world_size:
-        raise UsageError(f"The checkpoint has the ranks 0 to {world_size - 1}", step=id.step)
+        those = "rank 0 only" if world_size == 1 else f"the ranks 0 to {world_size - 1}"
+        raise UsageError(f"The checkpoint has {those}", step=id.step)
     found = {0: _report(index)} if world_size == 1 else {}
     pending = iter([rank for rank in chosen if rank not in found])
 

@@ -40,6 +40,8 @@ from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _MOST_NAMED = 20
 
+_FALL_BACK = "Load another checkpoint, or let fallback=True do so"
+
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
@@ -110,6 +112,7 @@ class Loading:
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not fallback:
+                    error.hint = error.hint or _FALL_BACK
                     raise
                 first = first or error
                 self._tell(info, f"{type(error).__name__}: {error}", damaged)

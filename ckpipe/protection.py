@@ -7,8 +7,8 @@ from datetime import datetime
 from types import MappingProxyType
 
 from ckpipe.backend import Backend
-from ckpipe.discovery import NO_INDEX, discover, find, read_index
-from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion, UsageError
+from ckpipe.discovery import NO_INDEX, discover, pick, read_index
+from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion, UsageError
 from ckpipe.leases import live_subjects, protected_subjects, read_leases, store_time
 from ckpipe.object_names import launch_id
 from ckpipe.pruning import RESUMED, delete, retire
@@ -96,7 +96,7 @@ async def remove(
     data goes with the next prune or sweep.
     """
     infos = await discover(backend)
-    info = next((each for each in infos if each.id == which), None) or await find(backend, which)
+    info = next((each for each in infos if each.id == which), None) or _picked(infos, which)
     if force:
         await delete(backend, info.key)
         return info
@@ -105,6 +105,14 @@ async def remove(
         raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=_hint(info))
     await retire(backend, info.key)
     return info
+
+
+def _picked(infos: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
+    try:
+        return pick(infos, which)
+    except CheckpointIncomplete as error:
+        error.hint = "By its id it is deleted all the same"
+        raise
 
 
 def _hint(info: CheckpointInfo) -> str:

@@ -302,7 +302,6 @@ class Reader:
             step=self._id.step,
             rank=data.ranks[file],
             key=data_file_key(self._id, name),
-            hint="Load another checkpoint, or let fallback=True do so",
         )
 
 

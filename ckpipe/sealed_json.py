@@ -133,7 +133,7 @@ def unseal(
     """
     plain = opened(data, max_bytes)
     if not plain.endswith(_END) or plain[-_TAIL_BYTES : len(_MARK) - _TAIL_BYTES] != _MARK:
-        raise TruncatedObject("The object ends without its checksum")
+        raise TruncatedObject("The object is cut off: it ends without its checksum")
     body = memoryview(plain)[:-_TAIL_BYTES]
     if plain[-_TAIL_BYTES:] != b"%s%08x%s" % (_MARK, crc32c(body), _END):
         raise ChecksumMismatch("The object is not what was written: its checksum differs")

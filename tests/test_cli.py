@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PROGRAM, Commands, program, save_steps
+from commands import PROGRAM, Commands, Done, program, save_steps
 from pipelines import small_state, stores
 from rich.console import Console
 
@@ -237,23 +237,49 @@ def test_a_narrow_terminal_loses_no_column() -> None:
     assert heading.split() == row.split() == cells
 
 
-INTERRUPTED = """
-import sys
+STARTING = """
+import os, signal, sys
 class Impatient:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
-            raise KeyboardInterrupt
+        if name == "{package}":
+            {action}
 sys.meta_path.insert(0, Impatient())
 from ckpipe.cli import main
 main()
 """
 
 
-def test_an_interrupt_while_it_starts_is_no_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+def starting(package: str, action: str, *arguments: object) -> Done:
+    """Runs the program with an action at the import of a package."""
+    program = STARTING.format(package=package, action=action)
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("package", ["typer", "ckpipe.cli.looking", "pydantic_settings"])
+def test_an_interrupt_while_it_starts_is_no_traceback(package: str, tmp_path: Path) -> None:
+    done = starting(package, "os.kill(os.getpid(), signal.SIGINT)", "ls", tmp_path)
+    assert (done.code, done.out) == (130, "")
+    assert "Traceback" not in done.err
+
+
+def test_a_fault_of_the_program_is_not_taken_for_damage(tmp_path: Path) -> None:
+    done = starting("ckpipe.cli.looking", "raise RuntimeError('broken')", "ls", tmp_path)
+    assert done.code == 70
+    assert "RuntimeError: broken" in done.err
+
+
+def test_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for options in ((), ("--json",)):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*PROGRAM, "ls", str(tmp_path), *options],
+                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            )  # fmt: skip
+        assert done.returncode == 3
+        assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
 def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> None:
@@ -276,7 +302,9 @@ def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> Non
 def test_rm_takes_an_incomplete_checkpoint_by_its_id_only(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     lost = crashed(tmp_path)
-    assert call("rm", tmp_path, 7).code == 2
+    refused = call("rm", tmp_path, 7)
+    assert refused.code == 2
+    assert "By its id it is deleted" in refused.err
     assert call("rm", tmp_path, lost).code == 0
     assert not (tmp_path / lost).exists()
 

@@ -127,6 +127,10 @@ def test_diff_of_states_with_everything(call: Commands, tmp_path: Path) -> None:
     assert chosen["changed"] == []
     structure = call("diff", tmp_path, 1, 2, "--structure", "--json").data
     assert (structure["compared"], structure["tensors"]) == (0, [])
+    assert call("diff", tmp_path, 1, 2, "--structure").out.endswith(
+        "the structures are not alike\n"
+    )
+    assert call("diff", tmp_path, 1, 1, "--structure").out == "the structures are alike\n"
 
 
 def test_diff_of_arrays_views_and_lazy_bits(call: Commands, tmp_path: Path) -> None:

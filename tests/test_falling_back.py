@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +188,15 @@ async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -
         assert await ballot.votes() == dict(enumerate(votes))
         await ballot.clear()
         assert [each async for each in backend.list(ATTEMPTS)] == []
+
+
+def test_damage_that_is_found_first_in_the_index_says_what_to_do(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        info = pipeline.save({"w": torch.zeros(2)}, step=1).wait()
+    index = tmp_path / f"{info.id}.json"
+    index.write_bytes(index.read_bytes()[:-10])
+    with (
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+        pytest.raises(errors.TruncatedObject, match="or let fallback=True do so"),
+    ):
+        pipeline.load()

@@ -5,21 +5,59 @@ Importing ``ckpipe`` does not import this package, which needs the extra ``cli``
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_INTERRUPTED, _CRASHED = 130, 70
 
 
 def main() -> None:
     """Runs the command with the arguments of this process, and exits with its code."""
     try:
-        from ckpipe.cli.app import run
+        sys.exit(_run(sys.argv[1:]))
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
-            raise
+            _crashed()
         sys.stderr.write("error: the command needs more packages: pip install 'ckpipe[cli]'\n")
         sys.exit(2)
-    except KeyboardInterrupt:  # the packages take a second or two, in which nothing was begun
-        sys.exit(130)
-    sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except Exception:
+        _crashed()
+
+
+def _run(arguments: list[str]) -> int:
+    with _leaving_at_once():
+        from ckpipe.cli.app import make_app, run
+
+        app = make_app(arguments)
+    return run(arguments, app)
+
+
+@contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Ends the process at an interrupt, as long as nothing is begun.
+
+    Packages take up to two seconds to import, and some of them do not survive an exception there.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _crashed() -> None:
+    # Python's own code for this is 1, by which commands say that a check found damage.
+    traceback.print_exc()
+    sys.exit(_CRASHED)
 
 
 __all__ = ["main"]

@@ -111,17 +111,18 @@ def _not_called() -> None:
     """Stands for a command whose name is not among the words."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
     """Runs the command.
 
     Args:
         arguments: What stands behind ``ckpipe``.
+        app: What :func:`make_app` made for them, if that was called before.
 
     Returns:
         The exit code.
     """
     options = _json_first(arguments)
-    app = make_app(options)
+    app = app or make_app(options)
     try:
         if options[:1] == ["--json"]:
             return _run_for_programs(app, options)

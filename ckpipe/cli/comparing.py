@@ -84,7 +84,7 @@ def diff(
         compared = 0 if structure else len(found.common)
         data = _data(found, differing, compared)
         ids = {"first": infos[0].id, "second": infos[1].id}
-        screen.result({**ids, **data}, *_shown(found, differing, compared))
+        screen.result({**ids, **data}, *_shown(found, differing), Text(_summary(data, structure)))
         return OK if data["same"] else FOUND
 
     serve(ctx, work)
@@ -149,8 +149,14 @@ async def _compare_of(
     return differing
 
 
+def _summary(data: dict[str, Any], structure: bool) -> str:
+    if structure:
+        return f"the structures are {'alike' if data['same'] else 'not alike'}"
+    return f"{len(data['tensors'])} of {data['compared']} tensors compared differ"
+
+
 def _shown(
-    found: StructureDifference, differing: list[TensorDifference], compared: int
+    found: StructureDifference, differing: list[TensorDifference]
 ) -> Iterator[RenderableType]:
     for sign, labels in (("-", found.only_first), ("+", found.only_second)):
         for label in labels:
@@ -170,4 +176,3 @@ def _shown(
         ]
         headings = ("tensor", "elements", "|b-a|", "|b-a|/|a|", "largest")
         yield table(headings, rows, *headings[1:])
-    yield Text(f"{len(differing)} of {compared} tensors compared differ")

@@ -87,7 +87,8 @@ def export_(
             "seconds": round(time.perf_counter() - began, 3),
         }
         where = f"{(target or url).rstrip('/')}/{data['folder']}"
-        sentence = f"exported step {info.step}: {size(done.bytes)} in {len(done.files)} files"
+        files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+        sentence = f"exported step {info.step}: {size(done.bytes)} in {files}"
         screen.result(data, Text(visible(f"{sentence} to {where}")))
         return OK
 

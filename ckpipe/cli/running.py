@@ -35,7 +35,7 @@ Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of 
 MaybeStep = Annotated[
     str | None,
     typer.Argument(
-        metavar="[STEP]", help="A step or an id; by default the newest complete checkpoint."
+        metavar="STEP", help="A step or an id; by default the newest complete checkpoint."
     ),
 ]
 
@@ -57,11 +57,19 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     except CkpipeError as error:
         screen.failure(type(error).__name__, str(error))
         raise typer.Exit(_code(error)) from None
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has seen enough
+        _drop_output()
         raise typer.Exit(NOBODY_READS) from None
+    except OSError as error:  # backends raise errors of ckpipe, so this is about the output
+        screen.note(f"error: the output cannot be written: {error.strerror or error}")
+        _drop_output()
+        raise typer.Exit(STORE_FAILED) from None
     raise typer.Exit(code)
+
+
+def _drop_output() -> None:
+    """Keeps the interpreter from writing what is left, and complaining, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code(error: CkpipeError) -> int:
