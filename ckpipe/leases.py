@@ -24,7 +24,7 @@ import anyio
 from ckpipe.ahead import Ahead
 from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.discovery import check_not_deleted
-from ckpipe.errors import ObjectExists, PermissionDenied, StoreError
+from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
 from ckpipe.object_names import LEASES, lease_key
 from ckpipe.types import CheckpointId
 
@@ -81,13 +81,18 @@ async def read_leases(backend: Backend) -> list[ObjectInfo]:
 async def store_time(backend: Backend) -> datetime:
     """The time by the store's own clock: that of a lease which is made and removed again.
 
+    A store without room for a lease is asked by who would make room, and so it is told by this
+    machine's clock then.
+
     Raises:
-        StoreError: If the store failed.
+        StoreError: If the store failed otherwise.
     """
     key = lease_key("clock", secrets.token_hex(8))
     try:
         await _write(backend, key)
         return (await backend.stat(key)).modified
+    except StoreFull:
+        return datetime.now(UTC)
     finally:
         with anyio.move_on_after(REMOVE_SECONDS, shield=True):
             await backend.delete([key])

@@ -10,6 +10,11 @@ With many ranks, the one whose request created the index prunes: it knows before
 there is a newer checkpoint, and there is exactly one such rank. Nothing depends on that. Ranks
 that prune at the same time create one tombstone and delete what others may have deleted already.
 
+A full store has no room for a tombstone, and must not stay full for that: then the checkpoint goes
+first, in the same order, and the tombstone follows into the room that it leaves. A crash between
+the two leaves what a crashed save leaves, or a checkpoint that is whole but for its index and is
+completed again. Only a reader whose lease had no room either may find its files gone.
+
 Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
 appear at the last moment, the tombstone stays and the data waits for the lease to end
 (:mod:`ckpipe.leases` says why this has no gap).
@@ -28,6 +33,7 @@ from ckpipe.errors import (
     CheckpointIncomplete,
     CorruptCheckpoint,
     ObjectExists,
+    StoreFull,
     UnsupportedVersion,
 )
 from ckpipe.keys import decode_float
@@ -68,8 +74,11 @@ async def delete(backend: Backend, id: CheckpointId) -> None:
     Raises:
         StoreError: If the store failed; deleting again goes on where it stopped.
     """
-    with contextlib.suppress(ObjectExists):
-        await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
+    try:
+        await _mark(backend, id)
+    except StoreFull:
+        await _remove(backend, id)
+        await _mark(backend, id)
     await _remove(backend, id)
 
 
@@ -83,9 +92,18 @@ async def retire(backend: Backend, id: CheckpointId) -> bool:
     Raises:
         StoreError: If the store failed; retiring again goes on where it stopped.
     """
+    try:
+        await _mark(backend, id)
+    except StoreFull:
+        if not await _remove_unless_leased(backend, id):
+            return False
+        await _mark(backend, id)
+    return await _remove_unless_leased(backend, id)
+
+
+async def _mark(backend: Backend, id: CheckpointId) -> None:
     with contextlib.suppress(ObjectExists):
         await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
-    return await _remove_unless_leased(backend, id)
 
 
 async def _remove_unless_leased(backend: Backend, id: CheckpointId) -> bool:

@@ -10,14 +10,14 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mounts import mounted
 from pipelines import same, small_state
 from sampling import EVERY
 
@@ -98,21 +98,6 @@ class TestTarget:
             root.mkdir()
             pipeline.save(small_state(), step=2).wait()
             pipeline.verify(2)
-
-
-@contextlib.contextmanager
-def mounted(options: list[str], where: Path) -> Iterator[Path]:
-    """Mounts something for a while, or skips the test where that is not allowed."""
-    where.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting needs root and the program mount")
-    done = subprocess.run(["mount", *options, str(where)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", str(where)], check=True)
 
 
 @pytest.mark.parametrize("direct", [True, False])
