@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from ckpipe.errors import SettingsError
+from ckpipe.user_code import user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,8 @@ class KeepIf(_Leaf):
     name: str = ""
 
     def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
-        return {candidate.id for candidate in newest_first if self.predicate(candidate)}
+        with user_code(f"The predicate of {self!r}", ""):
+            return {candidate.id for candidate in newest_first if self.predicate(candidate)}
 
     def _phrase(self) -> str:
         return f"chosen by {self.name or getattr(self.predicate, '__name__', 'a function')}"

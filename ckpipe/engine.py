@@ -294,7 +294,9 @@ class Engine(Housekeeping):
         self._background = [each for each in self._background if each is not error]
 
     async def drain(self, *, staged_only: bool, within: float | None = None) -> None:
-        """Waits until all saves have ended, for ``drain_timeout_seconds`` at most.
+        """Waits until all saves have ended, and hooks returned, for ``drain_timeout_seconds``.
+
+        Hooks may begin further saves, which are waited for as well.
 
         Args:
             staged_only: Cancels the saves that still need the caller's state.
@@ -305,14 +307,20 @@ class Engine(Housekeeping):
                 await self.cancel(save)
         limit = min(self._settings.drain_timeout_seconds, math.inf if within is None else within)
         with anyio.move_on_after(limit):
-            for ended in list(self._active.values()):
-                await ended.wait()
-        for save in list(self._active):
-            await self._give_up(save, limit)
-        with anyio.move_on_after(limit):
-            await self.hooks.drained()
+            await self._idle()
+        if late_saves := list(self._active):
+            for save in late_saves:
+                await self._give_up(save, limit)
+            with anyio.move_on_after(limit):
+                await self.hooks.drained()
         if late := self.hooks.describe_running():
             logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
+
+    async def _idle(self) -> None:
+        while self._active or self.hooks.describe_running():
+            for ended in list(self._active.values()):
+                await ended.wait()
+            await self.hooks.drained()
 
     async def _give_up(self, save: Save, limit: float) -> None:
         if not save.committed.done():

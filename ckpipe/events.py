@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckpipe.reports import SaveReport
 from ckpipe.types import CheckpointInfo, SaveStatus
+from ckpipe.user_code import user_code
 
 logger = logging.getLogger("ckpipe")
 
@@ -204,7 +205,8 @@ class EventBus:
         logger.log(_LEVELS.get(type(event), logging.DEBUG), "%s", event)
         for listener in list(self._listeners):
             try:
-                listener(event)
+                with user_code("A listener", ""):
+                    listener(event)
             except Exception:
                 logger.exception("A listener failed on %s", event)
 

@@ -8,6 +8,7 @@ other, in order; different hooks do not wait for each other.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from ckpipe.errors import UsageError
 from ckpipe.events import Event, EventBus
+from ckpipe.user_code import LEAVING, no_way_out
 
 logger = logging.getLogger("ckpipe")
 E = TypeVar("E", bound=Event)
@@ -43,9 +45,11 @@ class _Hook:
                 return
             # Not the threads of the pipeline's own work, of which a blocked hook would keep one.
             limiter = anyio.CapacityLimiter(1)
-            await anyio.to_thread.run_sync(
+            returned = await anyio.to_thread.run_sync(
                 self.function, event, limiter=limiter, abandon_on_cancel=True
             )
+            if inspect.isawaitable(returned):  # of an object or a lambda that looks like neither
+                await returned
 
 
 class Hooks:
@@ -111,7 +115,7 @@ class Hooks:
 
     async def _call(self, hook: _Hook, event: Event) -> None:
         try:
-            await hook.call(event)
+            await self._called(hook, event)
         except Exception as error:
             error.add_note(f"Raised by the hook {hook.name} on {event}")
             logger.exception("The hook %s failed on %s", hook.name, event)
@@ -120,6 +124,19 @@ class Hooks:
             self._running.remove((hook, event))
             if not self._running:
                 self._idle.set()
+
+    @staticmethod
+    async def _called(hook: _Hook, event: Event) -> None:
+        try:
+            await hook.call(event)
+        except LEAVING as signal:
+            raise no_way_out(f"The hook {hook.name}", signal) from signal
+        except asyncio.CancelledError as signal:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # It waited for something else that was cancelled; nobody cancels the hook.
+            raise no_way_out(f"The hook {hook.name}", signal) from signal
 
 
 __all__ = ["Hooks"]

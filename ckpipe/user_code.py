@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 from ckpipe.errors import UsageError
 
+LEAVING = (SystemExit, KeyboardInterrupt)
+"""What is raised to end a program; where a coroutine lets it pass, its event loop ends."""
+
 
 @contextmanager
 def user_code(what: str, label: str) -> Iterator[None]:
@@ -31,11 +34,22 @@ def user_code(what: str, label: str) -> Iterator[None]:
     except BaseException as signal:
         if isinstance(signal, KeyboardInterrupt) and _is_main_thread():
             raise
-        raise UsageError(
-            f"{what} raised {signal!r}, which cannot end the program from here",
-            key=label or None,
-            hint="Raise an Exception instead",
-        ) from signal
+        raise no_way_out(what, signal, label) from signal
+
+
+def no_way_out(what: str, signal: BaseException, label: str = "") -> UsageError:
+    """The error in place of what would end the program, or in truth the pipeline's loop.
+
+    Args:
+        what: What was called.
+        signal: What it raised.
+        label: Where in the state.
+    """
+    return UsageError(
+        f"{what} raised {signal!r}, which cannot end the program from here",
+        key=label or None,
+        hint="Raise an Exception instead",
+    )
 
 
 def _is_main_thread() -> bool:

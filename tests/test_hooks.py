@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,3 +108,93 @@ def test_leaving_waits_for_a_hook_no_longer_than_for_a_save(
     assert "did not return" in caplog.text
     assert "never" in caplog.text
     stop.set()
+
+
+async def _leave(event: Staged) -> None:
+    raise SystemExit(3)
+
+
+async def _interrupted(event: Staged) -> None:
+    raise KeyboardInterrupt
+
+
+async def _waits_for_what_is_cancelled(event: Staged) -> None:
+    raise asyncio.CancelledError
+
+
+def _leave_in_a_thread(event: Staged) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "hook", [_leave, _interrupted, _waits_for_what_is_cancelled, _leave_in_a_thread]
+)
+def test_a_hook_that_would_end_the_program_does_not_end_the_pipelines_loop(
+    tmp_path: Path, hook: Any
+) -> None:
+    with (  # noqa: PT012
+        pytest.raises(errors.UsageError, match="cannot end the program") as caught,
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+    ):
+        pipeline.on_staged(hook)
+        assert pipeline.save(STATE, step=3).wait(30).complete
+    assert hook.__name__ in str(caught.value)
+    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
+        assert [each.step for each in pipeline.steps() if each.complete] == [3]
+
+
+def test_listeners_and_predicates_do_not_end_the_loop_either(tmp_path: Path) -> None:
+    def leave(_: Any) -> Any:
+        raise SystemExit(3)
+
+    rule = ckpipe.retention.KeepIf(leave)
+    with (  # noqa: PT031
+        pytest.warns(RuntimeWarning, match="predicate"),
+        ckpipe.SyncPipeline(tmp_path, retention=rule, on_error="warn") as pipeline,
+    ):
+        pipeline.events.add(leave)
+        assert pipeline.save(STATE, step=3).wait(30).complete
+        with pytest.raises(errors.UsageError, match="predicate"):
+            pipeline.prune()
+        assert [info.step for info in pipeline.steps()] == [3]
+
+
+class _Awaits:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    async def __call__(self, event: Completed) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.steps.append(event.step)
+
+
+def test_whatever_returns_something_to_await_is_awaited(tmp_path: Path) -> None:
+    hook = _Awaits()
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.on_complete(hook)
+        pipeline.on_complete(lambda event: hook(event))
+        pipeline.save(STATE, step=3)
+    assert hook.steps == [3, 3]
+
+
+def test_what_a_hook_saves_while_the_pipeline_is_left_is_waited_for(tmp_path: Path) -> None:
+    leaving = threading.Event()
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+
+        @pipeline.on_complete
+        def once_more(event: Completed) -> None:
+            if event.step == 1:
+                assert leaving.wait(30)
+                pipeline.save(STATE, step=2)
+
+        pipeline.save(STATE, step=1).wait()
+        # The drain has begun once the hook is all that is left to wait for.
+        pipeline._core.submit(_set_soon, leaving)
+    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
+        assert [each.step for each in pipeline.steps() if each.complete] == [1, 2]
+
+
+async def _set_soon(event: threading.Event) -> None:
+    for _ in range(20):
+        await anyio.lowlevel.checkpoint()
+    event.set()
