@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +17,19 @@ Which = int | str | CheckpointInfo
 
 
 def which(checkpoint: Which) -> int | str:
-    """The step or id that names a checkpoint."""
-    return checkpoint.id if isinstance(checkpoint, CheckpointInfo) else checkpoint
+    """The step or id that names a checkpoint.
+
+    Raises:
+        UsageError: If it is none of the three.
+    """
+    if isinstance(checkpoint, CheckpointInfo):
+        return checkpoint.id
+    if isinstance(checkpoint, str):
+        return checkpoint
+    with contextlib.suppress(TypeError):
+        if not isinstance(checkpoint, bool):
+            return operator.index(checkpoint)
+    raise UsageError(f"A checkpoint is named by its step, its id or its info, not {checkpoint!r}")
 
 
 def check_step(step: int) -> None:

@@ -18,7 +18,7 @@ from ckpipe.keys import Json, encode_key
 from ckpipe.module_states import attached_state
 from ckpipe.registered_types import registered_for
 from ckpipe.user_code import user_code
-from ckpipe.values import class_path
+from ckpipe.values import lasting_path
 
 IMMUTABLE = frozenset((tuple, frozenset, set))
 """Kinds of which the same object in two places is saved as two."""
@@ -133,12 +133,12 @@ def _set(obj: set[Any] | frozenset[Any], label: str) -> Contents:
 
 
 def _named_tuple(obj: Any, label: str) -> Contents:
-    return Contents(list(obj), list(obj._fields), class_path(type(obj)))
+    return Contents(list(obj), list(obj._fields), lasting_path(type(obj)))
 
 
 def _dataclass(obj: Any, label: str) -> Contents:
     attributes = dict(_attributes(obj))
-    return Contents(list(attributes.values()), list(attributes), class_path(type(obj)))
+    return Contents(list(attributes.values()), list(attributes), lasting_path(type(obj)))
 
 
 def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:

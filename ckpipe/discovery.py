@@ -89,10 +89,13 @@ def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointIn
         )
     steps = sorted({each.step for each in everything if each.complete})
     shown = ", ".join(map(str, steps[-10:])) or "none"
+    numeral = isinstance(which, str) and which.isdecimal()
     raise CheckpointNotFound(
         f"There is no checkpoint {which!r} here; the newest complete steps are: {shown}",
         step=step,
-        hint="Name one of those, or none to load the newest complete one",
+        hint=f"A step is an int, not a string: {which}"
+        if numeral
+        else "Name one of those, or none to load the newest complete one",
     )
 
 

@@ -100,7 +100,8 @@ class Pipeline(PipelineBase):
                 ``lock.mutating()``, waits for what is left. Nothing else may change them; a
                 step's hyperparameters are copied before.
             final: Whether this is the run's final checkpoint.
-            include: Globs of labels to save, such as ``"model.*"``; None saves all.
+            include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
+                there is a warning of those that name nothing.
             exclude: Globs of labels to leave out.
 
         Returns:
@@ -112,7 +113,8 @@ class Pipeline(PipelineBase):
             StateLockTimeout: If trainers held the lock for too long.
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
-            UsageError: With ``until="captured"``, if no optimizer is guarded or the state does
+            UsageError: If ``include`` leaves nothing to save, with one rank. With
+                ``until="captured"``, if no optimizer is guarded or the state does
                 not fit the staging memory. After it returned, the save fails with
                 ``CaptureTooSlow`` if a step would wait longer than
                 ``lock.max_step_wait_seconds``, and with ``StateChanged`` if an optimizer's
@@ -150,7 +152,8 @@ class Pipeline(PipelineBase):
             into: The state to load into, of the same form as the one that was saved; its tensors
                 are filled where they are. None makes a fresh state, on the CPU.
             step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-            include: Globs of labels to load; None loads all.
+            include: Globs of labels to load; None loads all. Each names something in the
+                checkpoint, unless ``strict`` is False; then those that do not are ``missing``.
             exclude: Globs of labels to leave as they are.
             strict: Whether keys of plain containers must be the same on both sides.
             cast: Whether tensors may change their dtype on the way.

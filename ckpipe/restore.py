@@ -20,7 +20,7 @@ from ckpipe.ahead import Ahead
 from ckpipe.arena import Arena
 from ckpipe.backend import Backend
 from ckpipe.collector import collector_paused
-from ckpipe.errors import CkpipeError, CorruptCheckpoint, UsageError
+from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.keys import LabelFilter, decode_float
 from ckpipe.load_planning import EntryTable, PartData, entry_table
 from ckpipe.manifest import Bundle
@@ -30,12 +30,14 @@ from ckpipe.reading import Reader, ReadTally, lane_buffers
 from ckpipe.rebuild import Make, Rebuild
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.saved_state import fitted, labels_of, lacks, state_for, without
-from ckpipe.selecting import pruned
+from ckpipe.selecting import pruned, unmatched
 from ckpipe.sources import Elsewhere, Sources
 from ckpipe.stored_tensors import StoredTensors
 from ckpipe.targets import Targets
-from ckpipe.trees import shared_containers
+from ckpipe.trees import children_of, shared_containers
 from ckpipe.types import LoadResult, VerifyResult
+
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,18 +250,39 @@ def _match_all(bundle: Bundle, request: LoadRequest, rank: int, world_size: int)
         pickling=request.pickling,
         distributed=world_size > 1,
     )
-    missing: list[str] = []
+    missing = _named_in_vain(bundle, request)
     unexpected: list[str] = []
     if request.into is None:
         make = rebuild.plan(tree, "")
     else:
         matching = Matching(rebuild, targets, select, strict=request.strict)
         make = matching.plan(request.into, tree)
-        missing, unexpected = matching.missing, matching.unexpected
+        missing, unexpected = [*missing, *matching.missing], matching.unexpected
         if not bundle.whole and (missing or unexpected or _lack(matching)):
             raise Elsewhere
     targets.settle()
     return _Matched(data, targets, make, tuple(missing), tuple(unexpected))
+
+
+def _named_in_vain(bundle: Bundle, request: LoadRequest) -> list[str]:
+    """What ``include`` names and no rank has saved, if the request is not strict.
+
+    Raises:
+        StructureMismatch: If there is such a thing and the request is strict.
+    """
+    trees = [each.tree for each in bundle.structures]
+    absent = unmatched(request.select, trees)
+    if absent and not bundle.whole:
+        raise Elsewhere
+    if absent and request.strict:
+        held = sorted({label for tree in trees for _, _, label in children_of(tree, "")})
+        shown = ", ".join(held[:_MOST_NAMED]) + (", …" * (len(held) > _MOST_NAMED))
+        raise StructureMismatch(
+            f"include names what is not in the checkpoint: {', '.join(absent)}",
+            hint=f"It holds {shown or 'one value'}; globs begin there, and strict=False lets "
+            "those pass that match nothing",
+        )
+    return absent
 
 
 def _lack(matching: Matching) -> bool:

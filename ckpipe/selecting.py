@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import torch
 from ckpipe.containers import is_stateful
 from ckpipe.keys import LabelFilter, join
 from ckpipe.structure import ABSENT
-from ckpipe.trees import MAPPINGS, SETS, Node, children_of
+from ckpipe.trees import MAPPINGS, SETS, Node, children_of, shared_containers
+
+_MOST_LABELS = 10_000_000
 
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
@@ -43,6 +45,37 @@ def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
     if dataclasses.is_dataclass(obj):
         return [(f.name, getattr(obj, f.name, None)) for f in dataclasses.fields(obj)]
     return None
+
+
+def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
+    """The globs of ``include`` that name nothing in any of some saved trees.
+
+    Of trees with more labels than anybody's, which only references make possible, none is.
+    """
+    left = list(select.patterns[0] or ())
+    for tree in trees if left else ():
+        known = shared_containers([tree])
+        for number, label in enumerate(_saved_labels(tree, "", known, frozenset())):
+            left = [each for each in left if not LabelFilter([each])(label)]
+            if not left or number > _MOST_LABELS:
+                return []
+    return left
+
+
+def _saved_labels(
+    node: Node, label: str, known: Mapping[int, Node], above: frozenset[int]
+) -> Iterator[str]:
+    """The labels of a saved node and of all that is in it, except what was left out."""
+    tag = node[0]
+    if tag != "absent":
+        yield label
+    if tag in ("shared", "ref"):
+        if node[1] not in above:
+            yield from _saved_labels(known[node[1]], label, known, above | {node[1]})
+    elif tag in ("stateful", "registered"):
+        yield from _saved_labels(node[-1], label, known, above)
+    for _, child, where in children_of(node, label):
+        yield from _saved_labels(child, where, known, above)
 
 
 def pruned(

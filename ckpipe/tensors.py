@@ -18,7 +18,7 @@ from ckpipe.dtensors import Shardings, is_dtensor_type, local_part
 from ckpipe.dtypes import DTYPES, NAMES
 from ckpipe.errors import UnsupportedState
 from ckpipe.placements import Sharding
-from ckpipe.values import class_path
+from ckpipe.values import class_path, lasting_path
 
 PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "subclass", "numpy"
 
@@ -186,7 +186,7 @@ def _kind(tensor: torch.Tensor) -> tuple[str, str | None]:
         return PARAMETER, None
     if isinstance(tensor, torch.nn.Buffer):
         return BUFFER, _persistence(tensor)
-    return SUBCLASS, class_path(cls)
+    return SUBCLASS, lasting_path(cls)
 
 
 def _persistence(tensor: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ import datetime as dt
 import enum
 import pathlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,31 @@ def class_path(cls: type[Any]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def lasting_path(cls: type[Any]) -> str:
+    """The same for a class whose objects are to be made again, with a warning if none can be.
+
+    That is so for one that is defined in a function, which is another one in every call.
+    """
+    path = class_path(cls)
+    if _at(path) is not cls:
+        warnings.warn(
+            f"The class {path} is not found by that name: objects of it load only into a state "
+            "that has such objects already, never as a fresh one. Define it in a module",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return path
+
+
+def _at(path: str) -> Any:
+    """What a path names, of what is imported; None if there is no such thing."""
+    module_name, _, qualname = path.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def resolve_class(path: str, base: type[Any]) -> Any:
     """The class that a manifest names, if this program has imported it and it fits.
 
@@ -220,10 +246,8 @@ def resolve_class(path: str, base: type[Any]) -> Any:
     Raises:
         StructureMismatch: If the class is not there, or is no subclass of ``base``.
     """
-    module_name, _, qualname = path.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
+    module_name, _, _ = path.partition(":")
+    found = _at(path)
     if not isinstance(found, type) or not issubclass(found, base):
         raise StructureMismatch(
             f"The checkpoint holds an object of the class {path!r:.200}, which is not defined here",

@@ -356,6 +356,7 @@ def test_every_change_of_a_container_is_seen(what: str) -> None:
     assert told(capture(before)) != told(capture(after))
 
 
+@pytest.mark.filterwarnings("ignore:The class .* is not found")
 def test_a_type_that_is_registered_meanwhile_is_seen() -> None:
     @dataclass
     class Late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 
 import anyio
@@ -15,6 +16,7 @@ from ckpipe.collector import collector_paused
 from ckpipe.copying import BlockPlan, split_block
 from ckpipe.cores import own_cores
 from ckpipe.cuda import SideStreams
+from ckpipe.errors import UsageError
 from ckpipe.events import Staged
 from ckpipe.ownership import OwnedFacts, owned_leaves, owned_tensors
 from ckpipe.planning import fingerprint
@@ -29,6 +31,7 @@ from ckpipe.saving import (
     Turn,
     resolve,
 )
+from ckpipe.selecting import unmatched
 from ckpipe.site import Site
 from ckpipe.structure import Captured
 from ckpipe.structure import walk as walk_state
@@ -80,7 +83,24 @@ def _walk(save: Save, site: Site, turn: Turn) -> Captured:
             walked = walk_state(state, select, pickling=pickling)
             site.trail = trail_of(walked, select)
             captured = walked.captured
+            _check_include(save, site, captured)
         return captured
+
+
+def _check_include(save: Save, site: Site, captured: Captured) -> None:
+    """Tells of globs of ``include`` that name nothing; of many ranks one may well have nothing.
+
+    Raises:
+        UsageError: If nothing would be saved because of them.
+    """
+    absent = unmatched(save.request.select, [captured.tree])
+    if not absent or site.world_size > 1:
+        return
+    said = f"include names what is not in the state: {', '.join(absent)}"
+    if not captured.tensors and not captured.values:
+        hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
+        raise UsageError(said, step=save.id.step, hint=hint)
+    warnings.warn(f"{said} [step {save.id.step}]", RuntimeWarning, stacklevel=2)
 
 
 def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> Deferral | None:

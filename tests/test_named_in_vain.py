@@ -1,0 +1,112 @@
+"""Names that name nothing: globs, classes and checkpoints. Nobody is left to find out later."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+from ranks import ranks, settle
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.keys import LabelFilter
+from ckpipe.selecting import unmatched
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def state() -> dict[str, Any]:
+    shared = {"x": 1}
+    model = {"head": {"w": torch.ones(3)}, "base": torch.zeros(2)}
+    return {"model": model, "empty": {}, "one": shared, "other": shared}
+
+
+def test_a_load_tells_of_globs_that_name_nothing(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save(state(), step=1).wait()
+        for target in (None, state()):
+            with pytest.raises(errors.StructureMismatch, match=r"optimzer.*holds empty, model"):
+                pipeline.load(target, include=["model.*", "optimzer"])
+            result = pipeline.load(target, include=["model.*", "optimzer"], strict=False)
+            assert result is not None
+            assert result.missing == ("optimzer",)
+            for globs in (["model"], ["*.w"], ["empty"], ["other.x"], ["model.head"], []):
+                result = pipeline.load(target, include=globs)
+                assert result is not None
+                assert result.missing == ()
+
+
+def test_a_save_that_would_be_empty_is_refused_and_one_that_lacks_something_warns(
+    tmp_path: Path,
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(errors.UsageError, match=r"not in the state: modle\.\*"):
+            pipeline.save(state(), step=1, include=["modle.*"])
+        with pytest.warns(RuntimeWarning, match="not in the state: optimzer"):
+            pipeline.save(state(), step=2, include=["model.*", "optimzer"]).wait()
+        pipeline.save(state(), step=3, include=["model.*", "empty"]).wait()
+        assert [info.step for info in pipeline.steps()] == [2, 3]
+
+
+def test_what_another_rank_has_saved_may_be_named_and_only_that(store: Stores) -> None:
+    settings: dict[str, Any] = {"staging": {"block_bytes": 65536}}
+    with ranks(store.url, 2, attempt_id="before", **settings) as world:
+        for rank, pipeline in enumerate(world):
+            mine = {f"layer{rank}": torch.ones(3), "rank": rank}
+            # Rank 1 has nothing of what is named first, which is no mistake.
+            pipeline.save(mine, step=1, include=["layer0", "layer1"]).wait()
+            settle(pipeline)
+        for rank, pipeline in enumerate(world):
+            target: dict[str, Any] = {f"layer{rank}": torch.zeros(3), "rank": rank}
+            assert pipeline.load(target, step=1, include=["layer0", "layer1"]) is not None
+            assert target[f"layer{rank}"].tolist() == [1, 1, 1]
+            with pytest.raises(errors.StructureMismatch, match="layer2"):
+                pipeline.load(target, step=1, include=["layer0", "layer2"])
+
+
+def test_references_that_multiply_are_not_followed_for_ever() -> None:
+    tree: list[Any] = ["dict", ["leaf"], [["value", 0]]]
+    for number in range(40):
+        tree = ["list", [["shared", number, tree], ["ref", number]]]
+    assert unmatched(LabelFilter(["*.leaf"]), [tree]) == []
+    looped: list[Any] = ["shared", 0, ["dict", ["me", "x"], [["ref", 0], ["value", 0]]]]
+    assert unmatched(LabelFilter(["x", "me.me", "y"]), [looped]) == ["me.me", "y"]
+
+
+def test_objects_of_a_class_that_is_not_found_again_are_told_of(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Inner:
+        x: int
+
+    pair = collections.namedtuple("pair", "a b")
+    for number, value in enumerate((Inner(1), pair(1, 2))):
+        with ckpipe.SyncPipeline(tmp_path / str(number)) as pipeline:
+            with pytest.warns(RuntimeWarning, match=r"(Inner|pair) is not found by that name"):
+                pipeline.save({"v": value}, step=1).wait()
+            assert pipeline.load({"v": value}) is not None
+            with pytest.raises(errors.StructureMismatch, match="not defined here"):
+                pipeline.load()
+
+
+def test_a_checkpoint_is_named_by_a_step_an_id_or_its_info(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in (0, 1):
+            info = pipeline.save(state(), step=step).wait()
+        for wrong in (True, None, 1.0, [1]):
+            with pytest.raises(errors.UsageError, match="its step, its id or its info"):
+                pipeline.pin(wrong)  # type: ignore[arg-type]
+        with pytest.raises(errors.CheckpointNotFound, match="A step is an int, not a string: 1"):
+            pipeline.load(step="1")
+        for right in (1, info, info.id, torch.tensor(1)):
+            pipeline.pin(right)  # type: ignore[arg-type]
+        assert [each.pinned for each in pipeline.steps()] == [False, True]
