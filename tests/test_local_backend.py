@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ from ckpipe.errors import (
 from ckpipe.testing.conformance import pattern
 from ckpipe_local import LocalBackend, direct_io
 from ckpipe_local.backend import path_of
-from ckpipe_local.directories import TEMPORARY_PREFIX
+from ckpipe_local.directories import TEMPORARY_PREFIX, list_children
 from ckpipe_local.failures import reading, writing
 from ckpipe_local.partial import begin_file
 from ckpipe_local.threads import _Call, in_thread
@@ -161,6 +162,44 @@ async def test_root_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionDenied, match=str(tmp_path)):
         await LocalBackend(str(tmp_path / "new")).__aenter__()
+
+
+async def test_a_root_that_was_made_for_nothing_is_not_left(tmp_path: Path) -> None:
+    async with LocalBackend(str(tmp_path / "a/b")) as backend:
+        await backend.put("x/y", b"", PutMode.CREATE)
+        await backend.delete(["x/y"])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    async with LocalBackend(str(tmp_path / "there")):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "there"], "it was not made here"
+
+
+@pytest.fixture
+def closed_folder() -> Iterator[Path]:
+    """A directory that the current thread may read, with one in it that it may not."""
+    # Not below pytest's own directory, which is the user's alone.
+    with tempfile.TemporaryDirectory() as made:
+        root, closed = Path(made), Path(made) / "lost+found"
+        root.chmod(0o755)
+        (root / "run").mkdir()
+        (root / "run/file").write_bytes(b"x")
+        closed.mkdir(mode=0o700 if not os.geteuid() else 0o000)
+        yield root
+        closed.chmod(0o700)
+
+
+def test_a_directory_that_may_not_be_read_is_in_nobodys_way(closed_folder: Path) -> None:
+    setfsuid = ctypes.CDLL(None).setfsuid  # of this thread alone, as nobody
+    before = setfsuid(65534) if not os.geteuid() else None
+    try:
+        with pytest.raises(OSError, match="Permission denied"):
+            list((closed_folder / "lost+found").iterdir())
+        found = list_children(str(closed_folder), "")
+    finally:
+        if before is not None:
+            setfsuid(before)
+    assert sorted(found.prefixes) == ["lost+found/", "run/"]
 
 
 async def test_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:

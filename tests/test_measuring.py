@@ -38,6 +38,7 @@ rates = st.lists(
         Rate, st.integers(1, 8), st.sampled_from([1 << 20, 1 << 24]), *[st.floats(1, 1e9)] * 2
     ),
     min_size=1,
+    unique_by=lambda rate: (rate.lanes, rate.block_bytes),
 )
 
 
@@ -72,7 +73,8 @@ def test_a_process_is_advised_where_python_slows_writes_down() -> None:
 
 def test_bench_measures_and_leaves_nothing(call: Commands, tmp_path: Path) -> None:
     sizes = ("--size", "1MiB", "--lanes", "1,2", "--blocks", "256KiB,1 MiB")
-    data = call("bench", tmp_path, *sizes, "--json").data
+    data = call("bench", tmp_path / "new", *sizes, "--json").data
+    assert not (tmp_path / "new").exists()
     tried = [(each["lanes"], each["block_bytes"]) for each in data["rates"]]
     assert tried == [(1, 1 << 18), (2, 1 << 18), (1, 1 << 20), (2, 1 << 20)]
     assert all(each["write"] > 0 and each["read"] > 0 for each in data["rates"])

@@ -33,6 +33,7 @@ from ckpipe_local.directories import (
     object_info,
     open_root,
     remove_stale,
+    remove_unused,
 )
 from ckpipe_local.failures import opening, reading, writing
 from ckpipe_local.partial import PartialFile, begin_file, put_object
@@ -71,6 +72,7 @@ class LocalBackend(Backend):
         self._direct, self._access = direct, access
         self._durable: set[str] = set()
         self._uploads: set[PartialFile] = set()
+        self._made: list[str] = []
 
     def __repr__(self) -> str:
         mode = "direct" if self._direct else "buffered"
@@ -79,7 +81,7 @@ class LocalBackend(Backend):
     async def __aenter__(self) -> Self:
         prepare = find_root if self._access == "read" else open_root
         with opening(self._root):
-            await in_thread(prepare, self._root)
+            self._made = await in_thread(prepare, self._root)
         return self
 
     async def __aexit__(
@@ -88,9 +90,10 @@ class LocalBackend(Backend):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Gives up the uploads that nobody completed or aborted."""
+        """Gives up the uploads that nobody completed or aborted, and a root made for nothing."""
         with anyio.CancelScope(shield=True), writing(f"clean up {self._root}"):
             await in_thread(discard_all, self._uploads)
+            await in_thread(remove_unused, self._made)
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         path = self._path(key)

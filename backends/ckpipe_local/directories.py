@@ -42,27 +42,43 @@ def sync_directory(directory: str) -> None:
         os.close(descriptor)
 
 
-def open_root(root: str) -> None:
-    """Makes the root directory with its parents, durably, and proves that it can be written."""
-    _make_root(root)
+def open_root(root: str) -> list[str]:
+    """Makes the root directory with its parents, durably, and proves that it can be written.
+
+    Returns:
+        The directories that were made, the outermost first.
+    """
+    made: list[str] = []
+    _make_root(root, made)
     path = temporary_path(root)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     os.unlink(path)
+    return made
 
 
-def find_root(root: str) -> None:
-    """Proves that the root directory is there and can be listed."""
+def remove_unused(made: list[str]) -> None:
+    """Removes directories that were made in vain: the innermost ones that are empty."""
+    while made:
+        try:
+            os.rmdir(made.pop())
+        except OSError:
+            made.clear()
+
+
+def find_root(root: str) -> list[str]:
+    """Proves that the root directory is there and can be listed; makes nothing."""
     with os.scandir(root):
-        return
+        return []
 
 
-def _make_root(directory: str) -> None:
+def _make_root(directory: str, made: list[str]) -> None:
     if os.path.isdir(directory):
         return
     parent = os.path.dirname(directory)
-    _make_root(parent)
+    _make_root(parent, made)
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory)
+        made.append(directory)
     sync_directory(parent)
 
 
@@ -143,7 +159,15 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _has_objects(directory: str) -> bool:
-    entries = _entries(directory)
+    """Whether there is an object; one that may not be looked into counts as if there were.
+
+    So a directory of somebody else's beside the checkpoints, such as ``lost+found``, is in nobody's
+    way.
+    """
+    try:
+        entries = _entries(directory)
+    except PermissionError:
+        return True
     if any(not entry.is_dir(follow_symlinks=False) for entry in entries):
         return True
     return any(_has_objects(entry.path) for entry in entries)
