@@ -19,6 +19,7 @@ MAX_NAME_BYTES = 1024
 PROBE_KEY = ".ckpipe-probe"
 """The object directly below the root by which the store was probed; no method shows it."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]+")
 
 
@@ -56,6 +57,10 @@ class BucketAddress:
             message += ": names of one character are none" if short else ""
             raise UsageError(message, hint=f"{form}, without credentials or port")
         prefix = prefix.strip("/")
+        if "\\" in prefix or _CONTROL.search(prefix):
+            # Some stores take a backslash for a slash, and would list what was written elsewhere.
+            message = f"The prefix {prefix!r} has a backslash or a control character"
+            raise UsageError(message, hint=form)
         if prefix:
             try:
                 check_key(prefix)

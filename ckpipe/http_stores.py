@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
@@ -13,6 +14,9 @@ SLOWEST_BYTES_PER_SECOND = 1 << 20
 
 MAX_RETRY_AFTER_SECONDS = 60.0
 """The longest wait that is granted to a store that asks for one, in seconds."""
+
+UNREACHED = "Look at 'endpoint_url', and whether this machine reaches the store"
+"""What to do about a store that cannot be reached."""
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -42,6 +46,24 @@ def retry_after(header: str | None) -> float | None:
             return None
         seconds = (until - datetime.now(UTC)).total_seconds()
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
+
+
+def tls_failure(error: BaseException, what: str, key: str | None) -> StoreError:
+    """The error for a connection that could not be made secure.
+
+    Args:
+        error: What the client raised.
+        what: What could not be done.
+        key: The key concerned.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or isinstance(cause, ssl.SSLCertVerificationError):
+        hint = "Set the option 'ca_bundle' to the certificates that the store's own is signed by"
+        return StoreError(f"{what}: its certificate is not trusted", key=key, hint=hint)
+    message = f"{what}: no TLS is spoken there ({type(error).__name__})"
+    return StoreError(message, key=key, hint="Look whether 'endpoint_url' is https or http")
 
 
 def check_range(header: str | None, where: str, key: str, offset: int, wanted: int) -> None:
@@ -85,9 +107,11 @@ def cut_short(where: str, key: str, came: int, wanted: int) -> StoreError:
 __all__ = [
     "MAX_RETRY_AFTER_SECONDS",
     "SLOWEST_BYTES_PER_SECOND",
+    "UNREACHED",
     "check_range",
     "cut_short",
     "retry_after",
     "time_limit",
+    "tls_failure",
     "truncated",
 ]

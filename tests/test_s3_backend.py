@@ -145,6 +145,7 @@ def answered(code: str, status: int, **headers: str) -> Exception:
         (answered("NotImplemented", 501), errors.StoreError),
         (answered("KeyTooLongError", 400), errors.InvalidKey),
         (answered("XMinioStorageFull", 507), errors.StoreFull),
+        (answered("301", 301), errors.StoreError),
         (client_errors.NoCredentialsError(), errors.PermissionDenied),
         (
             client_errors.EndpointConnectionError(endpoint_url="http://me:secret@x"),

@@ -11,7 +11,7 @@ import aiohttp
 import anyio
 import anyio.to_thread
 
-from ckpipe.errors import UsageError
+from ckpipe.http_options import check_endpoint
 from ckpipe.version import __version__
 from ckpipe_gcs.failures import opening
 
@@ -55,17 +55,11 @@ def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[s
     Raises:
         UsageError: If it is no address.
     """
-    emulator = environment.get(EMULATOR) if option is None else None
-    found = option or emulator or ENDPOINT
+    emulator = environment.get(EMULATOR) or None if option is None else None
+    found = option if option is not None else emulator or ENDPOINT
     if emulator and "://" not in found:
         found = f"http://{found}"
-    scheme, _, host = found.partition("://")
-    if scheme not in ("http", "https") or not host.strip("/") or "@" in host:
-        # It is not repeated: somebody may have written credentials into it.
-        message = "The address of the store's API is none"
-        hint = f"Write http://host:port as endpoint_url or {EMULATOR}"
-        raise UsageError(message, hint=hint)
-    return found.rstrip("/"), bool(emulator)
+    return check_endpoint(found, f"endpoint_url or {EMULATOR}").rstrip("/"), bool(emulator)
 
 
 @asynccontextmanager

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import datetime
-from functools import partial
-from types import TracebackType
 from typing import Self
 
-import anyio
-
-from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, UploadLimits
-from ckpipe.buffered_upload import BufferedUpload
+from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
+from ckpipe.bucket_backend import BucketBackend
 from ckpipe.errors import UsageError
-from ckpipe.fitness import unfit
+from ckpipe.http_options import check_proxy, flag, positive
 from ckpipe_gcs.access import Access, find_endpoint, open_session
 from ckpipe_gcs.address import Address
 from ckpipe_gcs.composing import MAX_PARTS
 from ckpipe_gcs.leftovers import Leftovers
 from ckpipe_gcs.listing import objects, pages, prefixes
 from ckpipe_gcs.objects import Objects
-from ckpipe_gcs.probe import honours_create_only
 from ckpipe_gcs.requests import Requests
 from ckpipe_gcs.tokens import open_tokens
 from ckpipe_gcs.upload import CompositeUpload
@@ -31,7 +26,7 @@ BUFFERED_BYTES = 2 << 20
 """Files of at most this size are kept in memory and sent whole."""
 
 
-class GcsBackend(Backend):
+class GcsBackend(BucketBackend):
     """Objects of a bucket whose names begin with a prefix, on Google Cloud Storage.
 
     Small objects are written by one request, create-only ones with ``ifGenerationMatch=0``. Of
@@ -75,7 +70,8 @@ class GcsBackend(Backend):
     """
 
     limits = UploadLimits(max_blocks=MAX_PARTS)
-    prefers_worker = True
+    condition = "ifGenerationMatch"
+    _objects: Objects
 
     def __init__(
         self,
@@ -95,21 +91,20 @@ class GcsBackend(Backend):
     ) -> None:
         self._address = Address.parse(url)
         endpoint, emulated = find_endpoint(endpoint_url, os.environ)
+        super().__init__(
+            self._address,
+            endpoint,
+            require_create_only=flag("require_create_only", require_create_only),
+        )
+        unknown = flag("anonymous", anonymous) or (emulated and credentials_file is None)
         self._access = Access(
-            endpoint, anonymous or (emulated and credentials_file is None), credentials_file,
-            proxy, ca_bundle, max_connections, request_timeout,
+            endpoint, unknown, credentials_file, check_proxy(proxy), ca_bundle,
+            positive("max_connections", max_connections),
+            positive("request_timeout", request_timeout),
         )  # fmt: skip
-        for name in ("max_connections", "request_timeout"):
-            if getattr(self._access, name) <= 0:
-                raise UsageError(f"{name} must be more than 0, not {getattr(self._access, name)}")
         self._common = {"userProject": user_project} if user_project else {}
         self._writing = {"kmsKeyName": kms_key_name} if kms_key_name else {}
-        self._resumable_bytes, self._require_create_only = resumable_bytes, require_create_only
-        self._stack = AsyncExitStack()
-        self._checked = False
-
-    def __repr__(self) -> str:
-        return f"<GcsBackend {self._address}>"
+        self._resumable_bytes = positive("resumable_bytes", resumable_bytes)
 
     async def __aenter__(self) -> Self:
         """Finds the credentials; the store is not asked anything yet.
@@ -130,32 +125,6 @@ class GcsBackend(Backend):
             self._stack = stack.pop_all()
         return self
 
-    async def _check_fitness(self) -> None:
-        """Refuses a store that is not fit to be written to, before the first write."""
-        if self._checked:
-            return
-        fit = await honours_create_only(self._requests, self._objects, self._access.endpoint)
-        self._objects.create_only = fit
-        if not fit and self._require_create_only:
-            raise unfit(str(self._address), "ifGenerationMatch")
-        self._checked = True
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Gives up the uploads that nobody completed or aborted, and closes the connections."""
-        with anyio.CancelScope(shield=True):
-            await self._leftovers.close()
-            await self._stack.aclose()
-
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        self._address.name(key)
-        await self._check_fitness()
-        await self._objects.put(key, data, mode)
-
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         self._address.name(key)
         if size > MAX_PARTS * block_bytes:
@@ -164,20 +133,11 @@ class GcsBackend(Backend):
             raise UsageError(message, key=key, hint=hint)
         await self._check_fitness()
         if size <= min(block_bytes, BUFFERED_BYTES):
-            return BufferedUpload(partial(self._create, key), key, size)
+            return self._buffered(key, size)
         return CompositeUpload(
             self._requests, self._objects, self._leftovers, key, size, block_bytes,
             self._resumable_bytes,
         )  # fmt: skip
-
-    async def _create(self, key: str, data: bytes) -> None:
-        await self._objects.put(key, data, PutMode.CREATE)
-
-    async def get(self, key: str, *, max_bytes: int) -> bytes:
-        return await self._objects.get(key, max_bytes)
-
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        await self._objects.read_into(key, offset, buffer)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async for page in pages(self._requests, self._address.below(prefix)):
@@ -192,11 +152,12 @@ class GcsBackend(Backend):
             below |= set(prefixes(self._address, page))
         return Children(tuple(found), tuple(sorted(below)))
 
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._objects.stat(key)
+    async def _names(self, prefix: str) -> set[str]:
+        found = pages(self._requests, prefix)
+        return {entry["name"] async for page in found for entry in page.get("items", ())}
 
-    async def delete(self, keys: Iterable[str]) -> None:
-        await self._objects.delete(keys)
+    async def _give_up(self) -> None:
+        await self._leftovers.close()
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         return await self._leftovers.remove_stale(self._address.below(prefix), before)

@@ -21,7 +21,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe.http_stores import retry_after
+from ckpipe.http_stores import UNREACHED, retry_after, tls_failure
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/gcs.md lists"
 CREDENTIALS = (
@@ -162,11 +162,11 @@ def _breakdown(error: Exception, what: str, key: str | None) -> StoreError:
     """
     name = type(error).__name__
     if isinstance(error, aiohttp.ClientSSLError | ssl.SSLCertVerificationError):
-        hint = "Set the option 'ca_bundle' to the certificates that the store's own is signed by"
-        return StoreError(f"{what}: its certificate is not trusted ({name})", key=key, hint=hint)
+        return tls_failure(error, what, key)
     if isinstance(error, aiohttp.ClientProxyConnectionError | aiohttp.ClientHttpProxyError):
         return StoreUnavailable(f"{what}: the proxy cannot be used ({name})", key=key)
     if isinstance(error, TimeoutError):
         hint = "Raise the option 'request_timeout' if the store is merely slow"
         return StoreUnavailable(f"{what}: no answer in time", key=key, hint=hint)
-    return StoreUnavailable(f"{what}: the connection broke off ({name})", key=key)
+    reached = None if not isinstance(error, aiohttp.ClientConnectorError) else UNREACHED
+    return StoreUnavailable(f"{what}: the connection broke off ({name})", key=key, hint=reached)

@@ -59,6 +59,10 @@ class Objects:
             await self._check_free(key)
         await self.write(name, data, NEW if conditional else {}, {}, key)
 
+    async def create(self, name: str, data: bytes) -> None:
+        """See :class:`ckpipe.bucket_backend.BucketObjects`."""
+        await self.write(name, data, NEW, {})
+
     async def write(
         self,
         name: str,

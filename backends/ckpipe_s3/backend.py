@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import datetime
-from functools import partial
-from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
-import anyio
-
-from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, UploadLimits
-from ckpipe.buffered_upload import BufferedUpload
+from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
+from ckpipe.bucket_backend import BucketBackend
 from ckpipe.errors import UsageError
-from ckpipe.fitness import unfit
+from ckpipe.http_options import check_endpoint, check_proxy, flag, positive
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.listing import children, objects
 from ckpipe_s3.objects import Objects
 from ckpipe_s3.open_uploads import OpenUploads
-from ckpipe_s3.probe import honours_create_only
 from ckpipe_s3.requests import Requests
 from ckpipe_s3.upload import MultipartUpload
 
@@ -30,10 +25,8 @@ MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
 
-Number = TypeVar("Number", int, float)
 
-
-class S3Backend(Backend):
+class S3Backend(BucketBackend):
     """Objects of a bucket whose names begin with a prefix, on AWS or a compatible server.
 
     Small objects are written by one ``PutObject``, create-only ones with ``If-None-Match: *``.
@@ -72,7 +65,8 @@ class S3Backend(Backend):
     """
 
     limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
-    prefers_worker = True
+    condition = "If-None-Match"
+    _objects: Objects
 
     def __init__(
         self,
@@ -93,20 +87,19 @@ class S3Backend(Backend):
         require_create_only: bool = True,
     ) -> None:
         self._address = parse_address(url)
+        super().__init__(
+            self._address,
+            None if endpoint_url is None else check_endpoint(endpoint_url),
+            require_create_only=flag("require_create_only", require_create_only),
+        )
         self._access = Access(
-            endpoint_url, region, profile, addressing_style, proxy, ca_bundle,
-            _positive("max_connections", max_connections),
-            _positive("request_timeout", request_timeout),
+            endpoint_url, region, profile, addressing_style, check_proxy(proxy), ca_bundle,
+            positive("max_connections", max_connections),
+            positive("request_timeout", request_timeout),
         )  # fmt: skip
         self._common = _given(RequestPayer=request_payer)
         self._writing = _given(ServerSideEncryption=sse, SSEKMSKeyId=sse_kms_key_id)
         self._storage_class = _given(StorageClass=storage_class)
-        self._require_create_only = require_create_only
-        self._stack = AsyncExitStack()
-        self._checked = False
-
-    def __repr__(self) -> str:
-        return f"<S3Backend {self._address}>"
 
     async def __aenter__(self) -> Self:
         """Makes the client; the store is not asked anything yet.
@@ -123,38 +116,11 @@ class S3Backend(Backend):
             self._stack = stack.pop_all()
         return self
 
-    async def _check_fitness(self) -> None:
-        """Refuses a store that is not fit to be written to, before the first write."""
-        if self._checked:
-            return
-        endpoint = self._access.endpoint_url
-        fit = await honours_create_only(self._requests, self._objects, endpoint)
-        self._objects.create_only = fit
-        if not fit and self._require_create_only:
-            raise unfit(str(self._address), "If-None-Match")
-        self._checked = True
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Gives up the uploads that nobody completed or aborted, and closes the client."""
-        with anyio.CancelScope(shield=True):
-            await self._unfinished.close()
-            await self._stack.aclose()
-
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        self._address.name(key)
-        await self._check_fitness()
-        await self._objects.put(key, data, mode)
-
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         self._address.name(key)
         await self._check_fitness()
         if size <= min(block_bytes, MIN_PART_BYTES):
-            return BufferedUpload(partial(self._create, key), key, size)
+            return self._buffered(key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
             message = f"S3 cannot take {size} bytes in {MAX_PARTS} blocks of {block_bytes} bytes"
             mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
@@ -164,15 +130,6 @@ class S3Backend(Backend):
         return MultipartUpload(
             self._requests, self._objects, self._unfinished, key, size, block_bytes, upload_id
         )
-
-    async def _create(self, key: str, data: bytes) -> None:
-        await self._objects.put(key, data, PutMode.CREATE)
-
-    async def get(self, key: str, *, max_bytes: int) -> bytes:
-        return await self._objects.get(key, max_bytes)
-
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        await self._objects.read_into(key, offset, buffer)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         below = self._address.below(prefix)
@@ -186,11 +143,12 @@ class S3Backend(Backend):
         pages = await self._requests.pages("list_objects_v2", Prefix=below, Delimiter="/")
         return children(self._address, pages)
 
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._objects.stat(key)
+    async def _names(self, prefix: str) -> set[str]:
+        pages = await self._requests.pages("list_objects_v2", Prefix=prefix)
+        return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
 
-    async def delete(self, keys: Iterable[str]) -> None:
-        await self._objects.delete(keys)
+    async def _give_up(self) -> None:
+        await self._unfinished.close()
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         self._address.below(prefix)
@@ -199,9 +157,3 @@ class S3Backend(Backend):
 
 def _given(**parameters: str | None) -> dict[str, str]:
     return {name: value for name, value in parameters.items() if value is not None}
-
-
-def _positive(name: str, value: Number) -> Number:
-    if value <= 0:
-        raise UsageError(f"{name} must be more than 0, not {value}")
-    return value

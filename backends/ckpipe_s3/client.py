@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def make_client(access: Access) -> Any:
     an event loop. So it gets a short-lived loop in a worker thread. The client is bound to a
     loop by its first request only, which comes later.
     """
+    if access.ca_bundle is not None:
+        ssl.create_default_context(cafile=access.ca_bundle)  # raises if it is none
     session = AioSession(profile=access.profile)
     session.register_component("data_loader", _models())
     region = access.region or session.get_config_variable("region")

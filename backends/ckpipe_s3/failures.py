@@ -23,7 +23,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe.http_stores import retry_after
+from ckpipe.http_stores import UNREACHED, retry_after, tls_failure
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
 _KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
@@ -65,6 +65,8 @@ _CODES: Mapping[str, tuple[type[StoreError], str | None]] = {
     "IllegalLocationConstraintException": (StoreError, _REGION),
 }
 _STATUSES: Mapping[int, tuple[type[StoreError], str | None]] = {
+    301: (StoreError, _REGION),
+    307: (StoreError, _REGION),
     401: (PermissionDenied, _KEYS),
     403: (PermissionDenied, _RIGHTS),
     404: (ObjectNotFound, None),
@@ -181,12 +183,12 @@ def _breakdown(error: Exception, what: str, key: str | None) -> StoreError:
     if isinstance(error, _NO_CREDENTIALS):
         return PermissionDenied(f"{what}: no credentials ({name})", key=key, hint=_KEYS)
     if isinstance(error, client_errors.SSLError | aiohttp.ClientSSLError):
-        hint = "Set the option 'ca_bundle' to the certificates that the store's own is signed by"
-        return StoreError(f"{what}: its certificate is not trusted ({name})", key=key, hint=hint)
+        return tls_failure(error, what, key)
     if isinstance(error, client_errors.ProxyConnectionError):
         return StoreUnavailable(f"{what}: the proxy cannot be reached", key=key)
     if isinstance(error, client_errors.EndpointConnectionError):
-        return StoreUnavailable(f"{what}: the connection failed or broke off", key=key)
+        message = f"{what}: the connection failed or broke off"
+        return StoreUnavailable(message, key=key, hint=UNREACHED)
     if isinstance(error, TimeoutError):
         hint = "Raise the option 'request_timeout' if the store is merely slow"
         return StoreUnavailable(f"{what}: no answer in time", key=key, hint=hint)

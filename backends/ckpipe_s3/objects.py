@@ -41,17 +41,15 @@ class Objects:
             condition = {"IfNoneMatch": "*"}
         elif mode is PutMode.CREATE:
             await self.check_free(key)
-        await self.write(name, data, condition, key)
+        await self._write(name, data, condition, key)
 
-    async def write(
+    async def create(self, name: str, data: bytes) -> None:
+        """See :class:`ckpipe.bucket_backend.BucketObjects`."""
+        await self._write(name, data, {"IfNoneMatch": "*"})
+
+    async def _write(
         self, name: str, data: bytes, condition: Mapping[str, str], key: str | None = None
     ) -> None:
-        """Puts an object by its whole name, under a condition.
-
-        Raises:
-            ObjectExists: If the store refuses for the condition.
-            StoreError: If the store failed.
-        """
         checksum = checksum_text(await checksum_of(data))
         await self._requests.ask(
             "write", "put_object", key=key, nbytes=len(data), Key=name, Body=data,

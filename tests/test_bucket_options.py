@@ -1,0 +1,147 @@
+"""What a user may write wrong for a bucket is told at once, and what only looks odd works."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from botocore.exceptions import ClientError
+from gcs_servers import GcsServer
+from s3_servers import S3Server
+from sampling import EVERY, SEED
+
+from ckpipe import errors
+from ckpipe.backend import Backend, PutMode
+from ckpipe_gcs import GcsBackend
+from ckpipe_gcs.access import find_endpoint
+from ckpipe_s3 import S3Backend
+
+BUCKET = "options"
+BACKENDS: dict[str, type[S3Backend | GcsBackend]] = {"s3": S3Backend, "gs": GcsBackend}
+
+_numbers = itertools.count()
+
+
+def both(values: list[Any]) -> list[tuple[str, Any]]:
+    """Each value with each scheme."""
+    return list(itertools.product(BACKENDS, values))
+
+
+def make(scheme: str, prefix: str = "run", **options: Any) -> Backend:
+    """A backend that is not open."""
+    return BACKENDS[scheme](f"{scheme}://{BUCKET}/{prefix}", **options)
+
+
+NO_ADDRESSES = [
+    "", "127.0.0.1:8333", "ftp://host", "http://", "http://:80", "http://host:99999", "http://host:0",
+    "http://me:hunter2@host", "http://host?hunter2=1", "http://host#hunter2", " http://host",
+    "http://ho st", "http://[::1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "url"), both(NO_ADDRESSES))
+def test_addresses_that_are_none(scheme: str, url: str) -> None:
+    with pytest.raises(errors.UsageError, match=r"Write http://host:port as endpoint_url") as found:
+        make(scheme, endpoint_url=url)
+    assert "hunter2" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "url"), both(["127.0.0.1:3128", "socks5://h:1", "ftp://h", "http://me:hunter2@:1"])
+)
+def test_proxies_that_are_none(scheme: str, url: str) -> None:
+    with pytest.raises(errors.UsageError, match="as proxy") as found:
+        make(scheme, endpoint_url="http://host", proxy=url)
+    assert "hunter2" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        *both([{"max_connections": "8"}, {"request_timeout": True}, {"request_timeout": 0}]),
+        *both([{"require_create_only": "false"}, {"request_timeout": float("nan")}]),
+        ("gs", {"anonymous": "false"}),
+        ("gs", {"resumable_bytes": -1}),
+    ],
+)
+def test_numbers_and_flags_that_are_none(scheme: str, options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(errors.UsageError, match=name):
+        make(scheme, endpoint_url="http://host", **options)
+
+
+def test_an_empty_option_does_not_lead_to_the_real_store() -> None:
+    with pytest.raises(errors.UsageError):
+        find_endpoint("", {})
+    assert find_endpoint(None, {"STORAGE_EMULATOR_HOST": ""}) == find_endpoint(None, {})
+
+
+@pytest.mark.parametrize(("scheme", "prefix"), both(["a\\b", "a\nb", "a\x01", "\x7f/b"]))
+def test_prefixes_that_stores_disagree_about(scheme: str, prefix: str) -> None:
+    with pytest.raises(errors.UsageError, match="backslash or a control character"):
+        make(scheme, prefix, endpoint_url="http://host")
+
+
+ODD = [
+    "a b", " a ", "a%20b", "a+b", "ü-日本", "a#b?c=d&e", "q'uo\"te", "😀", "~!$*(@:;,=[{^`|<>", ".a.",
+]  # fmt: skip
+SOME = ODD if EVERY else random.Random(SEED).sample(ODD, 2)
+
+
+@pytest.mark.parametrize("prefix", SOME)
+async def test_odd_prefixes(
+    prefix: str, moto_server: S3Server, weed_server: S3Server, gcs_server: GcsServer
+) -> None:
+    servers: list[S3Server | GcsServer] = [moto_server, weed_server, gcs_server]
+    await anyio.to_thread.run_sync(_make_buckets, servers)
+    for server in servers:
+        scheme = "gs" if isinstance(server, GcsServer) else "s3"
+        options: dict[str, Any] = {"anonymous": True} if scheme == "gs" else {}
+        root = f"{prefix}/{next(_numbers)}"
+        async with make(scheme, root, endpoint_url=server.url, **options) as backend:
+            await backend.put("a/b", b"content", PutMode.CREATE)
+            with pytest.raises(errors.ObjectExists):
+                await backend.put("a/b", b"other", PutMode.CREATE)
+            assert [info.key async for info in backend.list()] == ["a/b"]
+            assert (await backend.children()).prefixes == ("a/",)
+            buffer = bytearray(4)
+            await backend.read_into("a/b", 3, memoryview(buffer))
+            assert bytes(buffer) == b"tent"
+            await backend.delete(["a/b"])
+            assert [info.key async for info in backend.list()] == []
+
+
+def _make_buckets(servers: list[S3Server | GcsServer]) -> None:
+    for server in servers:
+        with contextlib.suppress(ClientError, OSError):  # it is there
+            server.make_bucket(BUCKET)
+
+
+@pytest.mark.parametrize("scheme", BACKENDS)
+async def test_tls_where_none_is_spoken(
+    scheme: str, moto_server: S3Server, gcs_server: GcsServer
+) -> None:
+    server = gcs_server if scheme == "gs" else moto_server
+    endpoint = server.url.replace("http:", "https:")
+    options: dict[str, Any] = {"anonymous": True} if scheme == "gs" else {}
+    async with make(scheme, endpoint_url=endpoint, **options) as backend:
+        with pytest.raises(errors.StoreError, match=r"no TLS is spoken.*https or http") as found:
+            await backend.stat("a")
+    assert not found.value.transient
+
+
+@pytest.mark.parametrize("scheme", BACKENDS)
+@pytest.mark.parametrize("content", [None, "no certificate"])
+async def test_certificates_that_are_none(scheme: str, content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "bundle.pem"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(errors.StoreError, match="options") as found:
+        async with make(scheme, endpoint_url="https://127.0.0.1:9", ca_bundle=str(file)):
+            pass
+    assert not found.value.transient
