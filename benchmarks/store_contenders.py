@@ -11,6 +11,7 @@ import io
 from typing import Any, Protocol
 
 import anyio.to_thread
+from store_sockets import Sockets
 
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access
@@ -143,4 +144,4 @@ class Obstore:
         await obstore.delete_async(self._store, self._key)
 
 
-CONTENDERS: dict[str, Any] = {"boto3": Boto, "obstore": Obstore}
+CONTENDERS: dict[str, Any] = {"boto3": Boto, "obstore": Obstore, "sockets": Sockets}

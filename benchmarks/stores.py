@@ -2,7 +2,7 @@
 
     python benchmarks/stores.py [--mib 1024] [--rounds 5] [--json FILE]
     python benchmarks/stores.py --url s3://bucket/bench --endpoint-url http://127.0.0.1:8333
-    python benchmarks/stores.py --beside boto3 obstore     the same bytes through other clients
+    python benchmarks/stores.py --beside boto3 obstore sockets    the same bytes by other clients
     python benchmarks/stores.py --trainer [--worker process]    while a thread runs Python
 
 The other clients come with the extra ``bench``. Without a URL it starts SeaweedFS on this machine.
@@ -10,8 +10,8 @@ A save, from the call until it is committed, is measured against the same bytes 
 of one upload, from memory that is there already, with the same client, part size and lanes and no
 checksums; a load of it in place against the same bytes read in ranges into memory that nobody looks
 at. What is deleted is deleted outside of the clock. Every round measures each thing once; ratios
-are medians of each round's ratio. With a trainer each save and load is measured twice, alone and
-while another thread of this process runs nothing but Python. CPU time is this process's, so that of
+are medians of each round's ratio. With a trainer each save is measured twice, alone and while
+another thread of this process runs nothing but Python. CPU time is this process's, so that of
 a worker process is not in it. Memory is what a first save and load, outside of the clock, add to
 this process beyond the arena.
 """
@@ -237,7 +237,7 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
             into: Costs = costs if turn >= 0 else defaultdict(list)
             for name, work in works(bare, others, save, load).items():
                 into[name].append(await cost(work))
-                if plan.trainer and name in ("save", "load"):
+                if plan.trainer and name == "save":
                     with trainer():
                         into[f"{name} beside a trainer"].append(await cost(work))
             for each in (bare, *others.values()):

@@ -1,0 +1,143 @@
+"""Requests to S3 on sockets of one's own, signed by botocore: what a client could do at best.
+
+Heads are written and parsed here, bodies go straight from memory to the kernel and back. It speaks
+plain HTTP to one server that answers as a server should, tries nothing again, and has no deadlines;
+a backend could not leave all that out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+
+from ckpipe_s3.address import parse_address
+from ckpipe_s3.client import Access
+
+HEAD_BYTES = 1 << 16
+
+
+class Connection:
+    """A connection that one request after the other goes through."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket()
+        self._socket.setblocking(False)
+
+    async def __aenter__(self) -> Connection:
+        await self._loop.sock_connect(self._socket, self._address)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+
+    async def ask(self, head: bytes, body: memoryview, into: memoryview) -> Mapping[str, str]:
+        """Sends a request and receives the answer's body; returns its headers in lower case."""
+        await self._loop.sock_sendall(self._socket, head)
+        if body:
+            await self._loop.sock_sendall(self._socket, body)
+        came = bytearray()
+        while (end := came.find(b"\r\n\r\n")) < 0:
+            came += await self._loop.sock_recv(self._socket, HEAD_BYTES)
+        status, *lines = came[:end].decode().split("\r\n")
+        if not status.startswith("HTTP/1.1 20"):
+            raise SystemExit(f"The server said {status}")
+        headers = {
+            name.lower(): value for name, _, value in (each.partition(": ") for each in lines)
+        }
+        at = len(rest := came[end + 4 :])
+        into[:at] = rest
+        while at < int(headers.get("content-length", "0")):
+            at += await self._loop.sock_recv_into(self._socket, into[at:])
+        return headers
+
+
+class Sockets:
+    """Parts and ranges on sockets of its own; boto3 begins and ends uploads.
+
+    Args:
+        url: Where.
+        access: How the store is reached.
+        data: The bytes.
+        part: Bytes of a part.
+        lanes: How many at a time.
+    """
+
+    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: int) -> None:
+        import boto3
+        from botocore.auth import S3SigV4Auth
+
+        self._client = boto3.client("s3", endpoint_url=access.endpoint_url)
+        address = parse_address(url)
+        self._where = {"Bucket": address.bucket, "Key": f"{address.prefix}sockets"}
+        self._url = f"{access.endpoint_url}/{address.bucket}/{address.prefix}sockets"
+        self._data, self._part, self._lanes = data, part, lanes
+        session: Any = boto3.Session()
+        found = session.get_credentials().get_frozen_credentials()
+        self._signer = S3SigV4Auth(found, "s3", session.region_name)
+
+    def _head(self, method: str, query: str, headers: Mapping[str, str]) -> bytes:
+        from botocore.awsrequest import AWSRequest
+        from botocore.config import Config
+
+        request = AWSRequest(method, self._url + query, headers=dict(headers))
+        request.context["client_config"] = Config(s3={"payload_signing_enabled": False})
+        self._signer.add_auth(request)
+        parts = urlsplit(self._url + query)
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        lines = [f"{method} {target} HTTP/1.1", f"Host: {parts.netloc}"]
+        lines += [f"{name}: {value}" for name, value in request.headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode()
+
+    async def _in_lanes(self, work: Any) -> None:
+        offsets = iter(range(0, len(self._data), self._part))
+        parts = urlsplit(self._url)
+
+        async def lane(mine: Iterator[int]) -> None:
+            async with Connection(parts.hostname or "", parts.port or 80) as connection:
+                for offset in mine:
+                    await work(connection, offset, self._data[offset : offset + self._part])
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(self._lanes):
+                tasks.start_soon(lane, offsets)
+
+    async def write(self) -> None:
+        begun = await anyio.to_thread.run_sync(
+            lambda: self._client.create_multipart_upload(**self._where)
+        )
+        upload, etags = begun["UploadId"], dict[int, str]()
+        scratch = [memoryview(bytearray(HEAD_BYTES)) for _ in range(self._lanes)]
+
+        async def send(connection: Connection, offset: int, data: memoryview) -> None:
+            number, into = offset // self._part + 1, scratch.pop()
+            query = f"?partNumber={number}&uploadId={upload}"
+            head = self._head("PUT", query, {"Content-Length": str(len(data))})
+            etags[number] = (await connection.ask(head, data, into))["etag"]
+            scratch.append(into)
+
+        await self._in_lanes(send)
+        parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
+        await anyio.to_thread.run_sync(
+            lambda: self._client.complete_multipart_upload(
+                **self._where, UploadId=upload, MultipartUpload={"Parts": parts}
+            )
+        )
+
+    async def read(self) -> None:
+        async def fetch(connection: Connection, offset: int, into: memoryview) -> None:
+            span = f"bytes={offset}-{offset + len(into) - 1}"
+            await connection.ask(self._head("GET", "", {"Range": span}), memoryview(b""), into)
+
+        await self._in_lanes(fetch)
+
+    async def remove(self) -> None:
+        await anyio.to_thread.run_sync(lambda: self._client.delete_object(**self._where))
