@@ -88,7 +88,8 @@ def test_prefixes_that_stores_disagree_about(scheme: str, prefix: str) -> None:
 
 
 ODD = [
-    "a b", " a ", "a%20b", "a+b", "ü-日本", "a#b?c=d&e", "q'uo\"te", "😀", "~!$*(@:;,=[{^`|<>", ".a.",
+    "a b", " a ", "a%20b", "a+b", "ü-日本", "a#b?c=d&e", "q'uo\"te", "😀",
+    "~!$*(@:;,=[{^`|<>", ".a.",
 ]  # fmt: skip
 SOME = ODD if EVERY else random.Random(SEED).sample(ODD, 2)
 
