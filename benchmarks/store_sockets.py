@@ -8,6 +8,7 @@ a backend could not leave all that out.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -82,7 +83,8 @@ class Sockets:
         self._data, self._part, self._lanes = data, part, lanes
         session: Any = boto3.Session()
         found = session.get_credentials().get_frozen_credentials()
-        self._signer = S3SigV4Auth(found, "s3", session.region_name)
+        region = access.region or os.environ.get("AWS_REGION", "us-east-1")
+        self._signer = S3SigV4Auth(found, "s3", region)
 
     def _head(self, method: str, query: str, headers: Mapping[str, str]) -> bytes:
         from botocore.awsrequest import AWSRequest
