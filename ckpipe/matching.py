@@ -8,7 +8,6 @@ and returns what now stands in the node's place.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,16 @@ from ckpipe.containers import is_stateful
 from ckpipe.errors import StructureMismatch
 from ckpipe.keys import LabelFilter, encode_key, join
 from ckpipe.live_tensors import misfit
-from ckpipe.rebuild import Make, Rebuild, same, stays
+from ckpipe.making import Make, same, stays
+from ckpipe.rebuild import Rebuild
+from ckpipe.refilling import (
+    refill_dataclass,
+    refill_dict,
+    refill_sequence,
+    refill_set,
+    remake_dataclass,
+    remake_tuple,
+)
 from ckpipe.registered_types import registered_as, registered_for
 from ckpipe.selecting import any_selected
 from ckpipe.stateful_objects import check_stateful, hint_for, mismatch
@@ -131,7 +139,7 @@ class Matching:
         if not isinstance(target, set | frozenset):
             raise _wrong_kind(f"a {node[0]}", target, label)
         make = self._rebuild.plan(node, label)
-        return make if isinstance(target, frozenset) else partial(_refill_set, target, make)
+        return make if isinstance(target, frozenset) else partial(refill_set, target, make)
 
     def match_registered(self, target: Any, node: Node, label: str) -> Make:
         known = registered_as(node[1])
@@ -163,7 +171,7 @@ class Matching:
             attributes = self._rebuild.plan(node[3], join(label, "__dict__"))
         if not found and attributes is None:
             return partial(same, target)
-        return partial(_refill_dict, target, found, attributes)
+        return partial(refill_dict, target, found, attributes)
 
     def match_sequence(self, target: Any, node: Node, label: str) -> Make:
         kinds: tuple[type[Any], ...] = (tuple,) if node[0] == "tuple" else (list, deque)
@@ -175,7 +183,7 @@ class Matching:
             makers = [self._rebuild.plan(child, where) for _, child, where in children]
         else:
             makers = self._elements(target, children, label)
-        refill = _remake_tuple if isinstance(target, tuple) else _refill_sequence
+        refill = remake_tuple if isinstance(target, tuple) else refill_sequence
         return partial(refill, target, makers)
 
     def _elements(
@@ -199,7 +207,7 @@ class Matching:
             self.match(live, child, where)
             for live, (_, child, where) in zip(target, children, strict=True)
         ]
-        return partial(_remake_tuple, target, makers)
+        return partial(remake_tuple, target, makers)
 
     def match_dataclass(self, target: Any, node: Node, label: str) -> Make:
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
@@ -215,7 +223,7 @@ class Matching:
             if field.name not in saved and hasattr(target, field.name):
                 self._note_missing(getattr(target, field.name), join(label, field.name))
         frozen = type(target).__dataclass_params__.frozen  # type: ignore[attr-defined]
-        return partial(_remake_dataclass if frozen else _refill_dataclass, target, found)
+        return partial(remake_dataclass if frozen else refill_dataclass, target, found)
 
     # Objects, and what stands in several places
 
@@ -331,62 +339,6 @@ def _with_attributes(target: Any, attributes: Make) -> Any:
     if isinstance(target, torch.Tensor):
         vars(target).update(attributes())
     return target
-
-
-def _refill_set(target: set[Any], make: Make) -> Any:
-    members = make()
-    target.clear()
-    target.update(members)
-    return target
-
-
-def _refill_dict(
-    target: dict[Any, Any], found: list[tuple[Any, Make]], attributes: Make | None
-) -> Any:
-    for key, make in found:
-        new = make()
-        if new is not target[key]:
-            target[key] = new
-    if attributes is not None:
-        vars(target).update(attributes())
-    return target
-
-
-def _refill_sequence(target: Any, makers: list[Make]) -> Any:
-    made = [make() for make in makers]
-    if len(made) != len(target):
-        target.clear()
-        target.extend(made)
-        return target
-    for index, new in enumerate(made):
-        if new is not target[index]:
-            target[index] = new
-    return target
-
-
-def _remake_tuple(target: tuple[Any, ...], makers: list[Make]) -> Any:
-    made = [make() for make in makers]
-    if len(made) == len(target) and all(new is old for new, old in zip(made, target, strict=True)):
-        return target
-    return tuple.__new__(type(target), made)
-
-
-def _refill_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
-    for name, make in found:
-        new = make()
-        if new is not getattr(target, name):
-            setattr(target, name, new)
-    return target
-
-
-def _remake_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
-    changed = {name: make() for name, make in found}
-    if all(new is getattr(target, name) for name, new in changed.items()):
-        return target
-    remade = copy.copy(target)
-    for name, new in changed.items():
-        object.__setattr__(remade, name, new)
-    return remade
 
 
 def _load_object(target: Any, make: Make, label: str) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -29,32 +28,13 @@ from ckpipe.fresh_objects import check_attributes, empty_mapping, tensor_object,
 from ckpipe.hints import Hint
 from ckpipe.keys import Json, decode_key, join
 from ckpipe.live_tensors import has_shape, misfit, writable_view
+from ckpipe.making import Changeable, Make, same
 from ckpipe.per_rank import PerRankItems
 from ckpipe.registered_types import registered_as
 from ckpipe.selecting import any_selected
 from ckpipe.targets import Targets
 from ckpipe.trees import Node, children_of
 from ckpipe.values import decode_value, resolve_class
-
-Make = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Changeable:
-    """Makes a container in two steps, between which it can be referred to.
-
-    Args:
-        shell: Makes the empty container.
-        fill: Fills it.
-    """
-
-    shell: Make
-    fill: Callable[[Any], None]
-
-    def __call__(self) -> Any:
-        made = self.shell()
-        self.fill(made)
-        return made
 
 
 class _Unfinished(Exception):  # a signal between functions of this file
@@ -385,16 +365,6 @@ _PLANS: dict[str, _Plan] = {
     "ref": Rebuild.plan_ref,
     "absent": Rebuild.plan_absent,
 }
-
-
-def same(obj: Any) -> Any:
-    """The object itself: what a node makes whose counterpart stays in its place."""
-    return obj
-
-
-def stays(make: Make, obj: Any) -> bool:
-    """Whether an object is known to make itself."""
-    return type(make) is partial and make.func is same and make.args[0] is obj
 
 
 def _never() -> Any:

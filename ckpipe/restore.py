@@ -23,11 +23,12 @@ from ckpipe.collector import collector_paused
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.keys import LabelFilter, decode_float
 from ckpipe.load_planning import EntryTable, PartData, entry_table
+from ckpipe.making import Make
 from ckpipe.manifest import Bundle
 from ckpipe.matching import Matching
 from ckpipe.per_rank import PerRankPolicy
 from ckpipe.reading import Reader, ReadTally, lane_buffers
-from ckpipe.rebuild import Make, Rebuild
+from ckpipe.rebuild import Rebuild
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.saved_state import fitted, labels_of, lacks, state_for, without
 from ckpipe.selecting import pruned, unmatched
