@@ -1,14 +1,19 @@
 """What a loop that trains feels of saves beside it: ckpipe in a thread and in a process, and peers.
 
     python benchmarks/interference.py [--mib 1024] [--rounds 5] [--minutes 5] [--s3] [--root DIR]
+    python benchmarks/interference.py --loop python --only ckpipe --niceness 0 10 --minutes 0.5
 
 One thread trains: a loop of plain Python, or products of matrices that torch computes in the one
 thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all.
 A turn steps undisturbed for a while, then saves and goes on stepping until the save is durable.
 *Rate* is the number of steps from the return of the call until then, against what it would be
 undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
-waits. No round begins that would, by the longest before it, end later than ``--minutes``
-after the start. With ``--s3``, ckpipe also saves to a server that is started on this machine.
+waits. *For a core* is the time in which the training thread could have run, after the call, and
+another ran in its place; *others* is what programs that have no part in this took of the
+processors, from the undisturbed steps on: where that is much, no figure means anything. No round
+begins that would, by the longest before it, end later than ``--minutes`` after the start. With
+``--s3``, ckpipe also saves to a server that is started on this machine; with ``--niceness``, also
+by workers that give way more or less than they do by default.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import contenders
+import psutil
 import raw
 import torch
 import torch.distributed as dist
@@ -52,7 +58,9 @@ MATRIX = 384
 class Ours(contenders.Ours):
     """ckpipe with one kind of worker."""
 
-    def __init__(self, root: Path, worker: Worker, url: str = "", **fields: Any) -> None:
+    def __init__(
+        self, root: Path, worker: Worker | dict[str, Any], url: str = "", **fields: Any
+    ) -> None:
         Contender.__init__(self, root)
         self._pipeline = ckpipe.SyncPipeline(url or root, worker=worker, keep_last=1, **fields)
         self._pipeline.__enter__()
@@ -86,6 +94,8 @@ class Turn:
     call: float
     durable: float
     steps: list[float]
+    for_core: float
+    others: float
 
     @property
     def rate(self) -> float:
@@ -119,6 +129,8 @@ class Measured:
             "call, ms": median(lambda turn: turn.call) * 1e3,
             "durable, s": median(lambda turn: turn.durable),
             "lost, ms": median(lambda turn: turn.lost) * 1e3,
+            "for a core, ms": median(lambda turn: turn.for_core) * 1e3,
+            "others, ms": median(lambda turn: turn.others) * 1e3,
         }
 
 
@@ -137,33 +149,63 @@ def stepping(step: Step, until: Callable[[float], bool]) -> list[float]:
 
 def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -> Turn:
     """One save, with undisturbed steps before it."""
+    before = used_by_others()
     undisturbed = statistics.fmean(stepping(step, lambda seconds: seconds > calm))
     began = time.perf_counter()
     ending = Ending(contender.save(state))
     call = time.perf_counter() - began
+    waited = waited_for_core()
     steps = stepping(step, lambda seconds: ending.over)
     durable = time.perf_counter() - began
+    for_core = waited_for_core() - waited
     ending.wait()
-    return Turn(undisturbed, call, durable, steps)
+    return Turn(undisturbed, call, durable, steps, for_core, used_by_others() - before)
 
 
-def contestants(root: Path, server: s3_servers.S3Server | None) -> dict[str, Contender]:
-    """Everybody who can be had here, by name."""
+def waited_for_core() -> float:
+    """Seconds that this thread was ready to run and did not: the kernel's schedstat."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def used_by_others() -> float:
+    """Seconds of all processors that neither this process nor what it has started has used."""
+    load = psutil.cpu_times()
+    own = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    times = [each.cpu_times() for each in own]
+    mine = sum(each.user + each.system for each in times) + times[0].children_user
+    return sum(load) - load.idle - load.iowait - load.guest - load.guest_nice - mine
+
+
+def contestants(
+    root: Path, server: s3_servers.S3Server | None, given: argparse.Namespace
+) -> dict[str, Contender]:
+    """Everybody who is wanted and can be had here, by name."""
     found: dict[str, Contender] = {}
     kinds: tuple[Worker, ...] = ("thread", "process")
     for kind in kinds:
-        found[f"ckpipe, {kind}"] = Ours(root / kind, kind)
+        if wanted(f"ckpipe, {kind}", given.only):
+            found[f"ckpipe, {kind}"] = Ours(root / kind, kind)
+    for number in given.niceness:
+        worker = {"mode": "process", "niceness": number}
+        found[f"ckpipe, niceness {number}"] = Ours(root / f"niceness-{number}", worker)
     for kind in kinds if server is not None else ():
         assert server is not None
         options = {"s3": {"endpoint_url": server.url, "region": "us-east-1"}}
         url = f"s3://bench/{kind}"
         found[f"ckpipe, {kind}, S3"] = Ours(root / f"{kind}-s3", kind, url, backends=options)
     for peer in PEERS:
+        if not wanted(peer.name, given.only):
+            continue
         try:
             found[peer.name] = peer(root / peer.name.replace(" ", "-"))
         except ImportError:
             print(f"{peer.name}: not installed")
     return found
+
+
+def wanted(name: str, only: list[str]) -> bool:
+    """Whether a contender takes part: if its name has one of some parts, or there are none."""
+    return not only or any(part in name for part in only)
 
 
 def measure(
@@ -176,12 +218,13 @@ def measure(
             f"weight.{number}": torch.randn(8, raw.MIB // 4) for number in range(given.mib // 8)
         }
     }
-    everybody = contestants(root, server)
+    everybody = contestants(root, server, given)
     for contender in everybody.values():
         for _ in range(WARM_UP_SAVES):
             contender.save(state)()
             tidy(contender)
-    loops: dict[str, Step] = {"python": python_step, "matmul": matmul_step()}
+    every: dict[str, Step] = {"python": python_step, "matmul": matmul_step()}
+    loops = {name: step for name, step in every.items() if given.loop in (None, name)}
     results: dict[str, dict[str, Measured]] = {loop: {} for loop in loops}
     longest = 0.0
     for _ in range(given.rounds):
@@ -212,9 +255,13 @@ def tidy(contender: Contender) -> None:
 def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, float, str, float]]:
     """What is to be reached on two cores and a local disk: name, figure, sense, goal."""
     for loop, found in rows.items():
-        thread, process = found["ckpipe, thread"], found["ckpipe, process"]
-        yield f"{loop}: rate, process", process["rate"], ">=", 0.95
-        yield f"{loop}: rate, thread", thread["rate"], ">=", 0.85
+        thread, process = found.get("ckpipe, thread"), found.get("ckpipe, process")
+        if process is not None:
+            yield f"{loop}: rate, process", process["rate"], ">=", 0.95
+        if thread is not None:
+            yield f"{loop}: rate, thread", thread["rate"], ">=", 0.85
+        if thread is None or process is None:
+            continue
         longer = process["durable, s"] / thread["durable, s"]
         yield f"{loop}: durable, process against thread", longer, "<=", 1.10
         if (peer := found.get(contenders.DcpProcess.name)) is not None:
@@ -264,6 +311,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="saves of each, beside each loop")
     parser.add_argument("--minutes", type=float, default=5.0, help="begin no round after these")
     parser.add_argument("--calm", type=float, default=1.0, help="undisturbed seconds before each")
+    parser.add_argument("--loop", choices=["python", "matmul"], help="one of the loops only")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of names")
+    parser.add_argument("--niceness", type=int, nargs="+", default=[], help="more workers")
     parser.add_argument("--s3", action="store_true", help="save to a server on this machine too")
     parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--json", type=Path, default=None)

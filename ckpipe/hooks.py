@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +26,12 @@ from ckpipe.user_code import LEAVING, no_way_out
 
 logger = logging.getLogger("ckpipe")
 E = TypeVar("E", bound=Event)
+_inside: ContextVar[bool] = ContextVar("ckpipe_hook", default=False)
+
+
+def in_hook() -> bool:
+    """Whether the caller is called by a hook, on the event loop or in the hook's thread."""
+    return _inside.get()
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +46,7 @@ class _Hook:
     async def call(self, event: Event) -> None:
         if self.turn is None:  # made on the loop that it is used on
             self.turn = anyio.Lock()
+        _inside.set(True)  # in the task of this call, and in its thread, which takes it over
         async with self.turn:
             if inspect.iscoroutinefunction(self.function):
                 await self.function(event)
@@ -139,4 +147,4 @@ class Hooks:
             raise no_way_out(f"The hook {hook.name}", signal) from signal
 
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "in_hook"]

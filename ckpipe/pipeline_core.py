@@ -32,7 +32,7 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Event, EventBus
 from ckpipe.guard import StepGuard, check_optimizers, guard
-from ckpipe.hooks import Hooks
+from ckpipe.hooks import Hooks, in_hook
 from ckpipe.keys import LabelFilter
 from ckpipe.ledger import Ledger, Statistics
 from ckpipe.lock import StateLock
@@ -91,6 +91,7 @@ class PipelineCore:
         self._forgotten: weakref.finalize[..., PipelineCore] | None = None
         self._guarded = _optimizers(guards)
         self._process = os.getpid()
+        self._closing = False
 
     # Life
 
@@ -151,6 +152,7 @@ class PipelineCore:
         """
         if self._loop is None or self._engine is None or self._served is None or self._forked:
             return []
+        self._closing = True
         try:
             within = self.preemption.seconds_left(self.settings.preemption.grace_seconds)
             self.submit(self._engine.drain, staged_only=failed, within=within).result()
@@ -258,6 +260,9 @@ class PipelineCore:
     ) -> SaveRequest:
         """Checks what ``save`` was given, on the caller's thread, once failures are told."""
         self.report_failures()
+        if self._closing and not in_hook():  # whose saves are waited for
+            hint = "Make a new one to go on saving"
+            raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
         if self.settings.read_only:
             raise PermissionDenied(
                 "The pipeline was opened to read only",

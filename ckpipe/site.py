@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -170,11 +171,15 @@ class Site(Depot):
         except MemoryError as error:
             size = reserved * self.arena.block_bytes
             self.budget.release(size)
+            too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
             raise SaveError(
                 f"The system has no memory for {size >> 20} MiB of staging",
                 step=save.id.step,
                 rank=self.rank,
-                hint="Lower staging_bytes; larger states stream through it",
+                hint="A limit on file sizes (ulimit -f) counts for memory that is shared with a "
+                "worker process too: raise it, or set worker='thread'"
+                if too_large
+                else "Lower staging_bytes; larger states stream through it",
             ) from error
 
     async def _take_all(self, save: Save, ration: Ration) -> None:

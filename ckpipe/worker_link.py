@@ -41,7 +41,7 @@ from ckpipe.delivery import Contents, Depot
 from ckpipe.errors import WorkerDied
 from ckpipe.saving import FilledBlock, Save
 from ckpipe.worker_process import WorkerProcess
-from ckpipe.worker_state import hangs
+from ckpipe.worker_state import ProcessState, hangs
 
 logger = logging.getLogger("ckpipe")
 
@@ -253,25 +253,33 @@ class Link:
         """Kills a worker that hangs; one that is gone is noticed by its socket."""
         before = None
         while True:
-            limit = self._hello.heartbeat if self._ready else self._start_seconds
+            limit = self._hello.heartbeat
+            if not self._ready:
+                limit = min(limit, self._start_seconds)
             silent = time.monotonic() - self._heard
             if silent < limit:
                 before = None
-                # It may get ready meanwhile, and has less time then.
-                await self._sleep(min(limit - silent, self._hello.heartbeat))
+                await self._sleep(limit - silent)
                 continue
             now = await anyio.to_thread.run_sync(self.process.state)
             heard = self._heard
             silent = time.monotonic() - heard
             if now is None or silent < limit:
                 await anyio.sleep(limit)  # it is gone, or has spoken while we looked
-            elif not self._ready or hangs(before, now, silent, limit):
+            elif self._is_lost(before, now, silent):
                 self._failure = _silent(silent, ready=self._ready)
                 self.process.kill()
                 return
             else:
                 before = now
                 await self._sleep(limit / 2)
+
+    def _is_lost(self, before: ProcessState | None, now: ProcessState, silent: float) -> bool:
+        if self._ready:
+            return hangs(before, now, silent, self._hello.heartbeat)
+        # One that starts says nothing, and may sleep until a slow disk has its modules. Whoever
+        # traces it stops it all the time, but it gets on then.
+        return (now.stopped and now == before) or silent >= self._start_seconds
 
     async def _sleep(self, seconds: float) -> None:
         """Sleeps; if this loop itself had no time meanwhile, that is not the worker's silence."""

@@ -26,6 +26,11 @@ class ProcessState:
     letter: str
     ticks: int
 
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped it, and may never let it go on."""
+        return self.letter in "Tt"
+
 
 def parse_state(stat: bytes) -> ProcessState:
     """The state in a ``/proc/…/stat``: proc(5), fields 3, 14 and 15."""
@@ -45,7 +50,7 @@ def hangs(before: ProcessState | None, now: ProcessState, silent: float, limit: 
     """
     if silent < limit:
         return False
-    if now.letter in "Tt" or silent >= PATIENCE * limit:
+    if now.stopped or silent >= PATIENCE * limit:
         return True
     return now.letter == "S" and before is not None and before.ticks == now.ticks
 

@@ -288,6 +288,26 @@ def test_saving_before_entering_and_after_closing_raises(tmp_path: Path) -> None
         assert [each.step for each in reopened.steps()] == [0]
 
 
+def test_no_save_begins_while_another_thread_closes(store: Stores) -> None:
+    staging = {"bytes": "64MiB", "block_bytes": 65536}
+    pipeline = ckpipe.SyncPipeline(store.url, staging=staging)
+    pipeline.__enter__()
+    store.slow.hold("write")
+    handles = [pipeline.save({"a": torch.ones(10)}, step=0)]
+    closer = threading.Thread(target=pipeline.__exit__, args=(None, None, None))
+    closer.start()
+    saves = (pipeline.save({"a": torch.ones(10)}, step=step) for step in range(1, 500))
+    try:
+        with pytest.raises(errors.PipelineClosed, match="closed meanwhile"):
+            handles.extend(saves)
+    finally:
+        store.slow.release()
+        closer.join(30)
+    assert {each.status for each in handles} == {"committed"}
+    with pytest.raises(errors.PipelineClosed, match="is closed"):
+        pipeline.save({"a": torch.ones(10)}, step=500)
+
+
 def test_reused_attempt_id_is_refused(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1") as pipeline:
         pipeline.save({"a": 1}, step=0, until="committed")

@@ -126,7 +126,7 @@ def test_a_worker_gives_way_to_training(pipeline: ckpipe.SyncPipeline) -> None:
     pipeline.save(state_of(1)).wait()
     worker = worker_of(pipeline)
     for thread in map(int, os.listdir(f"/proc/{worker}/task")):
-        wanted = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + 5)
+        wanted = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + 10)
         assert os.getpriority(os.PRIO_PROCESS, thread) == wanted
         assert os.sched_getscheduler(thread) == os.SCHED_BATCH
 
@@ -298,6 +298,44 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         pytest.raises(errors.WorkerDied, match="could be started"),
     ):
         opened.save(state_of(1), until="committed")
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'ckpipe._worker' in sys.orig_argv:\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    inherited = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inherited))
+    worker = {"mode": "process", "heartbeat_seconds": 0.2, "start_seconds": 3600}
+    with (
+        ckpipe.SyncPipeline(tmp_path / "run", worker=worker, **SETTINGS) as opened,
+        pytest.raises(errors.WorkerDied, match="did not get ready"),
+    ):
+        opened.save(state_of(1), step=1, until="committed")
+
+
+def test_a_limit_on_file_sizes_is_named_where_it_keeps_memory_from_being_shared(
+    tmp_path: Path,
+) -> None:
+    script = """if True:
+        import resource, sys, ckpipe, torch
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
+            try:
+                pipeline.save({"w": torch.ones(1 << 20)}, step=0)
+            except ckpipe.errors.SaveError as error:
+                print(error)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    assert "no memory" in run.stdout
+    assert "ulimit -f" in run.stdout
 
 
 def test_hooks_run_in_the_trainer(pipeline: ckpipe.SyncPipeline) -> None:
