@@ -239,7 +239,7 @@ class Worker(_Group):
     survive: bool = True
     """Whether the worker process finishes staged saves when this process is gone."""
 
-    niceness: int = Field(5, ge=0, le=19)
+    niceness: int = Field(10, ge=0, le=19)
     """How much the worker process gives way to training where both want the same processor: 0 not
     at all, 5 leaves it a quarter of one, 10 a tenth, 19 a hundredth. A processor that nobody else
     wants is all its own."""

@@ -22,7 +22,7 @@ from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
-NOTICE_SECONDS = 0.02
+NOTICE_SECONDS = 0.05
 """How long a notice may lie here that nobody waits for. Each that arrives by itself wakes a thread
 of the trainer, which takes the interpreter from the one that trains."""
 
