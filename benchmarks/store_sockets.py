@@ -40,6 +40,12 @@ class Connection:
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
 
+    async def _received(self) -> bytes:
+        found = await self._loop.sock_recv(self._socket, HEAD_BYTES)
+        if not found:
+            raise SystemExit("The server closed the connection")
+        return found
+
     async def ask(self, head: bytes, body: memoryview, into: memoryview) -> Mapping[str, str]:
         """Sends a request and receives the answer's body; returns its headers in lower case."""
         await self._loop.sock_sendall(self._socket, head)
@@ -47,7 +53,7 @@ class Connection:
             await self._loop.sock_sendall(self._socket, body)
         came = bytearray()
         while (end := came.find(b"\r\n\r\n")) < 0:
-            came += await self._loop.sock_recv(self._socket, HEAD_BYTES)
+            came += await self._received()
         status, *lines = came[:end].decode().split("\r\n")
         if not status.startswith("HTTP/1.1 20"):
             raise SystemExit(f"The server said {status}")

@@ -184,6 +184,9 @@ class FaultProxy:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 await self._serve(reader, writer)
             writer.close()
+        except asyncio.CancelledError:
+            writer.transport.abort()  # what waits to be sent would keep it open
+            raise
         finally:
             self._serving.discard(task)
 
@@ -259,7 +262,7 @@ class FaultProxy:
             writer.write(request)
             return await reader.read()
         finally:
-            writer.close()
+            writer.transport.abort()  # the answer is whole, or nobody wants it any more
 
 
 def upstream_head(first: str, headers: Mapping[str, str]) -> bytes:
