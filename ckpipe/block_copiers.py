@@ -25,7 +25,8 @@ from anyio.streams.memory import MemoryObjectSendStream
 from ckpipe.copying import BlockPlan, fill_block, tensors_of
 from ckpipe.errors import StateChanged
 from ckpipe.lock import Fence
-from ckpipe.saving import FilledBlock, Turn
+from ckpipe.lock_turns import Turn
+from ckpipe.saving import FilledBlock
 from ckpipe.structure import Captured
 from ckpipe.tensors import TensorLeaf
 from ckpipe.watching import Watch

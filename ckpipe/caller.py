@@ -29,7 +29,7 @@ class Caller:
     """A thread that waits for a save and works for it meanwhile: a context manager around that."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._offering = threading.Lock()
         self._gone = False
 
@@ -61,31 +61,43 @@ class Caller:
         Never returns while it still runs. If the caller is interrupted in the middle of it, a
         worker thread runs it again.
         """
-        job = _Job(partial(function, *args))
-        if self._offer(job):
-            with anyio.CancelScope(shield=True):
-                await job.over.wait()
+        job = self.offer(function, *args)
+        if job is not None:
+            await job.ended()
             if job.outcome.done():
                 return job.outcome.result()
         return await anyio.to_thread.run_sync(function, *args)
 
-    def _offer(self, job: _Job[Any]) -> bool:
+    def offer(self, function: Callable[[*Args], Result], *args: *Args) -> Job[Result] | None:
+        """Asks for a call without waiting for it; to be called on a running loop.
+
+        Returns:
+            The call; None if the thread has gone.
+        """
+        job = Job(partial(function, *args))
         with self._offering:
-            if not self._gone:
-                self._jobs.put(job)
-            return not self._gone
+            if self._gone:
+                return None
+            self._jobs.put(job)
+            return job
 
 
-class _Job(Generic[Result]):
+class Job(Generic[Result]):
     """One call; over without an outcome if it was refused or interrupted."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._function = function
         self._loop = asyncio.get_running_loop()
-        self.over = asyncio.Event()
+        self._over = asyncio.Event()
         self.outcome: Future[Result] = Future()
 
+    async def ended(self) -> None:
+        """Waits until the thread does not work at it, or any more; cannot be cancelled."""
+        with anyio.CancelScope(shield=True):
+            await self._over.wait()
+
     def run(self) -> None:
+        """Does it."""
         try:
             self.outcome.set_result(self._function())
         except Exception as error:
@@ -96,7 +108,7 @@ class _Job(Generic[Result]):
     def refuse(self) -> None:
         """Says that it is over, whether or not it was run."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            self._loop.call_soon_threadsafe(self.over.set)
+            self._loop.call_soon_threadsafe(self._over.set)
 
 
-__all__ = ["Caller"]
+__all__ = ["Caller", "Job"]

@@ -34,6 +34,7 @@ from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.final_export import exported
 from ckpipe.following import Follower
+from ckpipe.head_start import head_start
 from ckpipe.hooks import Hooks
 from ckpipe.housekeeping import Housekeeping
 from ckpipe.leases import Lease
@@ -47,12 +48,13 @@ from ckpipe.read_only_backend import ReadOnlyBackend
 from ckpipe.registry import create_backend, create_reader, scheme_of
 from ckpipe.restore import LoadRequest
 from ckpipe.retrying import logging_policy
-from ckpipe.rollbacks import next_name
+from ckpipe.rollbacks import name_at_once, next_name
 from ckpipe.save_run import run_save
 from ckpipe.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.settings import Settings
 from ckpipe.site import Site
 from ckpipe.site_making import Parts, make_site, max_file_bytes
+from ckpipe.stages.stage import look
 from ckpipe.topology import Topology
 from ckpipe.types import CheckpointId, LoadResult, SaveStatus
 
@@ -159,7 +161,19 @@ class Engine(Housekeeping):
         """Accepts a save and starts it."""
         step = self._next_step if step is None else step
         self._next_step = step + 1
-        save = Save(await next_name(self.site, self._course, step), self.site.rank, request)
+        return self._accept(request, await next_name(self.site, self._course, step))
+
+    def begin_at_once(self, request: SaveRequest, step: int | None) -> Save | None:
+        """The same without waiting; None if other ranks have to be asked how to name it."""
+        step = self._next_step if step is None else step
+        name = name_at_once(self.site, self._course, step)
+        if name is None:
+            return None
+        self._next_step = step + 1
+        return self._accept(request, name)
+
+    def _accept(self, request: SaveRequest, name: CheckpointId) -> Save:
+        save, step = Save(name, self.site.rank, request), name.step
         self.cadence.begin_at(step)
         self.diary.keep(step)
         self._events.emit(SaveStarted(save.name, step, save.rank))
@@ -169,16 +183,21 @@ class Engine(Housekeeping):
             return save
         self._saved_final |= request.final
         self._active[save] = anyio.Event()
+        save.head = head_start(save, self.site, look)
         self._tasks.start_soon(self._run, save, name=f"save {save.name}")
         return save
 
     async def _run(self, save: Save) -> None:
         try:
+            if save.head is not None:
+                await save.head.over()
             with anyio.CancelScope() as save.scope:
                 if save.cancel_requested:
                     save.scope.cancel()
                 await self._guarded(save)
         finally:
+            if save.head is not None:
+                save.head.end()
             # Cancelled through its handle, or torn down with the pipeline: waiters must know.
             self._cancelled(save)
             self._tell_ended(save)

@@ -141,6 +141,26 @@ class StateLock(LockQueue):
         self._acquire(party, timeout)
         return CaptureToken(party.request)
 
+    def acquire_capture_nowait(self, *, thread: int | None = None) -> CaptureToken | None:
+        """Begins a capture if it may read the state this very moment, as no thread's own.
+
+        Args:
+            thread: The identifier of the thread that asked for the save; None: this thread.
+
+        Returns:
+            What ends the capture, from any thread; None if it would have to wait.
+
+        Raises:
+            LockMisuse: If the thread concerned is changing the state.
+        """
+        party = self._capture(object(), thread, home=threading.current_thread())
+        with self._changed:
+            self._enter(party)
+            if self._state.holds(party.request.ticket):
+                return CaptureToken(party.request)
+            self._leave(party.request.ticket)
+        return None
+
     async def acquire_capture_async(
         self, timeout: float | None = None, *, thread: int | None = None
     ) -> CaptureToken:

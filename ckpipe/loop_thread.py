@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
+from anyio.lowlevel import EventLoopToken, current_token
 
 from ckpipe.errors import UsageError
 
@@ -27,10 +28,10 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         # Not anyio's start_blocking_portal: its context manager also ends the loop when it is
         # collected, and in a process that was forked from this one it would wait for ever.
-        ready: Future[BlockingPortal] = Future()
+        ready: Future[tuple[BlockingPortal, EventLoopToken]] = Future()
         self._thread = Thread(target=_run, args=(ready,), name=name, daemon=True)
         self._thread.start()
-        self.portal = ready.result()
+        self.portal, self._token = ready.result()
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Starts a coroutine function on the loop; cancelling the future cancels it."""
@@ -65,7 +66,10 @@ class LoopThread:
 
     def at_once(self, function: Callable[..., T], *args: Any) -> T:
         """Calls a function on the loop, which may be where the caller is."""
-        return function(*args) if self._is_here else self.portal.call(function, *args)
+        if self._is_here:
+            return function(*args)
+        # The portal would make a task of it, and its caller wait for the loop twice.
+        return anyio.from_thread.run_sync(function, *args, token=self._token)
 
     def refuse_here(self) -> None:
         """Lets nobody wait who runs on the loop.
@@ -98,10 +102,10 @@ class LoopThread:
         self._thread.join()
 
 
-def _run(ready: Future[BlockingPortal]) -> None:
+def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
     async def serve() -> None:
         async with BlockingPortal() as portal:
-            ready.set_result(portal)
+            ready.set_result((portal, current_token()))
             await portal.sleep_until_stopped()
 
     try:

@@ -210,6 +210,13 @@ class PipelineCore:
         """Runs a coroutine function on the pipeline's loop, and awaits it on any."""
         return await self._open_loop().run(function, *args, **kwargs)
 
+    def begin(self, request: SaveRequest, step: int | None) -> Save:
+        """Has the pipeline accept a save; blocking."""
+        loop = self._open_loop()
+        loop.refuse_here()
+        save = loop.at_once(self.engine.begin_at_once, request, step)
+        return save or loop.call(self.engine.begin, request, step)
+
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Runs a coroutine function on the pipeline's loop; blocking."""
         return self._open_loop().call(function, *args, **kwargs)

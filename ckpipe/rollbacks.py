@@ -8,6 +8,22 @@ from ckpipe.site import Site
 from ckpipe.types import CheckpointId
 
 
+def name_at_once(site: Site, course: Course, step: int) -> CheckpointId | None:
+    """Names a save like :func:`next_name`; None if other ranks have to be asked.
+
+    Args:
+        site: Where it is saved.
+        course: What was saved before; changed, unless there is no name.
+        step: The step.
+    """
+    if course.lies_back(step):
+        if site.world_size > 1:
+            return None
+        if course.has_loaded:
+            course.go_back()
+    return course.name(step)
+
+
 async def next_name(site: Site, course: Course, step: int) -> CheckpointId:
     """Names a save that begins now, newer than all others if the run went back for it.
 
@@ -22,14 +38,15 @@ async def next_name(site: Site, course: Course, step: int) -> CheckpointId:
     Raises:
         StoreError: If ranks have to agree and the store failed.
     """
-    if course.lies_back(step):
-        before, went_back = course.rollbacks, course.has_loaded
-        if site.world_size > 1:
-            question = f"back-{before}-{step}-{course.count(step)}"
-            went_back = bool(await agree(site.patient, site.attempt, question, went_back))
-        if went_back and course.rollbacks == before:
-            course.go_back()
+    name = name_at_once(site, course, step)
+    if name is not None:
+        return name
+    before, went_back = course.rollbacks, course.has_loaded
+    question = f"back-{before}-{step}-{course.count(step)}"
+    went_back = bool(await agree(site.patient, site.attempt, question, went_back))
+    if went_back and course.rollbacks == before:
+        course.go_back()
     return course.name(step)
 
 
-__all__ = ["next_name"]
+__all__ = ["name_at_once", "next_name"]

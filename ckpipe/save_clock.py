@@ -61,6 +61,13 @@ class StageClock:
                 self._busy[stage] = self._busy.get(stage, 0.0) + now - self._since[stage]
             self._bytes[stage] = self._bytes.get(stage, 0) + nbytes
 
+    def worked(self, stage: str, began: float, ended: float) -> None:
+        """Notes that a worker of a stage was at work, when none else of it was."""
+        self._began.setdefault(stage, began)
+        self._ended[stage] = ended
+        self._busy[stage] = self._busy.get(stage, 0.0) + ended - began
+        self._bytes.setdefault(stage, 0)
+
     def copied(self, plan: BlockPlace, began: float, ended: float, thread: int) -> None:
         """Notes when a block was filled, and by which thread."""
         row = self._row((plan.file, plan.offset), plan.nbytes)

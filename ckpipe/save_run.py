@@ -22,7 +22,8 @@ import math
 
 from anyio import create_memory_object_stream, create_task_group
 
-from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save, Turn
+from ckpipe.lock_turns import Turn
+from ckpipe.saving import CapturedState, FilledBlock, PlannedState, Save
 from ckpipe.site import Site
 from ckpipe.stages import lock, plan, stage
 

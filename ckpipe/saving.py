@@ -5,12 +5,11 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
@@ -20,19 +19,19 @@ from ckpipe.arena import Block
 from ckpipe.block_sums import BlockSums
 from ckpipe.budget import Ration
 from ckpipe.caller import Caller
-from ckpipe.cargo import Cargo
 from ckpipe.copying import BlockPlan
 from ckpipe.delivery import Contents, Delivery
 from ckpipe.keys import Json, LabelFilter
-from ckpipe.lock import CaptureToken, Fence, StateLock
+from ckpipe.lock_turns import Turn
 from ckpipe.manifest import TensorRow
-from ckpipe.ownership import OwnedFacts
-from ckpipe.planning import RankPlan
+from ckpipe.programs import Division, Program
 from ckpipe.structure import Captured
-from ckpipe.tensors import TensorLeaf
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
 from ckpipe.watching import Watch
+
+if TYPE_CHECKING:
+    from ckpipe.head_start import HeadStart
 
 
 class SkipSave(Exception):  # a decision, not an error
@@ -67,118 +66,6 @@ class SaveRequest:
     owners: tuple[Optimizer, ...] = ()
     urgent: bool = False
     caller: Caller | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A plan with the blocks that carry it out; serves every save of the same structure.
-
-    Args:
-        plan: The plan.
-        blocks: What fills which block.
-        cargo: What the rank brings to the store.
-        planner: The class of the planner, for the manifest.
-    """
-
-    plan: RankPlan
-    blocks: tuple[BlockPlan, ...]
-    cargo: Cargo
-    planner: str
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """What a save copies before it returns, and what it copies while training goes on.
-
-    Args:
-        leaves: The leaves of the state that was divided.
-        program: The program whose blocks were divided.
-        facts: What was known of the tensors that optimizers own; None if not enough.
-        owned: The numbers of the leaves that are copied later, in order.
-        halves: For each block, its work before and after.
-    """
-
-    leaves: list[TensorLeaf]
-    program: Program
-    facts: OwnedFacts | None
-    owned: list[int]
-    halves: list[tuple[BlockPlan, BlockPlan]]
-
-    @property
-    def all_later(self) -> bool:
-        """Whether nothing has to be copied before training goes on."""
-        return not any(at_once.steps for at_once, _ in self.halves)
-
-    def serves(self, captured: Captured, program: Program, tensors: list[torch.Tensor]) -> bool:
-        """Whether another save would be divided just so.
-
-        Args:
-            captured: Its state.
-            program: Its program.
-            tensors: What the optimizers own now.
-        """
-        same = self.leaves is captured.tensors and self.program is program
-        return same and self.facts is not None and self.facts.hold(tensors, captured.memory)
-
-
-class Turn:
-    """One hold of the state lock, from the walk to the last copy or to a change of mind.
-
-    A turn that is released but has not ended keeps the next one from beginning: nobody is held
-    off while a plan is made or memory is waited for.
-
-    Args:
-        lock: The lock.
-        token: What ends the hold.
-    """
-
-    def __init__(self, lock: StateLock, token: CaptureToken) -> None:
-        self._lock, self.token = lock, token
-        self.ended = anyio.Event()
-        self.copied = False
-        self._users = 0
-        self._ending = False
-
-    def release(self) -> None:
-        """Lets trainers go on; for when no thread reads the state. May be called twice."""
-        self._lock.release_capture(self.token)
-
-    def end(self, *, copied: bool = False) -> None:
-        """Lets trainers and the next turn begin, once no thread reads; may be called twice."""
-        self._ending = True
-        self.copied |= copied
-        if not self._users and not self.ended.is_set():
-            self.release()
-            self.ended.set()
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keeps the hold although the turn may end: a worker thread is at the state."""
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if self._ending:
-                self.end()
-
-    def defer(self, grace: float) -> None:
-        """Reads from now on only what nobody changes without the lock; see ``defer_capture``."""
-        self._lock.defer_capture(self.token, grace)
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Reads a piece of a state that was deferred; see :meth:`StateLock.reading`."""
-        return self._lock.reading(self.token)
-
-    def let_go(self, fences: Iterable[Fence]) -> None:
-        """Lets trainers go on from any thread, their devices after these fences."""
-        self._lock.release_capture(self.token, fences=fences)
-
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Marks the calling thread as capturing, so that guards on it keep quiet."""
-        with self._lock.capturing_here(self.token):
-            yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +161,7 @@ class Save(Delivery[FilledBlock]):
         self.blocks: list[Block] = []
         self.captured: Captured | None = None
         self.program: Program | None = None
+        self.head: HeadStart | None = None
 
     def _staged_is_safe(self, staged: Future[None]) -> None:
         error = staged.exception()

@@ -70,7 +70,7 @@ class SyncPipeline(PipelineBase):
             request = self._core.request(
                 state, step, until, metrics, metadata, select, final, caller
             )
-            save = self._core.call(self._core.engine.begin, request, step)
+            save = self._core.begin(request, step)
             caller.serve_until(save.safe if until == "captured" else save.staged)
         handle = SyncSaveHandle(self._core, save)
         handle._wait_reached(until)

@@ -17,8 +17,9 @@ from ckpipe.block_copiers import BlockCopiers, Piece
 from ckpipe.copying import plan_blocks, split_block
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
 from ckpipe.lock import StateLock
+from ckpipe.lock_turns import Turn
 from ckpipe.planning import LocalPlanner
-from ckpipe.saving import FilledBlock, Turn
+from ckpipe.saving import FilledBlock
 from ckpipe.structure import capture
 from ckpipe.watching import Watch
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import StateChanged
-from ckpipe.saving import Save, Turn
+from ckpipe.lock_turns import Turn
+from ckpipe.saving import Save
 from ckpipe.site import Site
 
 TURNS = 3
@@ -20,15 +21,12 @@ async def run(save: Save, site: Site, out: MemoryObjectSendStream[Turn]) -> None
         StateChanged: If the structure changed in every turn.
     """
     async with out:
-        if site.program is not None:
+        if site.program is not None and save.ration is None:
             # In a steady run the memory is there before trainers are held off.
             await site.reserve(save, len(site.program.blocks))
+        ahead = None if save.head is None else save.head.turn
         for _ in range(TURNS):
-            with save.clock.timing("lock"):
-                token = await site.lock.acquire_capture_async(
-                    site.settings.lock.timeout_seconds, thread=save.request.thread
-                )
-            turn = Turn(site.lock, token)
+            turn, ahead = ahead or await _turn(save, site), None
             try:
                 await out.send(turn)
                 await turn.ended.wait()
@@ -40,3 +38,11 @@ async def run(save: Save, site: Site, out: MemoryObjectSendStream[Turn]) -> None
         "The structure of the state changed while it was being planned",
         hint="Add, drop or resize tensors inside lock.mutating(), or between saves",
     )
+
+
+async def _turn(save: Save, site: Site) -> Turn:
+    with save.clock.timing("lock"):
+        token = await site.lock.acquire_capture_async(
+            site.settings.lock.timeout_seconds, thread=save.request.thread
+        )
+    return Turn(site.lock, token)

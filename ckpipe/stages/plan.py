@@ -6,7 +6,8 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.planning import fingerprint
-from ckpipe.saving import CapturedState, PlannedState, Program, Save
+from ckpipe.programs import Program
+from ckpipe.saving import CapturedState, PlannedState, Save
 from ckpipe.site import Site
 from ckpipe.structure import Captured
 

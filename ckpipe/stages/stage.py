@@ -18,19 +18,11 @@ from ckpipe.cores import own_cores
 from ckpipe.cuda import SideStreams
 from ckpipe.errors import UsageError
 from ckpipe.events import Staged
+from ckpipe.lock_turns import Turn
 from ckpipe.ownership import OwnedFacts, owned_leaves, owned_tensors
 from ckpipe.planning import fingerprint
-from ckpipe.saving import (
-    CapturedState,
-    Deferral,
-    Division,
-    FilledBlock,
-    PlannedState,
-    Program,
-    Save,
-    Turn,
-    resolve,
-)
+from ckpipe.programs import Division, Program
+from ckpipe.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.selecting import unmatched
 from ckpipe.site import Site
 from ckpipe.structure import Captured
@@ -56,19 +48,26 @@ async def walk(
     async with inbox, out:
         async for turn in inbox:
             save.status = "capturing"
-            with save.clock.timing("walk"), turn.in_use():
-                state = await _beside_caller(save, site, turn)
+            state = None if save.head is None else save.head.found(turn)
+            if state is None:
+                with save.clock.timing("walk"), turn.in_use():
+                    state = await _beside_caller(save, site, turn)
             await out.send(state)
 
 
 async def _beside_caller(save: Save, site: Site, turn: Turn) -> CapturedState:
     caller = save.request.caller
     if caller is None:
-        return await anyio.to_thread.run_sync(_look, save, site, turn)
-    return await caller.run(_look, save, site, turn)
+        return await anyio.to_thread.run_sync(look, save, site, turn)
+    return await caller.run(look, save, site, turn)
 
 
-def _look(save: Save, site: Site, turn: Turn) -> CapturedState:
+def look(save: Save, site: Site, turn: Turn) -> CapturedState:
+    """Takes the state apart, and lets the caller go if all is known already; blocking.
+
+    Raises:
+        UnsupportedState: Names the first object that cannot be saved.
+    """
     captured = _walk(save, site, turn)
     deferral = _let_caller_go(save, site, turn, captured) if save.request.owners else None
     return CapturedState(turn, captured, deferral)

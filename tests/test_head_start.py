@@ -1,0 +1,153 @@
+"""Later saves of a steady run begin before they have stages, and end as all others do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lock_actors import PATIENCE, DaemonThreads
+from pipelines import Stores, stores
+
+import ckpipe
+from ckpipe.errors import PipelineBusy, UnsupportedState
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    return DaemonThreads()
+
+
+class Watching:
+    """An object that notes, when its state is asked for, which tasks its pipeline's loop has.
+
+    Args:
+        pipeline: The pipeline.
+    """
+
+    def __init__(self, pipeline: ckpipe.SyncPipeline) -> None:
+        self._loop: Any = pipeline._core._loop
+        self.tasks: list[set[str]] = []
+        self.more: Any = 1
+        self.interrupted = False
+
+    def state_dict(self) -> dict[str, Any]:
+        running = asyncio.all_tasks(self._loop._token.native_token)
+        self.tasks.append({task.get_name().partition(" ")[0] for task in running})
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
+        return {"more": self.more, "tensor": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @property
+    def had_stages(self) -> list[bool]:
+        """For each time whether the save had stages then."""
+        return ["walk" in tasks for tasks in self.tasks]
+
+
+def test_the_caller_looks_before_there_are_stages(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        watching = Watching(pipeline)
+        for step in range(3):
+            handle = pipeline.save({"watching": watching}, step=step)
+            handle.wait()
+            assert {"lock", "walk", "plan", "stage"} <= handle.report.stages.keys()
+        # The first save makes a plan, and looks a second time to copy by it.
+        assert watching.had_stages == [True, True, False, False]
+        assert pipeline.load(step=2) is not None
+
+
+def test_an_interrupted_caller_is_replaced(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        watching = Watching(pipeline)
+        pipeline.save({"watching": watching}, step=0).wait()
+        watching.interrupted, watching.more = True, 2
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.save({"watching": watching}, step=1)
+    assert watching.had_stages[2:] == [False, True]
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        result = pipeline.load(step=1)
+        assert result is not None
+        assert result.state["watching"]["more"] == 2
+
+
+def test_what_cannot_be_saved_is_told_and_nothing_stays_held(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        watching = Watching(pipeline)
+        pipeline.save({"watching": watching}, step=0).wait()
+        watching.more = object()
+        with pytest.raises(UnsupportedState, match=r"watching\.more"):
+            pipeline.save({"watching": watching}, step=1)
+        assert not any(watching.had_stages[2:])
+        with pipeline.lock.mutating(timeout=PATIENCE):
+            watching.more = 3
+        pipeline.save({"watching": watching}, step=2).wait()
+        assert pipeline.statistics().budget_used == 0
+
+
+def test_a_structure_that_has_changed_is_planned_again(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        watching = Watching(pipeline)
+        pipeline.save({"watching": watching}, step=0).wait()
+        watching.more = torch.arange(4)
+        pipeline.save({"watching": watching}, step=1).wait()
+        # It is followed, walked, and looked at again to copy by the new plan.
+        assert watching.had_stages[2:] == [False, False, True]
+        result = pipeline.load(step=1)
+        assert result is not None
+        assert torch.equal(result.state["watching"]["more"], torch.arange(4))
+
+
+def test_a_trainer_that_holds_the_lock_is_waited_for(store: Stores, threads: DaemonThreads) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        state = {"one": torch.zeros(8), "two": torch.zeros(8)}
+        pipeline.save(state, step=0).wait()
+        inside, go_on = threading.Event(), threading.Event()
+
+        def train() -> None:
+            with pipeline.lock.mutating():
+                state["one"] += 1
+                inside.set()
+                assert go_on.wait(PATIENCE)
+                state["two"] += 1
+
+        def save() -> None:
+            pipeline.save(state, step=1).wait()
+
+        trainer = threads.submit(train)
+        assert inside.wait(PATIENCE)
+        saver = threads.submit(save)
+        while not pipeline.lock.statistics().waiters:
+            pass
+        go_on.set()
+        for each in (trainer, saver):
+            each.result(PATIENCE)
+        result = pipeline.load(step=1)
+        assert result is not None
+        assert result.state["one"][0] == result.state["two"][0] == 1
+
+
+def test_memory_that_is_in_use_is_not_taken(store: Stores) -> None:
+    state = {"tensor": torch.ones(1 << 18)}
+    settings: dict[str, Any] = {"on_busy": "fail", "staging": {"bytes": 16 << 20}}
+    with ckpipe.SyncPipeline(store.url, **settings) as pipeline:
+        pipeline.save(state, step=0).wait()
+        handle = pipeline.save(state, step=1)
+        with handle.staged_state() as held:
+            with pytest.raises(PipelineBusy):
+                pipeline.save(state, step=2)
+            assert torch.equal(held["tensor"], state["tensor"])
+        handle.wait()
+        pipeline.save(state, step=3).wait()
