@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mortal_runs import die, note
+from torch._C._distributed_c10d import TCPStore
 
 import ckpipe
 import ckpipe.distributed
@@ -26,8 +27,23 @@ def state(rank: int) -> dict[str, Any]:
     }
 
 
-def main(root: str, plan: str) -> None:
+def forget_dead_addresses() -> None:
+    """Removes from the launcher's store what gloo wrote before a restart, and nothing else."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: Any = TCPStore(*address, is_master=False)
+    forgotten = f"forgotten/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    if os.environ["RANK"] == "0":
+        for key in store.list_keys():
+            if "//cpu//" in key:
+                store.delete_key(key)
+        store.set(forgotten, "")
+    store.wait([forgotten])
+
+
+def main(root: str, plan: str, rendezvous: str) -> None:
     """Goes on from what is there; in the first launch rank 1 dies after two saves."""
+    if rendezvous == "static":
+        forget_dead_addresses()
     dist.init_process_group("gloo")
     rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with ckpipe.SyncPipeline(root, plan=plan, staging={"block_bytes": 65536}) as pipeline:
