@@ -26,22 +26,22 @@ from worlds import ID, World, near
 
 import ckpipe
 from ckpipe.backend import PutMode
-from ckpipe.collector import collector_paused
-from ckpipe.completion import ascend
-from ckpipe.keys import LabelFilter
-from ckpipe.load_planning import ReadLimits, plan_reads
-from ckpipe.manifest import Bundle
-from ckpipe.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.merging import merge
-from ckpipe.near_reading import read_near
-from ckpipe.object_names import GROUP_SIZE, index_key, manifest_key
-from ckpipe.planning import LocalPlanner, fingerprint
-from ckpipe.registry import register_backend
-from ckpipe.restore import LoadRequest, _match
-from ckpipe.structure import walk
+from ckpipe.checkpoints.completion import ascend
+from ckpipe.checkpoints.near_reading import read_near
+from ckpipe.format.keys import LabelFilter
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
+from ckpipe.format.merging import merge
+from ckpipe.format.object_names import GROUP_SIZE, index_key, manifest_key
+from ckpipe.loads.load_planning import ReadLimits, plan_reads
+from ckpipe.loads.restore import LoadRequest, _match
+from ckpipe.plans.planning import LocalPlanner, fingerprint
+from ckpipe.state.structure import walk
+from ckpipe.state.trail import trail_of
+from ckpipe.stores.registry import register_backend
+from ckpipe.tasks.collector import collector_paused
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
-from ckpipe.trail import trail_of
 
 TENSORS, SHARDS, ROUNDS, SAMPLES = 1000, 64, 7, 4
 Figures = dict[str, float]

@@ -9,13 +9,13 @@ from functools import cached_property
 
 import torch
 
-from ckpipe.cargo import file_rows
-from ckpipe.checksum import chunk_count
-from ckpipe.manifest import Bundle, Part, Structure, TensorRow
-from ckpipe.placements import Mesh, Placement, Sharding, sharding
-from ckpipe.planning import LocalPlanner, RankPlan
-from ckpipe.structure import Captured
-from ckpipe.tensors import TensorLeaf
+from ckpipe.format.cargo import file_rows
+from ckpipe.format.checksum import chunk_count
+from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.state.structure import Captured
+from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId
 
 ID = CheckpointId("20261121T034205123Z-scale", 1000, 0)

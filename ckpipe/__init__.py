@@ -17,16 +17,13 @@ if TYPE_CHECKING:
     from ckpipe.backend import Upload as Upload
     from ckpipe.backend import UploadLimits as UploadLimits
     from ckpipe.errors import CkpipeError as CkpipeError
-    from ckpipe.global_planner import GlobalPlanner as GlobalPlanner
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
-    from ckpipe.ledger import Statistics as Statistics
-    from ckpipe.lock import StateLock as StateLock
+    from ckpipe.locking.lock import StateLock as StateLock
     from ckpipe.pipeline import Pipeline as Pipeline
     from ckpipe.planner_protocols import Planner as Planner
-    from ckpipe.planning import LocalPlanner as LocalPlanner
-    from ckpipe.registered_types import register_type as register_type
-    from ckpipe.registry import register_backend as register_backend
+    from ckpipe.plans.global_planner import GlobalPlanner as GlobalPlanner
+    from ckpipe.plans.planning import LocalPlanner as LocalPlanner
     from ckpipe.reports import LoadReport as LoadReport
     from ckpipe.reports import SaveReport as SaveReport
     from ckpipe.retention import KeepBest as KeepBest
@@ -34,9 +31,12 @@ if TYPE_CHECKING:
     from ckpipe.retention import KeepIf as KeepIf
     from ckpipe.retention import KeepLast as KeepLast
     from ckpipe.retention import KeepWithin as KeepWithin
+    from ckpipe.running.ledger import Statistics as Statistics
     from ckpipe.settings import Settings as Settings
+    from ckpipe.state.registered_types import register_type as register_type
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
+    from ckpipe.stores.registry import register_backend as register_backend
     from ckpipe.sync import SyncPipeline as SyncPipeline
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import LoadResult as LoadResult
@@ -50,16 +50,16 @@ _HOMES = {
     "Upload": "backend",
     "UploadLimits": "backend",
     "CkpipeError": "errors",
-    "GlobalPlanner": "global_planner",
+    "GlobalPlanner": "plans.global_planner",
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
-    "Statistics": "ledger",
-    "StateLock": "lock",
+    "Statistics": "running.ledger",
+    "StateLock": "locking.lock",
     "Pipeline": "pipeline",
-    "LocalPlanner": "planning",
+    "LocalPlanner": "plans.planning",
     "Planner": "planner_protocols",
-    "register_type": "registered_types",
-    "register_backend": "registry",
+    "register_type": "state.registered_types",
+    "register_backend": "stores.registry",
     "LoadReport": "reports",
     "SaveReport": "reports",
     "KeepBest": "retention",

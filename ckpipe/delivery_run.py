@@ -20,9 +20,9 @@ import anyio
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.delivery import Delivery, Depot, Filled, StoredFiles
+from ckpipe.saves.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.stages import commit, retention, serialize, upload
-from ckpipe.turns import short_turns
+from ckpipe.tasks.turns import short_turns
 from ckpipe.types import CheckpointInfo
 
 B = TypeVar("B", bound=Filled)
@@ -74,7 +74,7 @@ class Here:
         unsummed: MemoryObjectReceiveStream[B],
         filled: MemoryObjectReceiveStream[B],
     ) -> None:
-        """See :class:`ckpipe.carrying.Carrier`."""
+        """See :class:`ckpipe.saves.carrying.Carrier`."""
         known = self._known.setdefault(save, anyio.Event())
         async with unsummed, filled:
             await known.wait()

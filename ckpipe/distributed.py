@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpipe.keys import label_part
+from ckpipe.format.keys import label_part
 
 __all__ = ["TrainingState", "training_state"]
 

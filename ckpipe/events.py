@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpipe.reports import SaveReport
+from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointInfo, SaveStatus
-from ckpipe.user_code import user_code
 
 logger = logging.getLogger("ckpipe")
 

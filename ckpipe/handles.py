@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from ckpipe.loop_thread import wait_for
 from ckpipe.reports import SaveReport
-from ckpipe.saving import Save
-from ckpipe.staged_state import lent_state
+from ckpipe.saves.saving import Save
+from ckpipe.saves.staged_state import lent_state
+from ckpipe.tasks.loop_thread import wait_for
 from ckpipe.types import CheckpointInfo, SaveStatus
 
 if TYPE_CHECKING:
-    from ckpipe.pipeline_core import PipelineCore
+    from ckpipe.running.pipeline_core import PipelineCore
 
 T = TypeVar("T")
 

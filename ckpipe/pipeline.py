@@ -8,15 +8,15 @@ from typing import Any, Literal, Self
 
 import anyio
 
-from ckpipe.call_arguments import Which, which
+from ckpipe.checkpoints.sweeping import SweepReport
+from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
-from ckpipe.keys import label_filter
-from ckpipe.per_rank import PerRankPolicy
-from ckpipe.pipeline_base import PipelineBase
+from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.retention import Decision
-from ckpipe.sweeping import SweepReport
+from ckpipe.running.call_arguments import Which, which
+from ckpipe.running.pipeline_base import PipelineBase
+from ckpipe.running.unseen_failures import raise_or_warn
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
-from ckpipe.unseen_failures import raise_or_warn
 
 
 class Pipeline(PipelineBase):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ckpipe.planning import RankPlan
-    from ckpipe.structure import Captured
+    from ckpipe.plans.planning import RankPlan
+    from ckpipe.state.structure import Captured
 
 
 class Planner(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpipe import cuda
+from ckpipe.memory import cuda
 
 
 class Progress:

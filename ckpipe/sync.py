@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckpipe.call_arguments import Which, which
-from ckpipe.caller import Caller
+from ckpipe.checkpoints.sweeping import SweepReport
+from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
-from ckpipe.keys import label_filter
-from ckpipe.per_rank import PerRankPolicy
-from ckpipe.pipeline_base import PipelineBase
+from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.retention import Decision
-from ckpipe.sweeping import SweepReport
+from ckpipe.running.call_arguments import Which, which
+from ckpipe.running.pipeline_base import PipelineBase
+from ckpipe.running.unseen_failures import raise_or_warn
+from ckpipe.saves.caller import Caller
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
-from ckpipe.unseen_failures import raise_or_warn
 
 
 class SyncPipeline(PipelineBase):

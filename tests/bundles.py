@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ckpipe.cargo import file_rows
-from ckpipe.checksum import CHUNK_BYTES, crc32c
-from ckpipe.data_file import encode_header
-from ckpipe.drafting import Source
-from ckpipe.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
-from ckpipe.planning import LocalPlanner, RankPlan
-from ckpipe.sealed_json import seal, unseal
-from ckpipe.structure import Captured, capture
+from ckpipe.format.cargo import file_rows
+from ckpipe.format.checksum import CHUNK_BYTES, crc32c
+from ckpipe.format.data_file import encode_header
+from ckpipe.format.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
+from ckpipe.format.sealed_json import seal, unseal
+from ckpipe.plans.drafting import Source
+from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.state.structure import Captured, capture
 from ckpipe.types import CheckpointId
 
 ID = CheckpointId("20261121T034205123Z-golden", 500, 0)

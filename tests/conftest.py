@@ -74,7 +74,7 @@ def loops_never_blocked() -> Iterator[None]:
         # It has a loop of its own, in a worker thread, which nothing else waits for.
         function.can_block_in("ckpipe_s3/client.py", "make_client")
     # The file has no pages yet, and lies in memory.
-    guard.functions["os.ftruncate"].can_block_in("ckpipe/arena.py", "_map_shared")
+    guard.functions["os.ftruncate"].can_block_in("ckpipe/memory/arena.py", "_map_shared")
     guard.activate()
     yield
     guard.deactivate()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpipe.placements import Mesh, Placement, Sharding, sharding
-from ckpipe.planning import LocalPlanner, RankPlan
-from ckpipe.structure import Captured
-from ckpipe.tensors import TensorLeaf
+from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.state.structure import Captured
+from ckpipe.state.tensors import TensorLeaf
 
 GAP = 64
 """Bytes between tensors, so that none of them overlap."""

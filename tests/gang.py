@@ -38,8 +38,8 @@ import ckpipe
 import ckpipe.distributed
 import ckpipe.pipeline
 import ckpipe.sync
-from ckpipe import registry
 from ckpipe.backend import Backend
+from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing, SlowBackend
 from ckpipe.testing.wrapping import Operation
 from ckpipe_gcs import GcsBackend
@@ -98,7 +98,11 @@ def private(rank: int, step: int) -> dict[str, Any]:
 def run(case: Case) -> None:
     """Loads what is newest and goes on for some saves, in orders that differ between ranks."""
     if case.get("group_size"):
-        for module in (ckpipe.object_names, ckpipe.group_tree, ckpipe.completion):
+        for module in (
+            ckpipe.format.object_names,
+            ckpipe.format.group_tree,
+            ckpipe.checkpoints.completion,
+        ):
             vars(module)["GROUP_SIZE"] = case["group_size"]
     mortal(case)
     before = collectives()

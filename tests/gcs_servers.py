@@ -15,8 +15,8 @@ from typing import Any
 
 from server_processes import free_ports, running
 
-from ckpipe import registry
 from ckpipe.errors import UsageError
+from ckpipe.stores import registry
 from ckpipe_gcs import GcsBackend
 
 HERE = Path(__file__).parent

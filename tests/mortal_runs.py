@@ -26,7 +26,7 @@ import torch
 import ckpipe
 import ckpipe.pipeline
 import ckpipe.sync
-from ckpipe import registry
+from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe_local import LocalBackend
 

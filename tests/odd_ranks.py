@@ -20,8 +20,8 @@ from wrapped_models import wrapped
 
 import ckpipe
 import ckpipe.distributed
-from ckpipe import registry
 from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue
+from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrapping import Operation
 from ckpipe_local import LocalBackend

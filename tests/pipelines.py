@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import ckpipe
-from ckpipe import registry
 from ckpipe.backend import Backend
+from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, MemoryBackend, SlowBackend
 
 _numbers = itertools.count()

@@ -8,13 +8,13 @@ from typing import Any
 
 from fabricated import Tensor, held_by
 
-from ckpipe.assignment import assign
-from ckpipe.boxes import Box
-from ckpipe.global_planner import GlobalPlanner
-from ckpipe.offers import Offer, offered_shares, private_bytes
-from ckpipe.planning import RankPlan, assemble
-from ckpipe.shared_plan import divide, shared_plan
-from ckpipe.structure import Captured
+from ckpipe.format.boxes import Box
+from ckpipe.plans.assignment import assign
+from ckpipe.plans.global_planner import GlobalPlanner
+from ckpipe.plans.offers import Offer, offered_shares, private_bytes
+from ckpipe.plans.planning import RankPlan, assemble
+from ckpipe.plans.shared_plan import divide, shared_plan
+from ckpipe.state.structure import Captured
 
 State = Callable[[int], Sequence[Tensor]]
 """The tensors of each rank."""

@@ -10,18 +10,18 @@ from bundles import ID, WRITER, structure_of
 from placed_targets import rank_of
 from stored_states import store
 
-from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.boxes import Box
-from ckpipe.checksum import CHUNK_BYTES, crc32c
-from ckpipe.data_file import encode_header
-from ckpipe.destinations import boxed
-from ckpipe.dtypes import DTYPES, stored_dtype
-from ckpipe.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
-from ckpipe.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.merging import merge
-from ckpipe.object_names import data_file_key, data_file_name
-from ckpipe.restore import LoadRequest, restore
+from ckpipe.format.boxes import Box
+from ckpipe.format.checksum import CHUNK_BYTES, crc32c
+from ckpipe.format.data_file import encode_header
+from ckpipe.format.dtypes import DTYPES, stored_dtype
+from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
+from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
+from ckpipe.format.merging import merge
+from ckpipe.format.object_names import data_file_key, data_file_name
+from ckpipe.loads.destinations import boxed
+from ckpipe.loads.restore import LoadRequest, restore
+from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadResult
 
 Held = Sequence[tuple[Box, int]]

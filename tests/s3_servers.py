@@ -17,8 +17,8 @@ from typing import Any
 from aiobotocore.session import get_session
 from server_processes import free_ports, running
 
-from ckpipe import registry
 from ckpipe.errors import UsageError
+from ckpipe.stores import registry
 from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"

@@ -8,17 +8,17 @@ from typing import Any
 import anyio
 import torch
 
-from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.cargo import file_rows
-from ckpipe.checksum import ChunkSums, crc32c
-from ckpipe.copying import fill_block, plan_blocks
-from ckpipe.keys import LabelFilter
-from ckpipe.manifest import Bundle, BundleKind, Part, Structure, TensorRow
-from ckpipe.object_names import data_file_key
-from ckpipe.planning import LocalPlanner, RankPlan
-from ckpipe.restore import LoadRequest, restore
-from ckpipe.structure import Captured, capture
+from ckpipe.format.cargo import file_rows
+from ckpipe.format.checksum import ChunkSums, crc32c
+from ckpipe.format.keys import LabelFilter
+from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure, TensorRow
+from ckpipe.format.object_names import data_file_key
+from ckpipe.loads.restore import LoadRequest, restore
+from ckpipe.memory.arena import Arena
+from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.saves.copying import fill_block, plan_blocks
+from ckpipe.state.structure import Captured, capture
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, LoadResult
 

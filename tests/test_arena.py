@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpipe.arena import Arena, Block
+from ckpipe.memory.arena import Arena, Block
 
 BLOCK = 64 << 10
 
@@ -160,7 +160,7 @@ def test_blocks_hold_what_tensors_are_copied_into_them() -> None:
 
 FORKED = """
 import os, sys
-from ckpipe.arena import Arena
+from ckpipe.memory.arena import Arena
 
 block = Arena({size}).take()
 block.touch()

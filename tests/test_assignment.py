@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from planning_ranks import captured_by, jointly, unwritten
 from test_division import WORLD, elements, spread_tensors
 
-from ckpipe import balancing
-from ckpipe.balancing import in_rows, poured
-from ckpipe.division import MIN_PIECE_BYTES
 from ckpipe.errors import SaveError, UnsupportedState
-from ckpipe.offers import decode_offer, encode_offer, offered_shares
-from ckpipe.placements import Mesh, Sharding, sharding
-from ckpipe.planning import RankPlan
-from ckpipe.structure import Captured
+from ckpipe.plans import balancing
+from ckpipe.plans.balancing import in_rows, poured
+from ckpipe.plans.division import MIN_PIECE_BYTES
+from ckpipe.plans.offers import decode_offer, encode_offer, offered_shares
+from ckpipe.plans.planning import RankPlan
+from ckpipe.state.placements import Mesh, Sharding, sharding
+from ckpipe.state.structure import Captured
 
 ALIKE = ("alike", "scalar", "some")
 
@@ -101,7 +101,7 @@ def test_offers_are_read_as_they_were_made(world: list[list[Tensor]]) -> None:
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_offer([])
-    monkeypatch.setattr("ckpipe.offers._VERSION", 2)
+    monkeypatch.setattr("ckpipe.plans.offers._VERSION", 2)
     with pytest.raises(SaveError, match="different versions"):
         decode_offer(data)
 

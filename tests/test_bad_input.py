@@ -23,8 +23,8 @@ from sampling import EVERY
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.checksum import crc32c
-from ckpipe.sealed_json import seal, unseal
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.sealed_json import seal, unseal
 
 Document = dict[str, Any]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe.backend import Upload
-from ckpipe.block_sums import BlockSums, block_checksum, checksum_block, compute, joined
-from ckpipe.cargo import BlockPlace, Span
-from ckpipe.checksum import CHUNK_BYTES, crc32c
+from ckpipe.format.cargo import BlockPlace, Span
+from ckpipe.format.checksum import CHUNK_BYTES, crc32c
+from ckpipe.saves.block_sums import BlockSums, block_checksum, checksum_block, compute, joined
 from ckpipe.testing import MemoryBackend
 
 

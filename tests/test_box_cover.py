@@ -6,8 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.box_cover import BoxIndex, disjoint
-from ckpipe.boxes import Box, box_shape, flat_index, flat_ranges, flat_start, intersection, moved
+from ckpipe.format.box_cover import BoxIndex, disjoint
+from ckpipe.format.boxes import (
+    Box,
+    box_shape,
+    flat_index,
+    flat_ranges,
+    flat_start,
+    intersection,
+    moved,
+)
 
 SHAPE = (6, 5, 4)
 

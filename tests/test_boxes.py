@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.box_cover import covers_exactly
-from ckpipe.boxes import Box, box_shape, flat_range_boxes
+from ckpipe.format.box_cover import covers_exactly
+from ckpipe.format.boxes import Box, box_shape, flat_range_boxes
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -15,7 +15,7 @@ from s3_servers import S3Server
 from sampling import EVERY
 
 import ckpipe
-from ckpipe import sweeping
+from ckpipe.checkpoints import sweeping
 
 BUCKET = "ranks"
 RANKS = 4

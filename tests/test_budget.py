@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.arena import Arena
-from ckpipe.budget import ByteBudget, Ration
+from ckpipe.memory.arena import Arena
+from ckpipe.memory.budget import ByteBudget, Ration
 
 BLOCK = 4096
 

@@ -14,7 +14,7 @@ from lock_actors import PATIENCE, DaemonThreads
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe.caller import Caller
+from ckpipe.saves.caller import Caller
 
 
 @pytest.fixture

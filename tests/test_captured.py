@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.block_copiers import BlockCopiers
+from ckpipe.saves.block_copiers import BlockCopiers
 
 BLOCK = 1 << 16
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe import checksum
-from ckpipe.checksum import ChunkSums, chunk_count, chunk_spans, combine, crc32c
+from ckpipe.format import checksum
+from ckpipe.format.checksum import ChunkSums, chunk_count, chunk_spans, combine, crc32c
 
 
 def slow_crc32c(data: bytes) -> int:

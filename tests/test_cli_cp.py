@@ -20,7 +20,7 @@ from ckpipe.testing import Landing
 
 STUCK = """
 import anyio
-from ckpipe.registry import register_backend
+from ckpipe.stores.registry import register_backend
 from ckpipe.testing.wrapping import WrappedBackend
 from ckpipe_local import LocalBackend
 

@@ -13,7 +13,7 @@ from commands import Commands, save_steps
 from pipelines import Stores, same, small_state, stores
 
 import ckpipe
-from ckpipe.exporting import INDEX, TORCH_FILE
+from ckpipe.exports.exporting import INDEX, TORCH_FILE
 
 
 @pytest.fixture

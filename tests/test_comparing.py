@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpipe
-from ckpipe.comparing import batches, compare_structures, compare_tensors
-from ckpipe.inspection import tensor_bytes
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.merging import merge
-from ckpipe.object_names import data_file_key, index_key
+from ckpipe.checkpoints.comparing import batches, compare_structures, compare_tensors
+from ckpipe.checkpoints.inspection import tensor_bytes
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.merging import merge
+from ckpipe.format.object_names import data_file_key, index_key
 from ckpipe.types import CheckpointId
 
 NAN = math.nan

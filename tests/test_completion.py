@@ -11,16 +11,17 @@ from bundles import ID, Foreign, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpipe import group_tree, object_names, pruning
 from ckpipe.backend import Backend, PutMode
-from ckpipe.completion import ascend, descend
-from ckpipe.discovery import NO_INDEX, discover, read_index
+from ckpipe.checkpoints import pruning
+from ckpipe.checkpoints.completion import ascend, descend
+from ckpipe.checkpoints.discovery import NO_INDEX, discover, read_index
+from ckpipe.checkpoints.healing import healed, newest_healed
 from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, ObjectExists
-from ckpipe.healing import healed, newest_healed
-from ckpipe.manifest import Bundle
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.merging import merge
-from ckpipe.object_names import group_key, index_key, manifest_key, tombstone_key
+from ckpipe.format import group_tree, object_names
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.merging import merge
+from ckpipe.format.object_names import group_key, index_key, manifest_key, tombstone_key
 from ckpipe.testing import FaultyBackend, MemoryBackend
 
 
@@ -44,7 +45,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of three, so that a small world has several levels."""
     for module in (object_names, group_tree):
         monkeypatch.setattr(module, "GROUP_SIZE", 3)
-    monkeypatch.setattr("ckpipe.completion.GROUP_SIZE", 3)
+    monkeypatch.setattr("ckpipe.checkpoints.completion.GROUP_SIZE", 3)
 
 
 @pytest.mark.parametrize("size", [2, 3, 250])
@@ -67,7 +68,7 @@ async def test_last_to_commit_completes(size: int) -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("object_names", "group_tree", "completion"):
+        for name in ("format.object_names", "format.group_tree", "checkpoints.completion"):
             patch.setattr(f"ckpipe.{name}.GROUP_SIZE", 3)
         size = data.draw(st.integers(2, 14))
         every = manifests(size)

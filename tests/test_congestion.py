@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.congestion import Congestion, Ticket
 from ckpipe.errors import StoreUnavailable, Throttled
-from ckpipe.pace import Pace
+from ckpipe.stores.congestion import Congestion, Ticket
+from ckpipe.stores.pace import Pace
 
 EVENTS = st.lists(
     st.tuples(

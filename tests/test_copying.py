@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from tensor_states import SPECS, Spec, build
 
-from ckpipe import copying
-from ckpipe.arena import Arena
-from ckpipe.copying import CopyWindow, Gather, fill_block, plan_blocks
-from ckpipe.dtypes import stored_dtype
-from ckpipe.planning import LocalPlanner, RankPlan
-from ckpipe.structure import Captured, capture
+from ckpipe.format.dtypes import stored_dtype
+from ckpipe.memory.arena import Arena
+from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.saves import copying
+from ckpipe.saves.copying import CopyWindow, Gather, fill_block, plan_blocks
+from ckpipe.state.structure import Captured, capture
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
 ARENA = Arena(max(BLOCK_BYTES))

@@ -14,16 +14,6 @@ from bundles import images_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe import data_file
-from ckpipe.data_file import (
-    ALIGNMENT,
-    MAX_HEADER_BYTES,
-    decode_header,
-    encode_header,
-    entry_size_bound,
-    header_size_bound,
-)
-from ckpipe.dtypes import stored_as
 from ckpipe.errors import (
     CorruptCheckpoint,
     DuplicateName,
@@ -32,9 +22,19 @@ from ckpipe.errors import (
     OversizedMetadata,
     TruncatedObject,
 )
-from ckpipe.item_sizes import STORED_ITEM_BYTES
-from ckpipe.planning import LocalPlanner
-from ckpipe.structure import capture
+from ckpipe.format import data_file
+from ckpipe.format.data_file import (
+    ALIGNMENT,
+    MAX_HEADER_BYTES,
+    decode_header,
+    encode_header,
+    entry_size_bound,
+    header_size_bound,
+)
+from ckpipe.format.dtypes import stored_as
+from ckpipe.format.item_sizes import STORED_ITEM_BYTES
+from ckpipe.plans.planning import LocalPlanner
+from ckpipe.state.structure import capture
 
 Row = tuple[str, str, tuple[int, ...], int, int]
 

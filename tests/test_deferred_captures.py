@@ -12,16 +12,16 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
-from ckpipe.arena import Arena
-from ckpipe.block_copiers import BlockCopiers, Piece
-from ckpipe.copying import plan_blocks, split_block
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
-from ckpipe.lock import StateLock
-from ckpipe.lock_turns import Turn
-from ckpipe.planning import LocalPlanner
-from ckpipe.saving import FilledBlock
-from ckpipe.structure import capture
-from ckpipe.watching import Watch
+from ckpipe.locking.lock import StateLock
+from ckpipe.locking.lock_turns import Turn
+from ckpipe.locking.watching import Watch
+from ckpipe.memory.arena import Arena
+from ckpipe.plans.planning import LocalPlanner
+from ckpipe.saves.block_copiers import BlockCopiers, Piece
+from ckpipe.saves.copying import plan_blocks, split_block
+from ckpipe.saves.saving import FilledBlock
+from ckpipe.state.structure import capture
 
 BLOCK = 1 << 16
 

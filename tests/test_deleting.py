@@ -13,8 +13,8 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.leases import Lease
-from ckpipe.object_names import launch_id
+from ckpipe.checkpoints.leases import Lease
+from ckpipe.format.object_names import launch_id
 from ckpipe.types import CheckpointInfo
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}

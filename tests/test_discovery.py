@@ -10,7 +10,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.backend import PutMode
-from ckpipe.object_names import index_key
+from ckpipe.format.object_names import index_key
 from ckpipe.testing.wrapping import Operation
 from ckpipe.types import CheckpointId
 

@@ -18,7 +18,7 @@ from wrapped_models import Net, trained
 from ckpipe import SyncPipeline
 from ckpipe.distributed import TrainingState, training_state
 from ckpipe.errors import StructureMismatch
-from ckpipe.keys import label_part
+from ckpipe.format.keys import label_part
 
 
 @pytest.fixture(scope="module")

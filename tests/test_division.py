@@ -15,13 +15,13 @@ from fabricated import Tensor, gpt2, held_by, llama70b, mesh, on, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpipe import division
-from ckpipe.boxes import Box, box_shape
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
-from ckpipe.manifest import ChunkRow
-from ckpipe.placements import Mesh, Placement, Sharding, sharding
-from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
-from ckpipe.structure import Captured, capture
+from ckpipe.format.boxes import Box, box_shape
+from ckpipe.format.manifest import ChunkRow
+from ckpipe.plans import division
+from ckpipe.plans.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.state.structure import Captured, capture
 
 WORLD = 12
 

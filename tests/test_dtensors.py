@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpipe import division
-from ckpipe.boxes import Box, box_shape
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
-from ckpipe.keys import LabelFilter
-from ckpipe.planning import LocalPlanner, fingerprint
-from ckpipe.structure import capture, walk
-from ckpipe.trail import trail_of
+from ckpipe.format.boxes import Box, box_shape
+from ckpipe.format.keys import LabelFilter
+from ckpipe.plans import division
+from ckpipe.plans.planning import LocalPlanner, fingerprint
+from ckpipe.state.structure import capture, walk
+from ckpipe.state.trail import trail_of
 
 RANK, WORLD = 1, 4
 

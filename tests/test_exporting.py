@@ -19,8 +19,8 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.exporting import INDEX, TORCH_FILE
-from ckpipe.object_names import LEASES
+from ckpipe.exports.exporting import INDEX, TORCH_FILE
+from ckpipe.format.object_names import LEASES
 from ckpipe.testing import Landing
 
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
@@ -194,11 +194,11 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
 def test_an_export_is_made_once(tmp_path: Path) -> None:
     import anyio
 
-    from ckpipe.arena import Arena
-    from ckpipe.discovery import discover, read_index
-    from ckpipe.exporting import Exported, ExportSettings
-    from ckpipe.exporting import export as write
-    from ckpipe.retrying import RetryPolicy
+    from ckpipe.checkpoints.discovery import discover, read_index
+    from ckpipe.exports.exporting import Exported, ExportSettings
+    from ckpipe.exports.exporting import export as write
+    from ckpipe.memory.arena import Arena
+    from ckpipe.stores.retrying import RetryPolicy
     from ckpipe_local import LocalBackend
 
     _, state = training()

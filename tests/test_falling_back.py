@@ -17,9 +17,11 @@ from pipelines import Stores, same, stores
 from ranks import ranks, settle
 
 import ckpipe
-from ckpipe import ballots, errors, events, group_tree
-from ckpipe.ballots import Ballot
-from ckpipe.object_names import ATTEMPTS
+from ckpipe import errors, events
+from ckpipe.format import group_tree
+from ckpipe.format.object_names import ATTEMPTS
+from ckpipe.ranks import ballots
+from ckpipe.ranks.ballots import Ballot
 from ckpipe.testing import MemoryBackend
 
 FAST: dict[str, Any] = {

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.backend import UploadLimits
-from ckpipe.checksum import CHUNK_BYTES
-from ckpipe.copying_checkpoints import block_bytes_for
-from ckpipe.file_check import FileCheck
-from ckpipe.load_planning import PartData
+from ckpipe.checkpoints.copying_checkpoints import block_bytes_for
+from ckpipe.checkpoints.file_check import FileCheck
+from ckpipe.format.checksum import CHUNK_BYTES
+from ckpipe.loads.load_planning import PartData
 
 BUNDLE, IMAGES = manifest_of(
     {

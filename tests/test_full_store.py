@@ -14,11 +14,12 @@ from mounts import mounted
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe import errors, registry
+from ckpipe import errors
 from ckpipe.backend import Backend
-from ckpipe.leases import Lease
-from ckpipe.object_names import DELETED, index_id, index_key
-from ckpipe.pruning import retire
+from ckpipe.checkpoints.leases import Lease
+from ckpipe.checkpoints.pruning import retire
+from ckpipe.format.object_names import DELETED, index_id, index_key
+from ckpipe.stores import registry
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 

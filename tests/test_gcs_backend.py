@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from ckpipe import errors
 from ckpipe.backend import PutMode, check_key
-from ckpipe.body_checksums import checksum_text, read_checksum
-from ckpipe.checksum import crc32c
 from ckpipe.errors import CkpipeError, InvalidKey
+from ckpipe.format.checksum import crc32c
+from ckpipe.stores.body_checksums import checksum_text, read_checksum
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.access import ENDPOINT, find_endpoint
 from ckpipe_gcs.address import PART_SUFFIX, Address, upload_of

@@ -26,9 +26,10 @@ from sampling import EVERY, SEED
 from server_processes import free_ports
 
 import ckpipe
-from ckpipe import errors, sweeping
+from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.registry import is_registered_here
+from ckpipe.checkpoints import sweeping
+from ckpipe.stores.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.address import PART_SUFFIX
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_manifest_codec import KEY, manifest, read
 
-from ckpipe.checksum import crc32c
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -25,8 +24,9 @@ from ckpipe.errors import (
     UnsupportedVersion,
     WrongWorldSize,
 )
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.merging import merge
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.merging import merge
 
 
 def _change(document: dict[str, Any], path: str, value: Any) -> None:

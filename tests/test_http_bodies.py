@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_s3_backend import self_signed
 
-from ckpipe.http_bodies import _Inflow, fill
+from ckpipe.stores.http_bodies import _Inflow, fill
 
 MIB = 1 << 20
 BODY = bytes(range(256)) * (3 * MIB // 256)
@@ -87,7 +87,7 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(len(self._rest))
             await super().run()
 
-    monkeypatch.setattr("ckpipe.http_bodies._Inflow", Counted)
+    monkeypatch.setattr("ckpipe.stores.http_bodies._Inflow", Counted)
     return sizes
 
 
@@ -201,7 +201,7 @@ async def test_memory_is_let_go_when_a_read_is_cancelled(
             super().buffer_updated(nbytes)
             begun.set()
 
-    monkeypatch.setattr("ckpipe.http_bodies._Inflow", Telling)
+    monkeypatch.setattr("ckpipe.stores.http_bodies._Inflow", Telling)
 
     async def slow(writer: Writer) -> None:
         await whole(BODY[: 2 * MIB], length=len(BODY))(writer)

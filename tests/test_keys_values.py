@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.keys import LabelFilter, decode_key, encode_key, join, label_part, unique_label
-from ckpipe.values import NotInline, class_path, decode_value, encode_value, resolve_class
+from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join, label_part, unique_label
+from ckpipe.state.values import NotInline, class_path, decode_value, encode_value, resolve_class
 
 
 class Color(enum.Enum):

@@ -18,9 +18,9 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.leases import LEASE_LIFE, Lease, live_subjects, reading_ahead, under_lease
-from ckpipe.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
-from ckpipe.pruning import delete, finish_deletions, pin, prune, retire, unpin
+from ckpipe.checkpoints.leases import LEASE_LIFE, Lease, live_subjects, reading_ahead, under_lease
+from ckpipe.checkpoints.pruning import delete, finish_deletions, pin, prune, retire, unpin
+from ckpipe.format.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation

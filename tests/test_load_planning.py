@@ -8,9 +8,10 @@ from itertools import pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
-from ckpipe.checksum import CHUNK_BYTES, chunk_count
-from ckpipe.load_planning import (
+from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
+from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
+from ckpipe.format.manifest import EntryRow, FileRow, Layout, Part
+from ckpipe.loads.load_planning import (
     ALLOWANCE_BYTES,
     Need,
     PartData,
@@ -19,8 +20,7 @@ from ckpipe.load_planning import (
     batched,
     plan_reads,
 )
-from ckpipe.manifest import EntryRow, FileRow, Layout, Part
-from ckpipe.stored_tensors import Piece
+from ckpipe.loads.stored_tensors import Piece
 
 HEADER_BYTES = 4096
 

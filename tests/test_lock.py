@@ -15,7 +15,7 @@ import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 
 from ckpipe.errors import LockMisuse, StateLockTimeout
-from ckpipe.lock import StateLock
+from ckpipe.locking.lock import StateLock
 
 
 @pytest.fixture

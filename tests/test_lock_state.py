@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from ckpipe.lock_state import (
+from ckpipe.locking.lock_state import (
     PATIENCE,
     LockState,
     Request,

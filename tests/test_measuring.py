@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import stores
 
-from ckpipe.measuring import Measurements, Rate, advise
+from ckpipe.checkpoints.measuring import Measurements, Rate, advise
 
 STUCK = """
 import anyio
-from ckpipe.registry import register_backend
+from ckpipe.stores.registry import register_backend
 from ckpipe.testing.wrapping import WrappedBackend
 from ckpipe_local import LocalBackend
 

@@ -13,8 +13,8 @@ import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.meeting import Meeting
-from ckpipe.topology import ALONE, Topology, find_topology
+from ckpipe.ranks.meeting import Meeting
+from ckpipe.ranks.topology import ALONE, Topology, find_topology
 
 Make = Callable[[], Any]
 

@@ -12,12 +12,12 @@ from bundles import ID, Foreign, as_shard, manifest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe import group_tree, object_names
 from ckpipe.errors import InvalidManifest, WrongWorldSize
-from ckpipe.group_tree import group_ranks, level_sizes, members, merged_into
-from ckpipe.manifest import Bundle, PerRank
-from ckpipe.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.merging import merge
+from ckpipe.format import group_tree, object_names
+from ckpipe.format.group_tree import group_ranks, level_sizes, members, merged_into
+from ckpipe.format.manifest import Bundle, PerRank
+from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
+from ckpipe.format.merging import merge
 from ckpipe.types import CheckpointId
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpipe.keys import LabelFilter
-from ckpipe.module_states import attached_state
-from ckpipe.structure import Captured, capture, walk
-from ckpipe.trail import trail_of
+from ckpipe.format.keys import LabelFilter
+from ckpipe.state.module_states import attached_state
+from ckpipe.state.structure import Captured, capture, walk
+from ckpipe.state.trail import trail_of
 
 ALL = LabelFilter()
 

@@ -15,8 +15,8 @@ from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.keys import LabelFilter
-from ckpipe.selecting import unmatched
+from ckpipe.format.keys import LabelFilter
+from ckpipe.loads.selecting import unmatched
 
 
 @pytest.fixture

@@ -15,14 +15,16 @@ from ranks import one_rank
 from stored_states import ID, store
 from torch.distributed.tensor import Replicate, Shard
 
-from ckpipe import group_tree, near_parts, object_names, registry
 from ckpipe.backend import Backend, PutMode
-from ckpipe.completion import ascend
+from ckpipe.checkpoints import near_parts
+from ckpipe.checkpoints.completion import ascend
+from ckpipe.checkpoints.near_parts import REQUEST_BYTES, Member, nearest
 from ckpipe.errors import StructureMismatch
-from ckpipe.group_tree import group_ranks, level_sizes
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.near_parts import REQUEST_BYTES, Member, nearest
-from ckpipe.object_names import index_key, manifest_key
+from ckpipe.format import group_tree, object_names
+from ckpipe.format.group_tree import group_ranks, level_sizes
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.object_names import index_key, manifest_key
+from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 
@@ -102,7 +104,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(near_parts, "REQUEST_BYTES", 256)
     for module in (object_names, group_tree, near_parts):
         monkeypatch.setattr(module, "GROUP_SIZE", 5)
-    monkeypatch.setattr("ckpipe.completion.GROUP_SIZE", 5)
+    monkeypatch.setattr("ckpipe.checkpoints.completion.GROUP_SIZE", 5)
     backend = Counted(MemoryBackend())
     monkeypatch.setitem(registry._registered, "counted", lambda url: backend)
     return backend

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpipe.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
-from ckpipe.structure import capture
-from ckpipe.tensors import is_dense, tensor_leaf
+from ckpipe.locking.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
+from ckpipe.state.structure import capture
+from ckpipe.state.tensors import is_dense, tensor_leaf
 
 SIZE = 24
 

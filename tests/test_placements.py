@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpipe.boxes import box_shape, flat_start
-from ckpipe.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.format.boxes import box_shape, flat_start
+from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 
 
 @st.composite

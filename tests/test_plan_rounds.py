@@ -17,11 +17,11 @@ from planning_ranks import Ranks, captured_by, unwritten, written
 from sampling import SEED
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
-from ckpipe import plan_rounds
 from ckpipe.errors import PlanTimeout, SaveError, UnsupportedState, UnsupportedTopology
-from ckpipe.global_planner import GlobalPlanner
 from ckpipe.planner_protocols import JointPlanner
-from ckpipe.planning import RankPlan
+from ckpipe.plans import plan_rounds
+from ckpipe.plans.global_planner import GlobalPlanner
+from ckpipe.plans.planning import RankPlan
 
 Connect = Callable[[], Any]
 

@@ -15,12 +15,12 @@ from ranks import ranks
 from torch._C._distributed_c10d import HashStore
 
 import ckpipe
-from ckpipe.discovery import read_index
-from ckpipe.division import Unit, shares
+from ckpipe.checkpoints.discovery import read_index
 from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
-from ckpipe.manifest import Layout
-from ckpipe.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble
-from ckpipe.structure import Captured
+from ckpipe.format.manifest import Layout
+from ckpipe.plans.division import Unit, shares
+from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble
+from ckpipe.state.structure import Captured
 
 
 class LastWrites:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensor_states import SPECS, Spec, build
 
-from ckpipe import data_file
 from ckpipe.errors import UnsupportedState
-from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
-from ckpipe.structure import Captured, capture
-from ckpipe.tensors import TensorLeaf, alias_groups
+from ckpipe.format import data_file
+from ckpipe.plans.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.state.structure import Captured, capture
+from ckpipe.state.tensors import TensorLeaf, alias_groups
 
 
 def planned(state: Any) -> tuple[Captured, RankPlan]:

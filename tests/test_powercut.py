@@ -26,7 +26,8 @@ from pipelines import same
 from sampling import EVERY, SEED
 
 import ckpipe
-from ckpipe import errors, registry
+from ckpipe import errors
+from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrapping import Operation
 from ckpipe_local import LocalBackend

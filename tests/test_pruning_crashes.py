@@ -10,10 +10,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ckpipe.backend import PutMode
-from ckpipe.discovery import discover
-from ckpipe.leases import Lease
-from ckpipe.object_names import index_key
-from ckpipe.pruning import Facts, Known, decide_on, prune
+from ckpipe.checkpoints.discovery import discover
+from ckpipe.checkpoints.leases import Lease
+from ckpipe.checkpoints.pruning import Facts, Known, decide_on, prune
+from ckpipe.format.object_names import index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.types import CheckpointId

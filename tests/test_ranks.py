@@ -14,10 +14,10 @@ from ranks import one_rank, open_rank, ranks, settle
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.agreements import agree, agreed
-from ckpipe.choosing import first_choice
-from ckpipe.course import Course
-from ckpipe.discovery import NO_INDEX
+from ckpipe.checkpoints.discovery import NO_INDEX
+from ckpipe.ranks.agreements import agree, agreed
+from ckpipe.ranks.course import Course
+from ckpipe.running.choosing import first_choice
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation
 
@@ -315,8 +315,8 @@ async def test_first_of_many_racers_decides() -> None:
 
 
 async def test_agreement_whose_answer_was_lost_holds() -> None:
-    from ckpipe.patient_backend import PatientBackend
-    from ckpipe.retrying import RetryPolicy
+    from ckpipe.stores.patient_backend import PatientBackend
+    from ckpipe.stores.retrying import RetryPolicy
 
     backend = FaultyBackend(MemoryBackend())
     patient = PatientBackend(backend, RetryPolicy(2, 0, 0, 10))

@@ -10,7 +10,7 @@ import torch
 
 import ckpipe
 from ckpipe.errors import CheckpointNotFound, PermissionDenied, StoreError, UnsupportedTopology
-from ckpipe.object_names import LEASES
+from ckpipe.format.object_names import LEASES
 
 REFUSED = "opened to read only"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ckpipe.load_planning import Read
-from ckpipe.read_queue import ReadQueue
+from ckpipe.loads.load_planning import Read
+from ckpipe.loads.read_queue import ReadQueue
 
 
 def reads(count: int) -> list[Read]:

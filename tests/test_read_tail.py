@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.checksum import CHUNK_BYTES
-from ckpipe.load_planning import Piece, Read
-from ckpipe.read_tail import LEAST_BYTES, with_finer_tail
+from ckpipe.format.checksum import CHUNK_BYTES
+from ckpipe.loads.load_planning import Piece, Read
+from ckpipe.loads.read_tail import LEAST_BYTES, with_finer_tail
 
 MIB = 1 << 20
 READ_BYTES = 16 * MIB

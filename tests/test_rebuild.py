@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from stored_states import load, round_trip, run_round_trip, store
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.keys import LabelFilter
-from ckpipe.manifest import Structure
-from ckpipe.registered_types import register_type
+from ckpipe.format.keys import LabelFilter
+from ckpipe.format.manifest import Structure
+from ckpipe.format.tree_checks import check_tree
+from ckpipe.state.registered_types import register_type
 from ckpipe.testing import MemoryBackend
-from ckpipe.tree_checks import check_tree
 
 
 class Color(enum.Enum):

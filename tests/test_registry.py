@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckpipe import registry
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
-from ckpipe.registry import create_backend, is_registered_here, register_backend, scheme_of
+from ckpipe.stores import registry
+from ckpipe.stores.registry import create_backend, is_registered_here, register_backend, scheme_of
 from ckpipe.testing import MemoryBackend
 
 _numbers = itertools.count()

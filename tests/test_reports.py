@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe.cargo import BlockPlace
 from ckpipe.errors import InvalidManifest
+from ckpipe.format.cargo import BlockPlace
 from ckpipe.reports import (
     MAX_BLOCKS,
     BlockReport,
@@ -27,7 +27,7 @@ from ckpipe.reports import (
     save_report_from_data,
     size_text,
 )
-from ckpipe.save_clock import StageClock
+from ckpipe.saves.save_clock import StageClock
 
 times = st.integers(0, 10**9).map(lambda micros: micros / 1e6)
 spans = st.none() | st.tuples(times, times)

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpipe
-from ckpipe import division
 from ckpipe.distributed import training_state
+from ckpipe.plans import division
 from ckpipe.testing import MemoryBackend
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [

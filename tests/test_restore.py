@@ -19,7 +19,7 @@ from ckpipe.errors import (
     SharingConflict,
     StructureMismatch,
 )
-from ckpipe.keys import LabelFilter
+from ckpipe.format.keys import LabelFilter
 from ckpipe.state_helpers import Progress, RngState
 from ckpipe.testing import MemoryBackend
 

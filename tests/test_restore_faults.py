@@ -11,8 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored_states import BLOCK_BYTES, ID, load, store
 
-from ckpipe import reading as reading_module
-from ckpipe.arena import Arena
 from ckpipe.backend import Backend, PutMode
 from ckpipe.errors import (
     ChecksumMismatch,
@@ -22,9 +20,11 @@ from ckpipe.errors import (
     StoreUnavailable,
     TruncatedObject,
 )
-from ckpipe.manifest import Bundle, ChunkRow, Layout
-from ckpipe.object_names import data_file_key
-from ckpipe.restore import verify
+from ckpipe.format.manifest import Bundle, ChunkRow, Layout
+from ckpipe.format.object_names import data_file_key
+from ckpipe.loads import reading as reading_module
+from ckpipe.loads.restore import verify
+from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import VerifyResult
 

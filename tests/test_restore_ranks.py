@@ -19,8 +19,6 @@ from stored_states import request
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpipe.arena import Arena
-from ckpipe.boxes import Box
 from ckpipe.errors import (
     DtypeMismatch,
     InvalidManifest,
@@ -29,9 +27,11 @@ from ckpipe.errors import (
     SharingConflict,
     StructureMismatch,
 )
-from ckpipe.keys import LabelFilter
-from ckpipe.manifest import Bundle
-from ckpipe.restore import verify
+from ckpipe.format.boxes import Box
+from ckpipe.format.keys import LabelFilter
+from ckpipe.format.manifest import Bundle
+from ckpipe.loads.restore import verify
+from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 
 

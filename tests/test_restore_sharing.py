@@ -12,11 +12,11 @@ from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
-from ckpipe.load_planning import entry_table
-from ckpipe.saved_state import state_of_part
-from ckpipe.sources import Sources
-from ckpipe.stored_tensors import StoredTensors
-from ckpipe.targets import Targets
+from ckpipe.loads.load_planning import entry_table
+from ckpipe.loads.saved_state import state_of_part
+from ckpipe.loads.sources import Sources
+from ckpipe.loads.stored_tensors import StoredTensors
+from ckpipe.loads.targets import Targets
 from ckpipe.testing import MemoryBackend
 
 

@@ -14,9 +14,9 @@ from stored_states import request
 from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch
-from ckpipe.manifest import Bundle, Structure
-from ckpipe.merged_trees import Member, MergedTree, paths
-from ckpipe.structure import capture
+from ckpipe.format.manifest import Bundle, Structure
+from ckpipe.loads.merged_trees import Member, MergedTree, paths
+from ckpipe.state.structure import capture
 from ckpipe.testing import MemoryBackend
 
 

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from sampling import EVERY, SEED
 
 from ckpipe.backend import PutMode
-from ckpipe.completion import ascend
-from ckpipe.discovery import discover
-from ckpipe.healing import healed
-from ckpipe.keys import encode_float
-from ckpipe.leases import Lease, leased
-from ckpipe.manifest import Bundle
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.object_names import index_key, manifest_key, prefix, tombstone_key
-from ckpipe.pruning import Facts, decide_on, delete, pin, prune, unpin
+from ckpipe.checkpoints.completion import ascend
+from ckpipe.checkpoints.discovery import discover
+from ckpipe.checkpoints.healing import healed
+from ckpipe.checkpoints.leases import Lease, leased
+from ckpipe.checkpoints.pruning import Facts, decide_on, delete, pin, prune, unpin
+from ckpipe.format.keys import encode_float
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.object_names import index_key, manifest_key, prefix, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation, WrappedBackend

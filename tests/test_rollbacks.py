@@ -16,8 +16,8 @@ from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.attempts import open_attempt
-from ckpipe.course import Course
+from ckpipe.ranks.attempts import open_attempt
+from ckpipe.ranks.course import Course
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrapping import Operation
 from ckpipe.types import CheckpointId, attempt_parts

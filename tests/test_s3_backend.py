@@ -27,7 +27,7 @@ from s3_servers import KEY, S3Server
 from ckpipe import errors
 from ckpipe.backend import PutMode, check_key
 from ckpipe.errors import CkpipeError, InvalidKey
-from ckpipe.http_stores import MAX_RETRY_AFTER_SECONDS, retry_after
+from ckpipe.stores.http_stores import MAX_RETRY_AFTER_SECONDS, retry_after
 from ckpipe_s3 import S3Backend
 from ckpipe_s3.address import Address, parse_address
 from ckpipe_s3.body import PIECE_BYTES, MemoryBody

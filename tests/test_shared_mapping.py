@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpipe.shared_mapping import HUGE_PAGE_BYTES, map_to_read
+from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES, map_to_read
 
 PAGE = 4096
 SIZE = 3 * HUGE_PAGE_BYTES

@@ -13,11 +13,12 @@ import torch
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe import errors, registry
+from ckpipe import errors
 from ckpipe.backend import Backend, Children, ObjectInfo
-from ckpipe.leases import store_time
-from ckpipe.patient_backend import PatientBackend
-from ckpipe.retrying import RetryPolicy
+from ckpipe.checkpoints.leases import store_time
+from ckpipe.stores import registry
+from ckpipe.stores.patient_backend import PatientBackend
+from ckpipe.stores.retrying import RetryPolicy
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import UnsupportedState
-from ckpipe.keys import LabelFilter, decode_key
-from ckpipe.manifest import Structure, TensorRow
-from ckpipe.structure import ABSENT, Captured, capture
-from ckpipe.tensors import alias_groups, is_contiguous, overlaps_itself, tensor_leaf
-from ckpipe.tree_checks import check_tree
-from ckpipe.values import decode_value
+from ckpipe.format.keys import LabelFilter, decode_key
+from ckpipe.format.manifest import Structure, TensorRow
+from ckpipe.format.tree_checks import check_tree
+from ckpipe.state.structure import ABSENT, Captured, capture
+from ckpipe.state.tensors import alias_groups, is_contiguous, overlaps_itself, tensor_leaf
+from ckpipe.state.values import decode_value
 
 
 class Point(NamedTuple):

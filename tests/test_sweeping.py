@@ -21,12 +21,12 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe.backend import ObjectInfo
-from ckpipe.discovery import NO_INDEX
+from ckpipe.checkpoints.discovery import NO_INDEX
+from ckpipe.checkpoints.leases import LEASE_LIFE
+from ckpipe.checkpoints.sweeping import Leftovers, plan_sweep, uploads_before
 from ckpipe.errors import SettingsError
-from ckpipe.leases import LEASE_LIFE
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.object_names import LEASES, data_file_key, launch_id, manifest_key
-from ckpipe.sweeping import Leftovers, plan_sweep, uploads_before
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.object_names import LEASES, data_file_key, launch_id, manifest_key
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe import leaf_facts, tensor_looks
-from ckpipe.tensor_looks import Looks
+from ckpipe.state import leaf_facts, tensor_looks
+from ckpipe.state.tensor_looks import Looks
 
 
 def said_of(tensor: torch.Tensor) -> object:

@@ -12,8 +12,9 @@ import torch
 from pipelines import same
 
 import ckpipe
-from ckpipe import events, registry
+from ckpipe import events
 from ckpipe.errors import Throttled
+from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 

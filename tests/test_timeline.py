@@ -18,10 +18,10 @@ from pipelines import stores
 from ranks import ranks
 
 import ckpipe
-from ckpipe.manifest_codec import encode_bundle
-from ckpipe.object_names import index_key
+from ckpipe.checkpoints.timeline_page import MOST_BLOCKS, timeline_page
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.object_names import index_key
 from ckpipe.reports import BlockReport, RankReport, SaveReport, StageReport
-from ckpipe.timeline_page import MOST_BLOCKS, timeline_page
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

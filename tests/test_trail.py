@@ -24,11 +24,11 @@ from torch import nn
 
 import ckpipe
 from ckpipe.errors import UnsupportedState
-from ckpipe.keys import LabelFilter
-from ckpipe.planning import fingerprint
-from ckpipe.structure import Captured, capture, walk
-from ckpipe.tensors import TensorLeaf
-from ckpipe.trail import Trail, trail_of
+from ckpipe.format.keys import LabelFilter
+from ckpipe.plans.planning import fingerprint
+from ckpipe.state.structure import Captured, capture, walk
+from ckpipe.state.tensors import TensorLeaf
+from ckpipe.state.trail import Trail, trail_of
 
 ALL = LabelFilter()
 

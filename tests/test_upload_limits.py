@@ -9,9 +9,9 @@ import torch
 from pipelines import same
 
 import ckpipe
-from ckpipe import registry
 from ckpipe.backend import Upload, UploadLimits
 from ckpipe.errors import StoreError, UnsupportedState
+from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
 
 KIB = 1 << 10

@@ -9,13 +9,13 @@ import anyio
 from anyio import create_memory_object_stream
 
 from ckpipe.backend import Upload
-from ckpipe.block_sums import BlockSums
-from ckpipe.cargo import BlockPlace, Cargo, FilePlan
-from ckpipe.delivery import Contents, Delivery, Depot, StoredFiles
 from ckpipe.events import EventBus
-from ckpipe.manifest import Layout
-from ckpipe.retrying import RetryPolicy
+from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan
+from ckpipe.format.manifest import Layout
+from ckpipe.saves.block_sums import BlockSums
+from ckpipe.saves.delivery import Contents, Delivery, Depot, StoredFiles
 from ckpipe.stages import upload
+from ckpipe.stores.retrying import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
 

@@ -31,11 +31,11 @@ from ckpipe._worker.messages import (
     decode,
     encode,
 )
-from ckpipe.cargo import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.events import Completed, IncompleteCheckpoint
-from ckpipe.manifest import ChunkRow, EntryRow, Layout, TensorRow
+from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
+from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
-from ckpipe.worker_state import ProcessState, hangs, parse_state
+from ckpipe.worker.worker_state import ProcessState, hangs, parse_state
 
 ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
 INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))

@@ -19,8 +19,8 @@ from sampling import EVERY
 from worker_runs import SETTINGS, Trainers, state_of, trainers, wake_and_await_end, worker_of
 
 import ckpipe
-from ckpipe.leases import Lease, read_leases
-from ckpipe.loop_thread import LoopThread
+from ckpipe.checkpoints.leases import Lease, read_leases
+from ckpipe.tasks.loop_thread import LoopThread
 from ckpipe_local import LocalBackend
 
 

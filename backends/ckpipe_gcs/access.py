@@ -11,7 +11,7 @@ import aiohttp
 import anyio
 import anyio.to_thread
 
-from ckpipe.http_options import check_endpoint
+from ckpipe.stores.http_options import check_endpoint
 from ckpipe.version import __version__
 from ckpipe_gcs.failures import opening
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckpipe.bucket_address import BucketAddress
 from ckpipe.errors import InvalidKey
+from ckpipe.stores.bucket_address import BucketAddress
 
 PART_PREFIX = ".ckpipe-upload-"
 PART_SUFFIX = ".ckpipe-part"

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Self
 
 from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
-from ckpipe.bucket_backend import BucketBackend
 from ckpipe.errors import UsageError
-from ckpipe.http_options import check_proxy, flag, positive
+from ckpipe.stores.bucket_backend import BucketBackend
+from ckpipe.stores.http_options import check_proxy, flag, positive
 from ckpipe_gcs.access import Access, find_endpoint, open_session
 from ckpipe_gcs.address import Address
 from ckpipe_gcs.composing import MAX_PARTS

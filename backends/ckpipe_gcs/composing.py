@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpipe.checksum import combine
+from ckpipe.format.checksum import combine
 
 MAX_SOURCES = 32
 """The most objects that one request composes; a limit of the store."""

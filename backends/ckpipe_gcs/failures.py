@@ -21,7 +21,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe.http_stores import UNREACHED, retry_after, tls_failure
+from ckpipe.stores.http_stores import UNREACHED, retry_after, tls_failure
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/gcs.md lists"
 CREDENTIALS = (

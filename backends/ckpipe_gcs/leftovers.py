@@ -9,7 +9,7 @@ from datetime import datetime
 import anyio
 
 from ckpipe.errors import StoreError
-from ckpipe.lanes import run_lanes
+from ckpipe.tasks.lanes import run_lanes
 from ckpipe_gcs.address import upload_of
 from ckpipe_gcs.listing import modified, pages
 from ckpipe_gcs.objects import DELETE_LANES, Objects

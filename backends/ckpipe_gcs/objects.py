@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.body_checksums import checksum_of, checksum_text, read_checksum
-from ckpipe.checksum import crc32c
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe.http_bodies import fill
-from ckpipe.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
-from ckpipe.lanes import run_lanes
+from ckpipe.format.checksum import crc32c
+from ckpipe.stores.body_checksums import checksum_of, checksum_text, read_checksum
+from ckpipe.stores.http_bodies import fill
+from ckpipe.stores.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
+from ckpipe.tasks.lanes import run_lanes
 from ckpipe_gcs.body import MemoryBody
 from ckpipe_gcs.failures import bucket_missing, status_of
 from ckpipe_gcs.listing import info
@@ -60,7 +60,7 @@ class Objects:
         await self.write(name, data, NEW if conditional else {}, {}, key)
 
     async def create(self, name: str, data: bytes) -> None:
-        """See :class:`ckpipe.bucket_backend.BucketObjects`."""
+        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
         await self.write(name, data, NEW, {})
 
     async def write(

@@ -15,7 +15,7 @@ import aiohttp
 import anyio
 from yarl import URL
 
-from ckpipe.http_stores import time_limit
+from ckpipe.stores.http_stores import time_limit
 from ckpipe_gcs.address import Address
 from ckpipe_gcs.body import MemoryBody
 from ckpipe_gcs.failures import refusal, requesting

@@ -16,8 +16,8 @@ from typing import Any
 
 from yarl import URL
 
-from ckpipe.body_checksums import checksum_text
 from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
+from ckpipe.stores.body_checksums import checksum_text
 from ckpipe_gcs.body import MemoryBody
 from ckpipe_gcs.failures import bucket_missing, status_of
 from ckpipe_gcs.objects import BYTES, NEW

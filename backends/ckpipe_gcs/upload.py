@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ckpipe.backend import Upload
-from ckpipe.body_checksums import checksum_of
 from ckpipe.errors import ObjectExists, StoreError, StoreUnavailable, UsageError
-from ckpipe.lanes import run_lanes
+from ckpipe.stores.body_checksums import checksum_of
+from ckpipe.tasks.lanes import run_lanes
 from ckpipe_gcs.composing import MAX_SOURCES, Piece, joined, request, runs
 from ckpipe_gcs.leftovers import Leftovers
 from ckpipe_gcs.objects import BYTES, NEW, Objects, check_stored

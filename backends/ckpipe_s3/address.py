@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckpipe.bucket_address import BucketAddress
+from ckpipe.stores.bucket_address import BucketAddress
 
 
 @dataclass(frozen=True, slots=True)

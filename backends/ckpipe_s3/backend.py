@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Literal, Self
 
 from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
-from ckpipe.bucket_backend import BucketBackend
 from ckpipe.errors import UsageError
-from ckpipe.http_options import check_endpoint, check_proxy, flag, positive
+from ckpipe.stores.bucket_backend import BucketBackend
+from ckpipe.stores.http_options import check_endpoint, check_proxy, flag, positive
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.listing import children, objects

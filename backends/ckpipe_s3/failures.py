@@ -23,7 +23,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe.http_stores import UNREACHED, retry_after, tls_failure
+from ckpipe.stores.http_stores import UNREACHED, retry_after, tls_failure
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
 _KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"

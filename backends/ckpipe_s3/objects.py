@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.body_checksums import checksum_of, checksum_text
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError
-from ckpipe.http_bodies import fill
-from ckpipe.http_stores import check_range, cut_short, truncated
+from ckpipe.stores.body_checksums import checksum_of, checksum_text
+from ckpipe.stores.http_bodies import fill
+from ckpipe.stores.http_stores import check_range, cut_short, truncated
 from ckpipe_s3.failures import answer_of, refused
 from ckpipe_s3.listing import whole_seconds
 from ckpipe_s3.requests import Parameters, Requests
@@ -44,7 +44,7 @@ class Objects:
         await self._write(name, data, condition, key)
 
     async def create(self, name: str, data: bytes) -> None:
-        """See :class:`ckpipe.bucket_backend.BucketObjects`."""
+        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
         await self._write(name, data, {"IfNoneMatch": "*"})
 
     async def _write(

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from ckpipe.http_stores import time_limit
+from ckpipe.stores.http_stores import time_limit
 from ckpipe_s3.address import Address
 from ckpipe_s3.failures import requesting
 

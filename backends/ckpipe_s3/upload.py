@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 
 from ckpipe.backend import Upload
-from ckpipe.body_checksums import checksum_of, checksum_text
 from ckpipe.errors import UsageError
+from ckpipe.stores.body_checksums import checksum_of, checksum_text
 from ckpipe_s3.body import MemoryBody
 from ckpipe_s3.objects import Objects
 from ckpipe_s3.open_uploads import OpenUploads

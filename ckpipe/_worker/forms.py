@@ -16,10 +16,10 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from ckpipe import errors, events
-from ckpipe.cargo import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
-from ckpipe.manifest import ChunkRow, EntryRow, Layout, TensorRow
+from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
+from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpipe._worker.forms import CARGO, ERROR, EVENT, ID, INFO, TENSORS, Form, optional, plain
-from ckpipe.cargo import Cargo
 from ckpipe.events import Event
-from ckpipe.keys import Json
-from ckpipe.manifest import TensorRow
+from ckpipe.format.cargo import Cargo
+from ckpipe.format.keys import Json
+from ckpipe.format.manifest import TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 VERSION = 1

@@ -36,16 +36,16 @@ from ckpipe._worker.messages import (
 )
 from ckpipe._worker.priority import step_back, step_back_together
 from ckpipe.backend import Backend
-from ckpipe.cargo import Cargo
-from ckpipe.delivery import Depot
+from ckpipe.checkpoints.leases import Lease
 from ckpipe.errors import first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
-from ckpipe.leases import Lease
-from ckpipe.object_names import launch_id
-from ckpipe.patient_backend import PatientBackend
-from ckpipe.registry import create_backend
+from ckpipe.format.cargo import Cargo
+from ckpipe.format.object_names import launch_id
 from ckpipe.retention import from_data
-from ckpipe.retrying import RetryPolicy, logging_retries
+from ckpipe.saves.delivery import Depot
+from ckpipe.stores.patient_backend import PatientBackend
+from ckpipe.stores.registry import create_backend
+from ckpipe.stores.retrying import RetryPolicy, logging_retries
 
 logger = logging.getLogger("ckpipe")
 

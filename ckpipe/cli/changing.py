@@ -13,17 +13,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.discovery import discover, find
+from ckpipe.checkpoints.leases import store_time
+from ckpipe.checkpoints.protection import in_use, remove
+from ckpipe.checkpoints.pruning import Facts, decide_on, pin, prune, unpin
+from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
-from ckpipe.discovery import discover, find
 from ckpipe.errors import SettingsError
-from ckpipe.leases import store_time
-from ckpipe.opening import Access, open_store
-from ckpipe.protection import in_use, remove
-from ckpipe.pruning import Facts, decide_on, pin, prune, unpin
 from ckpipe.retention import Decision, Rule, from_data
 from ckpipe.settings import Settings
-from ckpipe.sweeping import SweepReport, sweep
+from ckpipe.stores.opening import Access, open_store
 from ckpipe.types import CheckpointId
 
 DryRun = Annotated[

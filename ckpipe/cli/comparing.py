@@ -11,25 +11,25 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ckpipe.arena import Arena
 from ckpipe.backend import Backend
-from ckpipe.cli.running import FOUND, OK, Url, chosen, serve
-from ckpipe.cli.screen import Screen, table, visible
-from ckpipe.comparing import (
+from ckpipe.checkpoints.comparing import (
     StructureDifference,
     TensorDifference,
     batches,
     compare_structures,
     compare_tensors,
 )
-from ckpipe.discovery import read_index
-from ckpipe.inspection import data_bytes, labels_per_rank
-from ckpipe.keys import LabelFilter, label_filter
-from ckpipe.leases import reading
-from ckpipe.manifest import Bundle
-from ckpipe.opening import Access, open_store
+from ckpipe.checkpoints.discovery import read_index
+from ckpipe.checkpoints.inspection import data_bytes, labels_per_rank
+from ckpipe.checkpoints.leases import reading
+from ckpipe.cli.running import FOUND, OK, Url, chosen, serve
+from ckpipe.cli.screen import Screen, table, visible
+from ckpipe.format.keys import LabelFilter, label_filter
+from ckpipe.format.manifest import Bundle
+from ckpipe.loads.tensor_reading import read_tensors
+from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
-from ckpipe.tensor_reading import read_tensors
+from ckpipe.stores.opening import Access, open_store
 
 BATCH_BYTES = 128 << 20
 """How many bytes of each checkpoint are held in memory, unless a single tensor is larger."""

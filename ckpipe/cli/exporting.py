@@ -11,19 +11,19 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from ckpipe.arena import Arena
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.discovery import read_index
+from ckpipe.checkpoints.inspection import data_bytes
+from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, size, visible
-from ckpipe.discovery import read_index
-from ckpipe.exporting import Exported, ExportSettings, export
-from ckpipe.inspection import data_bytes
-from ckpipe.leases import reading
-from ckpipe.opening import Access, open_store
-from ckpipe.pace import Pace
-from ckpipe.retrying import logging_policy
+from ckpipe.exports.exporting import Exported, ExportSettings, export
+from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
+from ckpipe.stores.opening import Access, open_store
+from ckpipe.stores.pace import Pace
+from ckpipe.stores.retrying import logging_policy
 from ckpipe.types import CheckpointInfo
 
 

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.inspection import describe
+from ckpipe.checkpoints.summaries import Summary, summarise
 from ckpipe.cli.name_tree import shown_tree
 from ckpipe.cli.progress import of_things
 from ckpipe.cli.running import (
@@ -18,11 +21,8 @@ from ckpipe.cli.running import (
     serve,
 )
 from ckpipe.cli.screen import Screen, size, table
-from ckpipe.discovery import discover, read_index
-from ckpipe.inspection import describe
-from ckpipe.keys import label_filter
-from ckpipe.opening import Access, open_store
-from ckpipe.summaries import Summary, summarise
+from ckpipe.format.keys import label_filter
+from ckpipe.stores.opening import Access, open_store
 
 
 def list_(

@@ -10,12 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
+from ckpipe.checkpoints.measuring import Advice, Measurements, Trial, advise, measure
 from ckpipe.cli.running import OK, Url, serve
 from ckpipe.cli.screen import Screen, size, table
 from ckpipe.errors import UsageError
-from ckpipe.measuring import Advice, Measurements, Trial, advise, measure
-from ckpipe.opening import Access, open_store
 from ckpipe.settings_groups import Size
+from ckpipe.stores.opening import Access, open_store
 
 
 def bench(

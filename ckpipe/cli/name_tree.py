@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from ckpipe.checkpoints.inspection import Description, TensorDescription, ValueDescription
 from ckpipe.cli.screen import size, visible
-from ckpipe.inspection import Description, TensorDescription, ValueDescription
 from ckpipe.types import CheckpointInfo
 
 _DEEPEST = 100

@@ -11,8 +11,8 @@ import anyio
 import typer
 
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.discovery import discover, find
 from ckpipe.cli.screen import Screen
-from ckpipe.discovery import discover, find
 from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,

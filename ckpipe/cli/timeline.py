@@ -13,13 +13,13 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from ckpipe.checkpoints.kept_reports import read_reports
+from ckpipe.checkpoints.timeline_page import stage_rows, timeline_page
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import UsageError
-from ckpipe.kept_reports import read_reports
-from ckpipe.opening import Access, open_store
 from ckpipe.reports import RankReport
-from ckpipe.timeline_page import stage_rows, timeline_page
+from ckpipe.stores.opening import Access, open_store
 
 
 def timeline(

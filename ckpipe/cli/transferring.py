@@ -10,18 +10,18 @@ import typer
 from rich.text import Text
 
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
+from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.inspection import data_bytes
+from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import OK, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Screen, size
-from ckpipe.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
-from ckpipe.discovery import discover, read_index
 from ckpipe.errors import UsageError
-from ckpipe.inspection import data_bytes
-from ckpipe.leases import reading
-from ckpipe.opening import Access, open_store
-from ckpipe.pace import Pace
-from ckpipe.retrying import logging_policy
 from ckpipe.settings import Settings
+from ckpipe.stores.opening import Access, open_store
+from ckpipe.stores.pace import Pace
+from ckpipe.stores.retrying import logging_policy
 from ckpipe.types import CheckpointInfo
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Where the checkpoint lies.")]

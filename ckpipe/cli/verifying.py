@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ckpipe.arena import Arena
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.discovery import check_not_deleted, discover, read_index
+from ckpipe.checkpoints.inspection import data_bytes
+from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import (
     FOUND,
@@ -20,13 +22,11 @@ from ckpipe.cli.running import (
     serve,
 )
 from ckpipe.cli.screen import Screen, size, visible
-from ckpipe.discovery import check_not_deleted, discover, read_index
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
-from ckpipe.inspection import data_bytes
-from ckpipe.leases import reading
-from ckpipe.opening import Access, open_store
-from ckpipe.restore import verify
+from ckpipe.loads.restore import verify
+from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
+from ckpipe.stores.opening import Access, open_store
 from ckpipe.types import CheckpointInfo, VerifyResult
 
 

@@ -11,18 +11,18 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import PutMode
-from ckpipe.cargo import file_rows
-from ckpipe.collector import collector_paused
-from ckpipe.completion import ascend
-from ckpipe.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.checkpoints.completion import ascend
+from ckpipe.checkpoints.pruning import Known
 from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotFound, StoreError
 from ckpipe.events import Completed, RankCommitted
-from ckpipe.keys import Json, decode_float
-from ckpipe.manifest import Bundle, BundleKind, Part, Structure
-from ckpipe.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
-from ckpipe.object_names import index_key, manifest_key
-from ckpipe.pruning import Known
-from ckpipe.retrying import Tries, telling
+from ckpipe.format.cargo import file_rows
+from ckpipe.format.keys import Json, decode_float
+from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure
+from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
+from ckpipe.format.object_names import index_key, manifest_key
+from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.stores.retrying import Tries, telling
+from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointInfo
 
 _OTHERS = "whether all other ranks have committed is for the store to say"

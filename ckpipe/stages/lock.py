@@ -5,9 +5,9 @@ from __future__ import annotations
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import StateChanged
-from ckpipe.lock_turns import Turn
-from ckpipe.saving import Save
-from ckpipe.site import Site
+from ckpipe.locking.lock_turns import Turn
+from ckpipe.saves.saving import Save
+from ckpipe.saves.site import Site
 
 TURNS = 3
 """A first walk to plan from, one to copy by, and one more if the structure changed between."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.planning import fingerprint
-from ckpipe.programs import Program
-from ckpipe.saving import CapturedState, PlannedState, Save
-from ckpipe.site import Site
-from ckpipe.structure import Captured
+from ckpipe.plans.planning import fingerprint
+from ckpipe.saves.programs import Program
+from ckpipe.saves.saving import CapturedState, PlannedState, Save
+from ckpipe.saves.site import Site
+from ckpipe.state.structure import Captured
 
 
 async def run(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.delivery import B, Delivery, Depot
 from ckpipe.events import Pruned
+from ckpipe.saves.delivery import B, Delivery, Depot
 from ckpipe.types import CheckpointInfo
 
 

@@ -9,9 +9,9 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.block_sums import compute
-from ckpipe.checksum import ChunkSums
-from ckpipe.delivery import B, Delivery
+from ckpipe.format.checksum import ChunkSums
+from ckpipe.saves.block_sums import compute
+from ckpipe.saves.delivery import B, Delivery
 
 BATCH_BLOCKS = 4
 """Blocks that are checksummed in one turn of a thread, if they are there. Every turn costs both

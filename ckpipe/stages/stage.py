@@ -10,25 +10,25 @@ import anyio.lowlevel
 import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.arena import Block
-from ckpipe.block_copiers import BlockCopiers, Outlet, Piece
-from ckpipe.collector import collector_paused
-from ckpipe.copying import BlockPlan, split_block
-from ckpipe.cores import own_cores
-from ckpipe.cuda import SideStreams
 from ckpipe.errors import UsageError
 from ckpipe.events import Staged
-from ckpipe.lock_turns import Turn
-from ckpipe.ownership import OwnedFacts, owned_leaves, owned_tensors
-from ckpipe.planning import fingerprint
-from ckpipe.programs import Division, Program
-from ckpipe.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
-from ckpipe.selecting import unmatched
-from ckpipe.site import Site
-from ckpipe.structure import Captured
-from ckpipe.structure import walk as walk_state
-from ckpipe.trail import trail_of
-from ckpipe.watching import Watch
+from ckpipe.loads.selecting import unmatched
+from ckpipe.locking.lock_turns import Turn
+from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
+from ckpipe.locking.watching import Watch
+from ckpipe.memory.arena import Block
+from ckpipe.memory.cuda import SideStreams
+from ckpipe.plans.planning import fingerprint
+from ckpipe.saves.block_copiers import BlockCopiers, Outlet, Piece
+from ckpipe.saves.copying import BlockPlan, split_block
+from ckpipe.saves.programs import Division, Program
+from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
+from ckpipe.saves.site import Site
+from ckpipe.state.structure import Captured
+from ckpipe.state.structure import walk as walk_state
+from ckpipe.state.trail import trail_of
+from ckpipe.tasks.collector import collector_paused
+from ckpipe.tasks.cores import own_cores
 
 MAX_COPIERS = 4
 """Worker threads that fill blocks at the most: about what saturates the memory of a machine."""

@@ -15,14 +15,14 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import Upload
-from ckpipe.block_sums import block_checksum
-from ckpipe.cargo import Cargo
-from ckpipe.checksum import crc32c
-from ckpipe.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.errors import CkpipeError, ObjectExists, StoreError
 from ckpipe.events import BlockUploaded
-from ckpipe.object_names import data_file_key
-from ckpipe.retrying import retrying, telling
+from ckpipe.format.cargo import Cargo
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.object_names import data_file_key
+from ckpipe.saves.block_sums import block_checksum
+from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.stores.retrying import retrying, telling
 
 logger = logging.getLogger("ckpipe")
 

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from ckpipe.backend import Backend
-from ckpipe.checksum import crc32c
 from ckpipe.errors import ObjectExists, ObjectNotFound, TruncatedObject
+from ckpipe.format.checksum import crc32c
 from ckpipe.testing._conformance_base import CREATE, OVERWRITE, SKEW, ConformanceBase, pattern
 
 

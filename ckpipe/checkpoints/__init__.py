@@ -1,0 +1,1 @@
+"""The checkpoints of a root: found, completed, held, compared, copied, removed."""

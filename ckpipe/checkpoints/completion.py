@@ -1,0 +1,256 @@
+"""Completing a checkpoint of many ranks without a coordinator.
+
+Theory. Every object here is created or not, never changed, and lists show every object whose
+write has returned. A rank lists its directory after its own commit. So of the ranks of a
+directory the last one to commit sees all of them, if nobody did before. Whoever sees a directory
+full writes what it is merged into and goes on with the directory which that is in. So somebody
+sees the last one full, and writes the index. What is written depends on the manifests alone:
+whoever comes second finds the same object there already. Nobody waits for anybody.
+
+Whoever died on this way has left full directories that are not merged. Descending from the top
+finds them, and the ranks that never committed, with lists of those directories only that lack
+something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from ckpipe.backend import Backend, PutMode
+from ckpipe.errors import InvalidManifest, MissingObject, ObjectExists, ObjectNotFound
+from ckpipe.format import object_names
+from ckpipe.format.group_tree import absent_members, level_sizes, members, merged_into
+from ckpipe.format.manifest import Bundle, BundleKind
+from ckpipe.format.manifest_checks import check_owners, known_facts
+from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
+from ckpipe.format.merging import merge
+from ckpipe.format.object_names import GROUP_SIZE, group_key, index_key, member_key, tombstone_key
+from ckpipe.tasks.collector import collector_paused
+from ckpipe.types import CheckpointId
+
+_READS = 8
+"""Members that are read at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of trying to complete a checkpoint.
+
+    Args:
+        complete: Whether it is complete now.
+        index: The index, if this call created it.
+        deleted: Whether a tombstone says that it must not be completed.
+        absent: Ranks that were found not to have committed; not always all of them.
+    """
+
+    complete: bool
+    index: Bundle | None = None
+    deleted: bool = False
+    absent: tuple[int, ...] = ()
+
+
+_OPEN = Outcome(complete=False)
+_DELETED = Outcome(complete=False, deleted=True)
+
+
+async def ascend(backend: Backend, id: CheckpointId, rank: int, world_size: int) -> Outcome:
+    """Completes a checkpoint as far as this rank's commit made that possible.
+
+    Costs one list unless the rank's directory is full.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        rank: The rank that has committed.
+        world_size: How many ranks there are.
+
+    Raises:
+        CorruptCheckpoint: If a member of a full directory is damaged.
+        StoreError: If the store failed; whoever comes next goes on.
+    """
+    level, directory = 0, rank // GROUP_SIZE
+    while not await _absent(backend, id, level, directory, world_size):
+        target = merged_into(level, directory, world_size)
+        if target is None:
+            return await _write_index(backend, id, level, world_size)
+        await _write_group(backend, id, target, world_size)
+        level, directory = target[0], target[1] // GROUP_SIZE
+    return _OPEN
+
+
+async def descend(
+    backend: Backend, id: CheckpointId, world_size: int, *, most_holes: int = 1
+) -> Outcome:
+    """Completes a checkpoint whoever left it, or finds out who is absent.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        world_size: How many ranks there are.
+        most_holes: After so many directories that lack ranks no other is looked into.
+
+    Raises:
+        CorruptCheckpoint: If a member of a full directory is damaged.
+        StoreError: If the store failed.
+    """
+    top = len(level_sizes(world_size)) - 1
+    absent: list[list[int]] = []
+    if await _fill(backend, id, top, 0, world_size, absent, most_holes):
+        return await _write_index(backend, id, top, world_size)
+    if await _exists(backend, tombstone_key(id)):
+        return _DELETED
+    return Outcome(complete=False, absent=tuple(rank for ranks in absent for rank in ranks))
+
+
+async def _fill(
+    backend: Backend,
+    id: CheckpointId,
+    level: int,
+    directory: int,
+    world_size: int,
+    absent: list[list[int]],
+    most_holes: int,
+) -> bool:
+    """Makes a directory full if all ranks below it have committed; else notes who has not."""
+    missing = await _absent(backend, id, level, directory, world_size)
+    if not missing:
+        return True
+    if level == 0:
+        absent.append(missing)
+        return False
+    full = True
+    for number in missing:
+        if len(absent) >= most_holes:
+            return False
+        if await _fill(backend, id, level - 1, number, world_size, absent, most_holes):
+            await _write_group(backend, id, (level, number), world_size)
+        else:
+            full = False
+    return full
+
+
+async def _absent(
+    backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
+) -> list[int]:
+    keys = {each.key async for each in backend.list(object_names.directory(id, level, directory))}
+    return absent_members(id, level, directory, world_size, keys)
+
+
+async def _write_group(
+    backend: Backend, id: CheckpointId, group: tuple[int, int], world_size: int
+) -> None:
+    level, number = group
+    key = group_key(id, level, number)
+    if await _exists(backend, key):
+        return
+    bundles = await _read(backend, id, level - 1, number, world_size)
+    if bundles is None:
+        return
+    _, data = await anyio.to_thread.run_sync(_merged, bundles, group)
+    await _create(backend, key, data)
+
+
+async def _write_index(backend: Backend, id: CheckpointId, level: int, world_size: int) -> Outcome:
+    key, tombstone = index_key(id), tombstone_key(id)
+    if await _exists(backend, tombstone):
+        return _DELETED
+    if await _exists(backend, key):
+        return Outcome(complete=True)
+    bundles = await _read(backend, id, level, 0, world_size)
+    if bundles is None:
+        return _DELETED
+    index, data = await anyio.to_thread.run_sync(_merged, bundles, None)
+    created = await _create(backend, key, data)
+    if await _exists(backend, tombstone):
+        # Deleted since the first look: an index must not outlive the tombstone.
+        await backend.delete([key])
+        return _DELETED
+    return Outcome(complete=True, index=index if created else None)
+
+
+async def _read(
+    backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
+) -> list[Bundle] | None:
+    """The members of a full directory; None if the checkpoint is being deleted."""
+    found: dict[int, Bundle] = {}
+    limiter = anyio.CapacityLimiter(_READS)
+
+    async def read(number: int) -> None:
+        async with limiter:
+            found[number], _ = await read_member(backend, id, level, number, world_size)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for number in members(level, directory, world_size):
+                tasks.start_soon(read, number)
+    except ExceptionGroup as group:
+        error = group.exceptions[0]
+        if isinstance(error, MissingObject) and await _exists(backend, tombstone_key(id)):
+            return None
+        raise error from None
+    return [found[number] for number in sorted(found)]
+
+
+async def read_member(
+    backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
+) -> tuple[Bundle, int]:
+    """Reads and validates a manifest, which is a member of level 0, or a group object.
+
+    Returns:
+        It, and its size on the store in bytes.
+
+    Raises:
+        MissingObject: If it is not there.
+        CorruptCheckpoint: If it is damaged or hostile, or of another world size.
+        UnsupportedVersion: If it is of a newer format.
+        StoreError: If the store failed.
+    """
+    key = member_key(id, level, number)
+    try:
+        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+    except ObjectNotFound as error:
+        raise MissingObject("A part of the checkpoint is gone", step=id.step, key=key) from error
+    kind = "group" if level else "manifest"
+    bundle = await anyio.to_thread.run_sync(
+        partial(_decoded, data, key, id, "group" if level else "manifest")
+    )
+    place = bundle.group if level else (0, bundle.parts[0].rank)
+    if place != (level, number) or bundle.world_size != world_size:
+        raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
+    return bundle, len(data)
+
+
+def _decoded(data: bytes, key: str, id: CheckpointId, kind: BundleKind) -> Bundle:
+    with collector_paused():
+        # Its layouts are merged as they stand, so that no rows are needed.
+        return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0)
+
+
+def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundle, bytes]:
+    with collector_paused():
+        merged = merge(bundles, "group" if group else "index", group)
+        if group is None:
+            # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
+            check_owners(merged, known_facts(merged, {}))
+        return merged, encode_bundle(merged)
+
+
+async def _create(backend: Backend, key: str, data: bytes) -> bool:
+    """Creates an object that another rank may create as well, with the same bytes."""
+    try:
+        await backend.put(key, data, PutMode.CREATE)
+    except ObjectExists:
+        return False
+    return True
+
+
+async def _exists(backend: Backend, key: str) -> bool:
+    try:
+        await backend.stat(key)
+    except ObjectNotFound:
+        return False
+    return True

@@ -1,0 +1,314 @@
+"""Copying a whole checkpoint from one store to another, of the same kind or not.
+
+Theory. The copy has the name, the bytes and the life of the original: data first, then manifests
+and group objects, the index last, so that it is complete or absent wherever it breaks off. Every
+byte is compared with the checksums of the index on its way, and a file only becomes visible once
+all of its bytes were right. A copy that was interrupted is taken up again by copying again: a file
+that is there already is read through, and stays if it is what was saved.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+
+from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
+from ckpipe.checkpoints.file_check import FileCheck
+from ckpipe.errors import (
+    ChecksumMismatch,
+    CkpipeError,
+    CommitConflict,
+    MissingObject,
+    ObjectExists,
+    ObjectNotFound,
+    TruncatedObject,
+    UsageError,
+)
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.format.object_names import data_file_key, index_key, prefix, tombstone_key
+from ckpipe.loads.load_planning import PartData
+from ckpipe.stores.retrying import RetryPolicy, retrying
+from ckpipe.tasks.lanes import run_lanes
+from ckpipe.types import CheckpointId
+
+_PAGE = 4096
+
+UseBlock = Callable[[int, memoryview], Awaitable[None]]
+"""Uses a block of a file, given where it begins."""
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """What copying a checkpoint came to.
+
+    Args:
+        id: Exact name of the checkpoint, the same on both stores.
+        files: How many data files it has.
+        bytes: Their size.
+        copied_files: How many of them were copied; the others were there.
+        copied_bytes: The size of those.
+    """
+
+    id: str
+    files: int = 0
+    bytes: int = 0
+    copied_files: int = 0
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettings:
+    """How to copy.
+
+    Args:
+        policy: How often writes of blocks are tried again.
+        lanes: Blocks on their way at the same time.
+        block_bytes: The size of a block in bytes; grown to what the target asks for.
+        on_bytes: Told of bytes that are known to be good on the target, as they come.
+    """
+
+    policy: RetryPolicy
+    lanes: int = 4
+    block_bytes: int = 16 << 20
+    on_bytes: Callable[[int], None] = field(default=lambda nbytes: None)
+
+
+async def copy_checkpoint(
+    source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
+) -> CopyReport:
+    """Copies a complete checkpoint, verified; doing it again goes on where it stopped.
+
+    On the target a data file that is damaged is replaced, once the source's bytes were found to
+    be right. Nothing else there is ever overwritten.
+
+    Args:
+        source: Where the checkpoint is; only read.
+        target: Where it goes.
+        id: The checkpoint.
+        settings: How to copy.
+
+    Raises:
+        UsageError: If the target has a tombstone of this checkpoint.
+        CommitConflict: If the target has other metadata under the checkpoint's name.
+        CorruptCheckpoint: If the source is not what was saved; the target stays incomplete.
+        StoreError: If a store failed; the target stays incomplete.
+    """
+    index = await _read(source, index_key(id), id)
+    bundle = await anyio.to_thread.run_sync(_decoded, index, id)
+    await _check_target(target, id, index)
+    report = CopyReport(str(id))
+    for part in bundle.parts:
+        data = PartData(part, bundle.layouts[part.layout])
+        for number in range(len(data.files)):
+            file = _File(source, target, id, data, number, settings)
+            copied = await file.bring()
+            report.files += 1
+            report.bytes += file.check.size
+            report.copied_files += copied
+            report.copied_bytes += file.check.size * copied
+    await _copy_metadata(source, target, id, settings)
+    await _create(target, index_key(id), index)
+    return report
+
+
+def _decoded(data: bytes, id: CheckpointId) -> Bundle:
+    return decode_bundle(data, key=index_key(id), id=id, kind="index")
+
+
+async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None:
+    try:
+        await target.stat(tombstone_key(id))
+    except ObjectNotFound:
+        pass
+    else:
+        raise UsageError(
+            "The checkpoint was deleted on the target, whose mark of that is still there",
+            step=id.step,
+            hint="Sweep the target once the mark is old enough, or copy elsewhere",
+        )
+    try:
+        await _same(target, index_key(id), index)
+    except ObjectNotFound:
+        return
+
+
+async def _copy_metadata(
+    source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
+) -> None:
+    """Copies manifests, then group objects: the index could be made anew from either."""
+    below = f"{prefix(id)}m/"
+    keys = sorted([each.key async for each in source.list(below)])
+    for level in sorted({key.removeprefix(below).partition("/")[0] for key in keys}):
+        pending = iter([key for key in keys if key.startswith(f"{below}{level}/")])
+
+        async def lane(pending: Iterator[str] = pending) -> None:
+            for key in pending:
+                await _create(target, key, await _read(source, key, id))
+
+        await run_lanes(settings.lanes, lane)
+
+
+async def _read(source: Backend, key: str, id: CheckpointId) -> bytes:
+    try:
+        return await source.get(key, max_bytes=MAX_STORED_BYTES)
+    except ObjectNotFound as error:
+        raise MissingObject("An object of the checkpoint is gone", step=id.step, key=key) from error
+
+
+async def _create(target: Backend, key: str, data: bytes) -> None:
+    try:
+        await target.put(key, data, PutMode.CREATE)
+    except ObjectExists:
+        await _same(target, key, data)
+
+
+async def _same(target: Backend, key: str, data: bytes) -> None:
+    if await target.get(key, max_bytes=MAX_STORED_BYTES) != data:
+        raise CommitConflict(
+            "The target has something else under the name of this checkpoint",
+            key=key,
+            hint="Look which of the two is the right one, and delete the other",
+        )
+
+
+class _File:
+    """One data file on its way."""
+
+    def __init__(
+        self,
+        source: Backend,
+        target: Backend,
+        id: CheckpointId,
+        data: PartData,
+        number: int,
+        settings: CopySettings,
+    ) -> None:
+        self._source, self._target, self._settings = source, target, settings
+        self._id, self._data, self._number = id, data, number
+        self._rank = data.ranks[number]
+        self.check = FileCheck(data, number)
+        self._key = data_file_key(id, data.files[number].name)
+        size = self.check.size
+        self._block_bytes = block_bytes_for(size, settings.block_bytes, target.limits)
+
+    async def bring(self) -> bool:
+        """Makes the target have the file; returns whether it had to be copied."""
+        there = await self._size_there()
+        if there == self.check.size and await self._is_whole():
+            return False
+        with _located(self._id, self._rank, self._key):
+            upload = await self._target.open_upload(
+                self._key, size=self.check.size, block_bytes=self._block_bytes
+            )
+        try:
+            await self._transfer(upload)
+            if there is not None:
+                await self._target.delete([self._key])
+            await retrying(self._settings.policy, lambda: self._complete(upload))
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await upload.abort()
+            raise
+        return True
+
+    async def _size_there(self) -> int | None:
+        try:
+            return (await self._target.stat(self._key)).size
+        except ObjectNotFound:
+            return None
+
+    async def _transfer(self, upload: Upload) -> None:
+        async def send(offset: int, block: memoryview) -> None:
+            policy = self._settings.policy
+            await retrying(policy, lambda: upload.write(offset, block))
+            self._settings.on_bytes(len(block))
+
+        check = FileCheck(self._data, self._number)
+        await self._blocks(self._source, check, send)
+        fault = check.fault()
+        if fault is not None:
+            raise ChecksumMismatch(
+                f"The source is damaged: {fault:.200} is not what was saved",
+                step=self._id.step,
+                rank=self._rank,
+                key=self._key,
+                hint="Nothing was copied of this file; copy another checkpoint",
+            )
+
+    async def _is_whole(self) -> bool:
+        """Whether the file on the target is what was saved."""
+        seen = 0
+
+        async def count(offset: int, block: memoryview) -> None:
+            nonlocal seen
+            seen += len(block)
+
+        check = FileCheck(self._data, self._number)
+        try:
+            await self._blocks(self._target, check, count)
+        except (MissingObject, TruncatedObject):
+            return False
+        if check.fault() is not None:
+            return False
+        self._settings.on_bytes(seen)
+        return True
+
+    async def _blocks(self, backend: Backend, check: FileCheck, use: UseBlock) -> None:
+        """Reads the file in lanes; every block is summed up and used, in any order."""
+        offsets = iter(range(0, check.size, self._block_bytes))
+
+        async def lane() -> None:
+            buffer = memoryview(mmap.mmap(-1, min(self._block_bytes, check.size)))
+            for offset in offsets:
+                block = buffer[: min(self._block_bytes, check.size - offset)]
+                with _located(self._id, self._rank, self._key):
+                    await backend.read_into(self._key, offset, block)
+                check.add(await anyio.to_thread.run_sync(check.sums_of, offset, block))
+                await use(offset, block)
+
+        blocks = -(-check.size // self._block_bytes)
+        await run_lanes(min(self._settings.lanes, blocks), lane)
+
+    async def _complete(self, upload: Upload) -> None:
+        try:
+            await upload.complete()
+        except CkpipeError:
+            # The answer may have been lost, or somebody else copies the same: what is there tells.
+            if await self._size_there() != self.check.size or not await self._is_whole():
+                raise
+
+
+def block_bytes_for(size: int, wanted: int, limits: UploadLimits) -> int:
+    """The size of the blocks of an upload: what is wanted, unless the store asks for more.
+
+    Args:
+        size: Bytes of the object.
+        wanted: Bytes of a block.
+        limits: What the store asks for.
+    """
+    least = limits.min_block_bytes
+    if limits.max_blocks is not None:
+        least = max(least, -(-size // limits.max_blocks))
+    return wanted if wanted >= least else -(-least // _PAGE) * _PAGE
+
+
+@contextmanager
+def _located(id: CheckpointId, rank: int, key: str) -> Iterator[None]:
+    try:
+        yield
+    except ObjectNotFound as error:
+        raise MissingObject(
+            "A data file of the checkpoint is gone", step=id.step, rank=rank, key=key
+        ) from error
+    except CkpipeError as error:
+        error.located(step=id.step, rank=rank)
+        raise
+
+
+__all__ = ["CopyReport", "CopySettings", "block_bytes_for", "copy_checkpoint"]

@@ -1,0 +1,112 @@
+"""Completing checkpoints that somebody left full but without an index.
+
+The last rank to commit may die before it has written the index. Whoever opens a root, lists it or
+looks for something to load completes such checkpoints then. One whose manifests are damaged, or
+that this process may not write to, stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import anyio.to_thread
+
+from ckpipe.backend import Backend
+from ckpipe.checkpoints.completion import descend
+from ckpipe.checkpoints.discovery import NO_INDEX, describe, discover, pick
+from ckpipe.errors import CorruptCheckpoint, ObjectNotFound, StoreError, UnsupportedVersion
+from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.format.object_names import directory
+from ckpipe.tasks.lanes import run_lanes
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+_AT_ONCE = 8
+"""Incomplete checkpoints that are looked into at the same time."""
+
+
+async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The same checkpoints in the same order, those completed that could be, several at once.
+
+    Costs one list for each incomplete one that has no manifests, and a few requests more for one
+    that has some.
+
+    Raises:
+        StoreError: If the store failed to list.
+    """
+    found = list(infos)
+    pending = iter([place for place, info in enumerate(found) if info.reason == NO_INDEX])
+
+    async def lane() -> None:
+        for place in pending:
+            found[place] = await heal(backend, found[place])
+
+    await run_lanes(_AT_ONCE, lane)
+    return found
+
+
+async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
+    """What is known of a checkpoint, after completing it if nothing but its index lacks.
+
+    Raises:
+        StoreError: If the store failed to list.
+    """
+    id = info.key
+    if info.complete or info.reason != NO_INDEX:
+        return info
+    world_size = await _world_size(backend, id)
+    if world_size is None:
+        return info
+    try:
+        outcome = await descend(backend, id, world_size)
+    except (CorruptCheckpoint, StoreError, UnsupportedVersion) as error:
+        logger.warning("%s cannot be completed: %s", info.id, error)
+        return info
+    return await describe(backend, info) if outcome.complete else info
+
+
+async def newest_healed(backend: Backend) -> CheckpointInfo | None:
+    """The newest complete checkpoint of a root, or None; newer ones are completed if possible.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    for info in await discover(backend):
+        known = await heal(backend, info)
+        if known.complete:
+            return known
+    return None
+
+
+async def find_healed(backend: Backend, which: int | str) -> CheckpointInfo:
+    """What :func:`ckpipe.checkpoints.discovery.find` finds, completed first if that is possible.
+
+    Raises:
+        CheckpointIncomplete: If there is only an incomplete one.
+        CheckpointNotFound: If there is none.
+        StoreError: If the store failed.
+    """
+    everything = await discover(backend)
+    named = [info for info in everything if which in (info.id, info.step)]
+    if named and not any(info.complete for info in named):
+        everything = await healed(backend, named)
+    return pick(everything, which)
+
+
+async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
+    """How many ranks a checkpoint has, by any manifest of the first directory."""
+    prefix = directory(id, 0, 0)
+    key = next(iter(sorted([each.key async for each in backend.list(prefix)])), None)
+    if key is None:
+        return None
+    try:
+        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+        bundle = await anyio.to_thread.run_sync(
+            lambda: decode_bundle(data, key=key, id=id, kind="manifest")
+        )
+    except (CorruptCheckpoint, ObjectNotFound, UnsupportedVersion) as error:
+        logger.warning("%s cannot be completed: %s", id, error)
+        return None
+    return bundle.world_size

@@ -1,0 +1,244 @@
+"""What an index says, in a form to show: names, shapes, sizes, sharing, ranks and inline values.
+
+Pure: it reads bundles that were validated, and no bytes of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpipe.format.item_sizes import item_bytes
+from ckpipe.format.keys import Json, LabelFilter, unique_label
+from ckpipe.format.manifest import Bundle, Layout, Part, TensorRow
+from ckpipe.format.trees import Node, children_of
+
+_LONGEST_PREVIEW = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """One tensor of a checkpoint.
+
+    Args:
+        label: Its label.
+        dtype: Name of its torch dtype.
+        shape: Its global shape.
+        bytes: Bytes of all its elements, written or shared.
+        kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
+        device: Type of the device it was on.
+        requires_grad: Whether it collects gradients.
+        also: Other labels under which the very same tensor stands in the state.
+        shares_with: Labels of other tensors that have bytes of memory in common with it.
+        ranks: The ranks that hold all or part of it.
+        boxes: Into how many boxes its ranks have cut it; 1 for a whole tensor.
+        differs: Whether ranks hold it whole and with different bytes.
+    """
+
+    label: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    kind: str
+    device: str
+    requires_grad: bool
+    also: tuple[str, ...]
+    shares_with: tuple[str, ...]
+    ranks: tuple[int, ...]
+    boxes: int
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDescription:
+    """One inline value of a checkpoint.
+
+    Args:
+        label: Its label.
+        value: The value as JSON text, cut off if it is long.
+        ranks: The ranks that have it.
+        differs: Whether ranks have different values; ``value`` is that of the lowest then.
+    """
+
+    label: str
+    value: str
+    ranks: tuple[int, ...]
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the index of a checkpoint says.
+
+    Args:
+        id: Exact name of the checkpoint.
+        step: Its step.
+        world_size: How many ranks wrote it.
+        files: How many data files it has.
+        bytes: Size of its data files.
+        started: When its save began on the lowest rank, ISO 8601 in UTC.
+        final: Whether it was to be the last of its run.
+        resumed_from: The checkpoint that its run had loaded, if any.
+        writer: Versions of ckpipe, torch and Python.
+        metadata: What ``save`` was given as metadata.
+        metrics: What ``save`` was given as metrics; non-finite numbers as text.
+        tensors: Its tensors, in the order of the state.
+        values: Its inline values, in the order of the state.
+    """
+
+    id: str
+    step: int
+    world_size: int
+    files: int
+    bytes: int
+    started: str
+    final: bool
+    resumed_from: str | None
+    writer: Mapping[str, str]
+    metadata: Mapping[str, Json]
+    metrics: Mapping[str, Json]
+    tensors: tuple[TensorDescription, ...]
+    values: tuple[ValueDescription, ...]
+
+
+def describe(bundle: Bundle, select: LabelFilter | None = None) -> Description:
+    """What an index says, for people and for other programs.
+
+    Args:
+        bundle: The index, validated.
+        select: Which tensors and values to name; None for all.
+    """
+    first = bundle.parts[0]
+    wanted = select or LabelFilter()
+    return Description(
+        id=str(bundle.id),
+        step=bundle.id.step,
+        world_size=bundle.world_size,
+        files=sum(len(part.files) for part in bundle.parts),
+        bytes=data_bytes(bundle),
+        started=first.started,
+        final=any(part.final for part in bundle.parts),
+        resumed_from=first.resumed_from,
+        writer=first.writer,
+        metadata=first.metadata,
+        metrics=first.metrics,
+        tensors=tuple(each for each in _tensors(bundle) if wanted(each.label)),
+        values=tuple(each for each in _values(bundle) if wanted(each.label)),
+    )
+
+
+def data_bytes(bundle: Bundle) -> int:
+    """The size of all data files of a bundle's parts."""
+    return sum(file.size for part in bundle.parts for file in part.files)
+
+
+def tensor_bytes(row: TensorRow) -> int:
+    """The bytes of all elements of a tensor; 0 if its dtype is unknown."""
+    return math.prod(row.shape) * (item_bytes(row.dtype) or 0)
+
+
+def _tensors(bundle: Bundle) -> Iterator[TensorDescription]:
+    rows: dict[str, TensorRow] = {}
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    boxes: defaultdict[str, set[Json]] = defaultdict(set)
+    shared: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    also = _other_labels(bundle)
+    for part in bundle.parts:
+        structure, layout = bundle.structures[part.structure], bundle.layouts[part.layout]
+        for row in structure.tensors:
+            rows.setdefault(row.label, row)
+            ranks[row.label].append(part.rank)
+        labels = [row.label for row in structure.tensors]
+        for chunk in layout.chunks:
+            boxes[labels[chunk.tensor]].add(chunk.box)
+        for group in _sharing(layout, labels):
+            for label in group:
+                shared[label].update(dict.fromkeys(each for each in group if each != label))
+    differing = labels_per_rank(bundle)
+    for label, row in rows.items():
+        yield TensorDescription(
+            label, row.dtype, row.shape, tensor_bytes(row), row.kind, row.device,
+            row.requires_grad, tuple(also[label]), tuple(shared[label]), tuple(ranks[label]),
+            max(1, len(boxes[label])), label in differing,
+        )  # fmt: skip
+
+
+def _other_labels(bundle: Bundle) -> defaultdict[str, dict[str, None]]:
+    found: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for structure in bundle.structures:
+        seen: set[int] = set()
+        for label, number in leaf_labels(structure.tree, "tensor"):
+            if number in seen:
+                found[structure.tensors[number].label][label] = None
+            seen.add(number)
+    return found
+
+
+def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
+    """The labels of tensors that lie in one entry of their own rank, group by group."""
+    groups: defaultdict[Json, dict[str, None]] = defaultdict(dict)
+    for chunk in layout.chunks:
+        if chunk.owner is None:
+            groups[chunk.entry][labels[chunk.tensor]] = None
+    yield from (list(group) for group in groups.values() if len(group) > 1)
+
+
+def labels_per_rank(bundle: Bundle) -> set[str]:
+    """The labels of tensors that each rank holds whole and for itself, not alike."""
+    return {
+        bundle.structures[number].tensors[tensor].label
+        for number, each in enumerate(bundle.per_rank)
+        for tensor in each.tensors
+        if tensor < len(bundle.structures[number].tensors)
+    }
+
+
+def _values(bundle: Bundle) -> Iterator[ValueDescription]:
+    found: dict[str, str] = {}
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    differing: set[str] = set()
+    paths = [list(leaf_labels(structure.tree, "value")) for structure in bundle.structures]
+    for part in bundle.parts:
+        for label, number in paths[part.structure]:
+            text = _preview(part, number)
+            if found.setdefault(label, text) != text:
+                differing.add(label)
+            ranks[label].append(part.rank)
+    for label, text in found.items():
+        yield ValueDescription(label, text, tuple(ranks[label]), label in differing)
+
+
+def leaf_labels(tree: Node, kind: Literal["tensor", "value"]) -> Iterator[tuple[str, int]]:
+    """The labels of a tree's tensors or inline values, each with its number; none stands twice."""
+    taken: set[str] = set()
+    pending: list[tuple[Node, str]] = [(tree, "")]
+    while pending:
+        node, label = pending.pop()
+        if node[0] == kind:
+            yield unique_label(label, taken), node[1]
+        elif node[0] in ("shared", "registered", "stateful"):
+            pending.append((node[-1], label))
+        else:
+            inner = [(child, where) for _, child, where in children_of(node, label)]
+            pending += reversed(inner)
+
+
+def _preview(part: Part, number: int) -> str:
+    text = json.dumps(part.values[number], ensure_ascii=True)
+    return text if len(text) <= _LONGEST_PREVIEW else f"{text[: _LONGEST_PREVIEW - 1]}…"
+
+
+__all__ = [
+    "Description",
+    "TensorDescription",
+    "ValueDescription",
+    "data_bytes",
+    "describe",
+    "labels_per_rank",
+    "leaf_labels",
+    "tensor_bytes",
+]

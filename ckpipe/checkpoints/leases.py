@@ -1,0 +1,298 @@
+"""Who says that it is using a checkpoint, or that its launch is running.
+
+A lease is a small object below ``.ckpipe/leases/<subject>/`` that its holder renews by creating
+further ones. It is live while the newest of them is young, by the store's own clock, so that a
+crash ends it without anybody's help.
+
+**Why nothing is deleted under a reader.** A reader creates its lease and then looks for a
+tombstone; who deletes creates the tombstone and then looks for leases. Lists are consistent, so at
+least one of the two sees the other: the reader takes another checkpoint, or the data stays until
+the lease has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+import anyio
+
+from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.checkpoints.discovery import check_not_deleted
+from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
+from ckpipe.format.object_names import LEASES, lease_key
+from ckpipe.tasks.ahead import Ahead
+from ckpipe.types import CheckpointId
+
+logger = logging.getLogger("ckpipe")
+T = TypeVar("T")
+L = TypeVar("L")
+
+LEASE_LIFE = timedelta(minutes=15)
+"""How old the newest object of a live lease is at most."""
+
+EXPORTING = ".export"
+"""Behind the id of a checkpoint, the subject of who will export it once it is complete. It keeps
+retention away like the id itself, but no load waits for such a checkpoint to become complete."""
+
+RENEW_EVERY = LEASE_LIFE / 5
+"""How long a holder waits before it renews its lease: several renewals may fail in a row."""
+
+REMOVE_SECONDS = 5.0
+"""How long removing the object that told the time may outlast a cancellation, in seconds."""
+
+
+def live_subjects(
+    leases: Iterable[ObjectInfo], now: datetime, life: timedelta = LEASE_LIFE
+) -> set[str]:
+    """The checkpoints and launches that somebody holds a live lease on.
+
+    Args:
+        leases: What lies below ``.ckpipe/leases/``.
+        now: The time, by the store's own clock.
+        life: How old a live lease is at most.
+    """
+    live = set()
+    for each in leases:
+        subject, slash, _ = each.key.removeprefix(LEASES).partition("/")
+        if slash and now - each.modified <= life:
+            live.add(subject)
+    return live
+
+
+def protected_subjects(live: Iterable[str]) -> set[str]:
+    """The checkpoints and launches that retention must leave alone, of all that is leased."""
+    return {each.removesuffix(EXPORTING) for each in live}
+
+
+async def read_leases(backend: Backend) -> list[ObjectInfo]:
+    """All leases of a root, live or not.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    return [each async for each in backend.list(LEASES)]
+
+
+async def store_time(backend: Backend) -> datetime:
+    """The time by the store's own clock: that of a lease which is made and removed again.
+
+    A store without room for a lease is asked by who would make room, and so it is told by this
+    machine's clock then.
+
+    Raises:
+        StoreError: If the store failed otherwise.
+    """
+    key = lease_key("clock", secrets.token_hex(8))
+    try:
+        await _write(backend, key)
+        return (await backend.stat(key)).modified
+    except StoreFull:
+        return datetime.now(UTC)
+    finally:
+        with anyio.move_on_after(REMOVE_SECONDS, shield=True):
+            await backend.delete([key])
+
+
+async def _write(backend: Backend, key: str) -> None:
+    """Writes a lease; one that is there is this one, written by a try whose answer was lost."""
+    with contextlib.suppress(ObjectExists):
+        await backend.put(key, b"{}", PutMode.CREATE)
+
+
+async def time_now(backend: Backend) -> datetime:
+    """The time by the store's own clock, or by this machine's where nothing may be written.
+
+    Raises:
+        StoreError: If the store failed otherwise.
+    """
+    try:
+        return await store_time(backend)
+    except PermissionDenied:
+        return datetime.now(UTC)
+
+
+async def leased(backend: Backend) -> set[str]:
+    """The checkpoints and launches under a live lease, by the store's own clock.
+
+    Costs one list, and three requests more if there are leases at all.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    leases = await read_leases(backend)
+    return live_subjects(leases, await store_time(backend)) if leases else set()
+
+
+async def is_leased(backend: Backend, subject: str) -> bool:
+    """Whether one checkpoint or launch is under a live lease, by the store's own clock.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    leases = [each async for each in backend.list(f"{LEASES}{subject}/")]
+    return bool(leases) and bool(live_subjects(leases, await store_time(backend)))
+
+
+class Lease:
+    """One holder's lease, which is there from :meth:`renew` to :meth:`release`.
+
+    Neither raises if the store fails: reading goes before being protected while reading.
+
+    Args:
+        backend: The store.
+        subject: The checkpoint that is being read, or the id of the attempt that is running.
+    """
+
+    def __init__(self, backend: Backend, subject: str) -> None:
+        self._backend, self._subject = backend, subject
+        self._holder, self._renewals = secrets.token_hex(8), 0
+        self._written: list[str] = []
+
+    async def renew(self) -> None:
+        """Takes the lease, or takes it again for another :data:`LEASE_LIFE`."""
+        key = lease_key(self._subject, self._holder, self._renewals)
+        self._renewals += 1
+        # Noted first, since an answer that is lost leaves the object behind.
+        older, self._written = self._written, [*self._written, key]
+        try:
+            await _write(self._backend, key)
+            await self._backend.delete(older)
+        except PermissionDenied:
+            # Who may not write may still read; then there is just no protection.
+            logger.info("A lease on %s may not be written", self._subject)
+            return
+        except StoreError as error:
+            logger.warning("A lease on %s could not be renewed: %s", self._subject, error)
+            return
+        self._written = [key]
+
+    async def keep(self, every: timedelta = RENEW_EVERY) -> None:
+        """Renews the lease now and then until it is cancelled."""
+        while True:
+            await anyio.sleep(every.total_seconds())
+            await self.renew()
+
+    async def release(self) -> None:
+        """Ends the lease; without it the lease ends by its age."""
+        if not self._written:
+            return
+        try:
+            await self._backend.delete(self._written)
+        except PermissionDenied:
+            return
+        except StoreError as error:
+            logger.warning("The lease on %s could not be released: %s", self._subject, error)
+
+
+async def under_lease(
+    backend: Backend,
+    subject: str,
+    work: Callable[[], Awaitable[T]],
+    *,
+    every: timedelta = RENEW_EVERY,
+) -> T:
+    """Does something while nobody may delete what it is about.
+
+    Args:
+        backend: The store.
+        subject: The checkpoint that is being read.
+        work: What to do; begins when the lease is there.
+        every: How often the lease is renewed.
+
+    Returns:
+        What the work returns, and it raises what the work raises.
+    """
+    lease, failure = Lease(backend, subject), None
+    try:
+        await lease.renew()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lease.keep, every, name=f"lease on {subject}")
+            try:
+                result = await work()
+            except Exception as error:  # raised below, so that it comes without a group
+                failure = error
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await lease.release()
+    if failure is not None:
+        raise failure
+    return result
+
+
+async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
+    """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        work: What to do with it.
+
+    Returns:
+        What the work returns, and it raises what the work raises.
+
+    Raises:
+        CheckpointIncomplete: If it is being deleted already.
+        StoreError: If the store failed.
+    """
+
+    async def nothing() -> None:
+        return
+
+    return await reading_ahead(backend, id, nothing, lambda _: work())
+
+
+async def reading_ahead(
+    backend: Backend,
+    id: CheckpointId,
+    look: Callable[[], Awaitable[L]],
+    work: Callable[[L], Awaitable[T]],
+) -> T:
+    """The same for work on what a first look has found, for which no lease is waited.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        look: Reads objects that are whole or absent and never change, such as the index, and
+            changes nothing. If the checkpoint is being deleted, what it finds or raises is
+            forgotten.
+        work: What to do with what it returned.
+
+    Returns:
+        What the work returns, and it raises what the look or the work raises.
+
+    Raises:
+        CheckpointIncomplete: If it is being deleted already.
+        StoreError: If the store failed.
+    """
+    found = Ahead(look)
+
+    async def once_sure() -> T:
+        await check_not_deleted(backend, id)
+        return await work(await found.get())
+
+    async with found.started():
+        return await under_lease(backend, str(id), once_sure)
+
+
+__all__ = [
+    "EXPORTING",
+    "LEASE_LIFE",
+    "RENEW_EVERY",
+    "Lease",
+    "is_leased",
+    "leased",
+    "live_subjects",
+    "protected_subjects",
+    "read_leases",
+    "reading",
+    "reading_ahead",
+    "store_time",
+    "time_now",
+    "under_lease",
+]

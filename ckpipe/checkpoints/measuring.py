@@ -1,0 +1,289 @@
+"""Measuring what this machine and a store can do, and what to set because of it.
+
+Rates are those of the parts that a save is made of: copies into host memory, checksums, and
+writes and reads of large objects through a backend, in lanes of blocks. No pipeline is involved,
+so that the figures are limits rather than results.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+import torch
+
+from ckpipe.backend import Backend, PutMode
+from ckpipe.errors import UsageError
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.object_names import BENCH
+from ckpipe.tasks.lanes import run_lanes
+
+_SMALL_PUTS = 9
+_MEMORY_BYTES = 64 << 20
+_TRIES = 5
+_GOOD_ENOUGH, _FAST_ENOUGH = 0.95, 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast objects are written or read with so many lanes and blocks of such a size.
+
+    Args:
+        lanes: Blocks on their way at the same time.
+        block_bytes: The size of a block in bytes.
+        write: Bytes a second that became durable.
+        read: Bytes a second that were read.
+    """
+
+    lanes: int
+    block_bytes: int
+    write: float
+    read: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured.
+
+    Args:
+        copy: Bytes a second that one thread copies within host memory.
+        checksum: Bytes a second that one thread sums up.
+        put_seconds: The median time of creating an object of a hundred bytes.
+        rates: What the store does, for each number of lanes and size of blocks.
+        write_beside: Bytes a second that are written, with the lanes and blocks that are advised,
+            beside a thread of Python that never waits; None if that was not measured.
+    """
+
+    copy: float
+    checksum: float
+    put_seconds: float
+    rates: tuple[Rate, ...]
+    write_beside: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to set because of measurements.
+
+    Args:
+        upload_lanes: ``upload.lanes``: the fewest that write nearly as fast as any.
+        load_lanes: ``load.lanes``: the fewest that read nearly as fast as any.
+        block_bytes: ``staging.block_bytes``: the smallest blocks with which that is so.
+        worker: ``worker``: a process if a trainer bound to Python would slow writes down.
+        bottleneck: What a save will wait for, as a sentence.
+    """
+
+    upload_lanes: int
+    load_lanes: int
+    block_bytes: int
+    worker: Literal["thread", "process"]
+    bottleneck: str
+
+
+def advise(found: Measurements) -> Advice:
+    """What to set because of measurements: pure.
+
+    Settings that come within five percent of the best count as equally good, and of those the
+    smallest are taken, since lanes and blocks cost host memory.
+
+    Args:
+        found: What was measured; with at least one rate.
+    """
+    writing = _smallest(found.rates, lambda rate: rate.write)
+    same_blocks = [rate for rate in found.rates if rate.block_bytes == writing.block_bytes]
+    reading = _smallest(same_blocks, lambda rate: rate.read)
+    parts = {
+        "the copy into host memory": found.copy,
+        "checksums": found.checksum,
+        "writes to the store": writing.write,
+    }
+    beside = writing.write if found.write_beside is None else found.write_beside
+    slowest = min(parts, key=lambda name: parts[name])
+    return Advice(
+        writing.lanes,
+        reading.lanes,
+        writing.block_bytes,
+        "thread" if beside >= _FAST_ENOUGH * writing.write else "process",
+        f"A save will wait for {slowest} ({parts[slowest] / 1e9:.2f} GB/s)",
+    )
+
+
+def _smallest(rates: Sequence[Rate], speed: Callable[[Rate], float]) -> Rate:
+    best = max(map(speed, rates))
+    good = [rate for rate in rates if speed(rate) >= _GOOD_ENOUGH * best]
+    return min(good, key=lambda rate: (rate.lanes * rate.block_bytes, rate.lanes))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What to measure on a store.
+
+    Args:
+        lanes: Numbers of lanes to try.
+        block_bytes: Sizes of blocks to try, in bytes.
+        object_bytes: The size of the object that is written and read for each, in bytes.
+        on_bytes: Told of bytes that were written or read, as they come.
+    """
+
+    lanes: Sequence[int] = (1, 4, 8)
+    block_bytes: Sequence[int] = (4 << 20, 16 << 20)
+    object_bytes: int = 256 << 20
+    on_bytes: Callable[[int], None] = field(default=lambda nbytes: None)
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that are written and read."""
+        return 2 * self.object_bytes * (len(self.lanes) * len(self.block_bytes) + 1)
+
+
+async def measure(backend: Backend, trial: Trial) -> Measurements:
+    """Measures this machine and a store. What is written there is removed again.
+
+    Args:
+        backend: The store, open for writing.
+        trial: What to try.
+
+    Raises:
+        UsageError: If a number or size is not at least 1, or the store cannot have such blocks.
+        StoreError: If the store failed.
+    """
+    _check(trial, backend)
+    copy, checksum = await anyio.to_thread.run_sync(measure_memory)
+    below = f"{BENCH}{secrets.token_hex(8)}/"
+    try:
+        put_seconds = await _put_seconds(backend, below)
+        rates = [
+            await _rate(backend, f"{below}{lanes}-{block}", lanes, block, trial)
+            for block, lanes in product(trial.block_bytes, trial.lanes)
+        ]
+        best = _smallest(rates, lambda rate: rate.write)
+        with python_bound_thread():
+            key = f"{below}beside"
+            beside = await _rate(backend, key, best.lanes, best.block_bytes, trial)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.delete([each.key async for each in backend.list(below)])
+    return Measurements(copy, checksum, put_seconds, tuple(rates), beside.write)
+
+
+@contextmanager
+def python_bound_thread() -> Iterator[None]:
+    """Runs a thread that holds the interpreter whenever it may, as a trainer may do."""
+    over = threading.Event()
+
+    def spin() -> None:
+        total = 0
+        while not over.is_set():
+            for number in range(10_000):
+                total += number
+
+    thread = threading.Thread(target=spin, name="ckpipe bench", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _check(trial: Trial, backend: Backend) -> None:
+    if min([*trial.lanes, *trial.block_bytes, trial.object_bytes], default=0) < 1:
+        raise UsageError("Lanes, blocks and objects have a size of at least 1")
+    least = backend.limits.min_block_bytes
+    if min(trial.block_bytes) < least:
+        raise UsageError(
+            f"The store takes no blocks smaller than {least} bytes", hint="Try larger blocks"
+        )
+
+
+def measure_memory() -> tuple[float, float]:
+    """Bytes a second of a copy within host memory and of a checksum, on one thread; blocking."""
+    memory = bytearray(secrets.token_bytes(_MEMORY_BYTES))
+    source, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+    target = torch.ones(_MEMORY_BYTES, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        copy = min(_timed(lambda: target.copy_(source)) for _ in range(_TRIES))
+    finally:
+        torch.set_num_threads(threads)
+    checksum = min(_timed(lambda: crc32c(view)) for _ in range(_TRIES))
+    return _MEMORY_BYTES / copy, _MEMORY_BYTES / checksum
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+async def _put_seconds(backend: Backend, below: str) -> float:
+    times = []
+    for number in range(_SMALL_PUTS):
+        began = time.perf_counter()
+        await backend.put(f"{below}small-{number}", bytes(100), PutMode.CREATE)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+async def _rate(backend: Backend, key: str, lanes: int, block_bytes: int, trial: Trial) -> Rate:
+    size = trial.object_bytes
+    buffers = [_filled(min(block_bytes, size)) for _ in range(lanes)]
+    upload = await backend.open_upload(key, size=size, block_bytes=block_bytes)
+    began = time.perf_counter()
+    try:
+        await _in_lanes(size, block_bytes, buffers, upload.write, trial)
+        await upload.complete()
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await upload.abort()
+        raise
+    written = time.perf_counter()
+
+    async def read(offset: int, block: memoryview) -> None:
+        await backend.read_into(key, offset, block)
+
+    await _in_lanes(size, block_bytes, buffers, read, trial)
+    ended = time.perf_counter()
+    await backend.delete([key])
+    return Rate(lanes, block_bytes, size / (written - began), size / (ended - written))
+
+
+def _filled(nbytes: int) -> memoryview:
+    """Page-aligned memory with bytes that no store can compress."""
+    memory = memoryview(mmap.mmap(-1, nbytes))
+    memory[:] = secrets.token_bytes(nbytes)
+    return memory
+
+
+async def _in_lanes(
+    size: int,
+    block_bytes: int,
+    buffers: Sequence[memoryview],
+    use: Callable[[int, memoryview], Awaitable[None]],
+    trial: Trial,
+) -> None:
+    offsets = iter(range(0, size, block_bytes))
+    free = iter(buffers)
+
+    async def lane() -> None:
+        buffer = next(free)
+        for offset in offsets:
+            block = buffer[: min(block_bytes, size - offset)]
+            await use(offset, block)
+            trial.on_bytes(len(block))
+
+    await run_lanes(len(buffers), lane)
+
+
+__all__ = ["Advice", "Measurements", "Rate", "Trial", "advise", "measure", "measure_memory"]

@@ -1,0 +1,74 @@
+"""What a rank reads of the metadata of a large checkpoint: its own part, and those it leans on.
+
+Theory. A rank that loads what it saved needs its own manifest and those of the ranks that wrote
+what it shares with them, be there 64 ranks or 16,384. These can be had one by one, or in a group
+object, or in the index. Each object costs a request, and each rank in it costs bytes and the time
+to check them. The objects form a tree, and the cheapest choice for a node is the cheaper of the
+node itself and the cheapest choices for what is below it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+from ckpipe.format.group_tree import group_ranks, level_sizes
+from ckpipe.format.object_names import GROUP_SIZE
+
+Member = tuple[int, int]
+"""Level and number of a manifest or group object."""
+
+FEWEST_RANKS = 17
+"""With fewer ranks the index is small, and one request is the least there can be."""
+
+REQUEST_BYTES = 64 << 10
+"""How many bytes of metadata cost as much as a request: 30 ms, at 2 MB/s to check and use them."""
+
+_MERGED_SHARE = 8
+"""How much smaller a part is in a merged object: structures are written once, and compressed."""
+
+
+def nearest(
+    world_size: int, ranks: Collection[int], manifest_bytes: int
+) -> tuple[Member, ...] | None:
+    """The objects from which the parts of some ranks are had at the least cost.
+
+    Args:
+        world_size: How many ranks the checkpoint has.
+        ranks: The ranks whose parts are needed.
+        manifest_bytes: The size of a manifest; merged objects are taken to have their part of it.
+
+    Returns:
+        Manifests and group objects, in the order of ranks; None for the index.
+    """
+    found: dict[int, tuple[int, tuple[Member, ...]]] = {
+        rank: (REQUEST_BYTES + manifest_bytes, ((0, rank),)) for rank in sorted(ranks)
+    }
+    for level in range(1, len(level_sizes(world_size))):
+        below: defaultdict[int, list[tuple[int, tuple[Member, ...]]]] = defaultdict(list)
+        for number, choice in found.items():
+            below[number // GROUP_SIZE].append(choice)
+        found = {
+            number: min(
+                _together(choices),
+                (
+                    _merged(len(group_ranks(level, number, world_size)), manifest_bytes),
+                    ((level, number),),
+                ),
+            )
+            for number, choices in below.items()
+        }
+    cost, members = _together(list(found.values()))
+    return members if cost < _merged(world_size, manifest_bytes) else None
+
+
+def _together(
+    choices: Collection[tuple[int, tuple[Member, ...]]],
+) -> tuple[int, tuple[Member, ...]]:
+    members = tuple(member for _, chosen in choices for member in chosen)
+    return sum(cost for cost, _ in choices), members
+
+
+def _merged(ranks: int, manifest_bytes: int) -> int:
+    """What reading a merged object of so many ranks costs."""
+    return REQUEST_BYTES + manifest_bytes + ranks * manifest_bytes // _MERGED_SHARE

@@ -1,0 +1,274 @@
+"""Removing what crashed runs left: pieces of checkpoints, uploads, old marks and leases.
+
+Theory. Nobody can see from outside whether a run that has written half a checkpoint is dead or
+slow. So a launch counts as running while anybody holds a live lease on it or on the checkpoint,
+while its claim is as young as a live lease, since it takes its first lease later, and while
+anything that it wrote is younger than a threshold, by the store's own clock. What is
+left of a launch that counts as dead is completed if nothing but its index lacks, and else deleted
+like any checkpoint, with a tombstone first: if it was merely slow, it finds the tombstone and does
+not complete what is half gone.
+
+Only names that ckpipe writes are looked at. Complete checkpoints are the business of retention.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from ckpipe.backend import Backend, ObjectInfo
+from ckpipe.checkpoints.discovery import NO_INDEX, discover
+from ckpipe.checkpoints.healing import heal
+from ckpipe.checkpoints.leases import (
+    LEASE_LIFE,
+    live_subjects,
+    protected_subjects,
+    read_leases,
+    store_time,
+)
+from ckpipe.checkpoints.pruning import delete, finish_deletions
+from ckpipe.format.object_names import (
+    ATTEMPTS,
+    BENCH,
+    DELETED,
+    LEASES,
+    launch_id,
+    prefix,
+    tombstone_id,
+)
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+_LEASE = re.compile(re.escape(LEASES) + r"[^/]+/[0-9A-Za-z_-]+\.[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What lies on a root besides complete checkpoints.
+
+    Args:
+        incomplete: Checkpoints without an index or a tombstone.
+        active: When each launch last wrote something that is still there, by its id.
+        leases: All leases.
+        tombstones: The marks of deleted checkpoints.
+        unfinished: Deleted checkpoints of which something is left.
+        scratch: What measurements have written.
+        agreed: Keys of what the ranks of each launch have agreed on, by its id.
+        claims: When the first and the last rank of each launch opened the root, by its id.
+    """
+
+    incomplete: tuple[CheckpointInfo, ...]
+    active: Mapping[str, datetime]
+    leases: tuple[ObjectInfo, ...]
+    tombstones: tuple[ObjectInfo, ...]
+    unfinished: tuple[str, ...]
+    scratch: tuple[ObjectInfo, ...] = ()
+    agreed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What a sweep removes and leaves.
+
+    Args:
+        remove: Incomplete checkpoints that go, each with the reason.
+        keep: Incomplete checkpoints that stay, each with the reason.
+        unfinished: Deleted checkpoints whose deletion was cut short, and is finished.
+        tombstones: Keys of old marks of deletions that go.
+        leases: Keys of old leases that go.
+        scratch: Keys of old objects of measurements that go.
+        agreements: Keys of what the ranks of old launches had agreed on, which go.
+        uploads: How many stale uploads were removed; None in a dry run, which cannot count them.
+    """
+
+    remove: Mapping[str, str]
+    keep: Mapping[str, str]
+    unfinished: tuple[str, ...]
+    tombstones: tuple[str, ...]
+    leases: tuple[str, ...]
+    scratch: tuple[str, ...] = ()
+    agreements: tuple[str, ...] = ()
+    uploads: int | None = None
+
+
+def plan_sweep(
+    found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
+) -> SweepReport:
+    """Decides what a sweep removes: pure.
+
+    Args:
+        found: What lies on the root.
+        now: The time by the store's own clock.
+        sweep_after: How old leftovers are that may go.
+        running: Names of attempts that are known to be running.
+    """
+    live, own = live_subjects(found.leases, now), {launch_id(each) for each in running}
+    young = _just_opened(found, now)
+    remove, keep = {}, {}
+    for info in found.incomplete:
+        launch = launch_id(info.attempt)
+        last = found.active.get(launch)
+        if launch in own:
+            keep[info.id] = "its launch is running"
+        elif not live.isdisjoint((info.id, info.attempt, launch)):
+            keep[info.id] = "somebody holds a lease on it or its launch"
+        elif launch in young:
+            keep[info.id] = f"its launch began {_ago(found.claims[launch][1], now)}"
+        elif last is None or now - last < sweep_after:
+            keep[info.id] = f"its launch may be running: it wrote something {_ago(last, now)}"
+        else:
+            remove[info.id] = f"its launch last wrote something {_ago(last, now)}"
+    return SweepReport(
+        remove,
+        keep,
+        found.unfinished,
+        tuple(each.key for each in found.tombstones if now - each.modified > sweep_after),
+        tuple(
+            each.key
+            for each in found.leases
+            if now - each.modified > sweep_after and _LEASE.fullmatch(each.key)
+        ),
+        tuple(each.key for each in found.scratch if now - each.modified > sweep_after),
+        tuple(
+            key
+            for launch, keys in found.agreed.items()
+            if launch in found.active
+            and now - found.active[launch] > sweep_after
+            and launch not in live | own | young
+            for key in keys
+        ),
+    )
+
+
+def uploads_before(
+    found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
+) -> datetime:
+    """Before which time uploads were begun that may go: before any launch opened that may run.
+
+    Args:
+        found: What lies on the root.
+        now: The time by the store's own clock.
+        sweep_after: How old uploads are that may go.
+        running: Names of attempts that are known to be running.
+    """
+    alive = _just_opened(found, now) | {launch_id(each) for each in running}
+    for subject in protected_subjects(live_subjects(found.leases, now)):
+        id = CheckpointId.parse(subject)
+        alive.add(subject if id is None else launch_id(id.attempt))
+    opened = [found.claims[launch][0] for launch in alive if launch in found.claims]
+    return min([now - sweep_after, *opened])
+
+
+def _just_opened(found: Leftovers, now: datetime) -> set[str]:
+    """Launches that may not have taken their first lease yet."""
+    return {launch for launch, (_, last) in found.claims.items() if now - last <= LEASE_LIFE}
+
+
+def _ago(last: datetime | None, now: datetime) -> str:
+    if last is None:
+        return "at a time that nothing tells"
+    seconds = max(0, int((now - last).total_seconds()))
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} seconds ago"
+
+
+async def look_around(backend: Backend) -> Leftovers:
+    """What lies on a root besides complete checkpoints; changes nothing.
+
+    Costs a list of the root, one for each incomplete checkpoint and a few of what is internal.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    infos = await discover(backend)
+    tombstones = [
+        each for each in (await backend.children(DELETED)).objects if tombstone_id(each.key)
+    ]
+    incomplete = tuple(each for each in infos if each.reason == NO_INDEX)
+    active: dict[str, datetime] = {}
+    for info in infos:
+        if info.saved_at is not None:
+            _note(active, launch_id(info.attempt), [info.saved_at])
+        elif info.reason == NO_INDEX:
+            _note(active, launch_id(info.attempt), await _times(backend, f"{info.id}/"))
+    agreed: dict[str, list[str]] = {}
+    claims: dict[str, tuple[datetime, datetime]] = {}
+    async for each in backend.list(ATTEMPTS):
+        launch, _, name = each.key.removeprefix(ATTEMPTS).partition("/")
+        _note(active, launch, [each.modified])
+        if name.startswith("agreed/"):
+            agreed.setdefault(launch, []).append(each.key)
+        elif name.startswith("claim-"):
+            first, last = claims.get(launch, (each.modified, each.modified))
+            claims[launch] = min(first, each.modified), max(last, each.modified)
+    deleting = [each for each in map(tombstone_id, (one.key for one in tombstones)) if each]
+    return Leftovers(
+        incomplete,
+        active,
+        tuple(await read_leases(backend)),
+        tuple(tombstones),
+        tuple([str(id) for id in deleting if await _times(backend, prefix(id))]),
+        tuple([each async for each in backend.list(BENCH)]),
+        {launch: tuple(keys) for launch, keys in agreed.items()},
+        claims,
+    )
+
+
+def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -> None:
+    known = [active[launch]] if launch in active else []
+    latest = max([*known, *times], default=None)
+    if latest is not None:
+        active[launch] = latest
+
+
+async def _times(backend: Backend, below: str) -> list[datetime]:
+    return [each.modified async for each in backend.list(below)]
+
+
+async def sweep(
+    backend: Backend,
+    sweep_after: timedelta,
+    *,
+    running: Collection[str] = (),
+    dry_run: bool = False,
+) -> SweepReport:
+    """Removes what crashed runs left; running it twice is as good as once.
+
+    A checkpoint that lacks nothing but its index is completed instead.
+
+    Args:
+        backend: The store.
+        sweep_after: How old leftovers are that may go, by the store's own clock.
+        running: Names of attempts that are known to be running.
+        dry_run: Whether to say only what would be done. Nothing is written then, so that the
+            clock is this machine's, and nothing is completed.
+
+    Raises:
+        StoreError: If the store failed; sweeping again goes on where it stopped.
+    """
+    if dry_run:
+        return plan_sweep(await look_around(backend), datetime.now(UTC), sweep_after, running)
+    now = await store_time(backend)
+    found = await look_around(backend)
+    report = plan_sweep(found, now, sweep_after, running)
+    remove, keep = dict(report.remove), dict(report.keep)
+    for info in found.incomplete:
+        if info.id not in remove:
+            continue
+        if (await heal(backend, info)).complete:
+            del remove[info.id]
+            keep[info.id] = "it lacked nothing but its index, which was written"
+        else:
+            await delete(backend, info.key)
+    await finish_deletions(backend, set(), forget_before=now - sweep_after)
+    await backend.delete([*report.leases, *report.scratch, *report.agreements])
+    before = uploads_before(found, now, sweep_after, running)
+    uploads = await backend.remove_stale_uploads("", before=before)
+    return replace(report, remove=remove, keep=keep, uploads=uploads)
+
+
+__all__ = ["Leftovers", "SweepReport", "look_around", "plan_sweep", "sweep", "uploads_before"]

@@ -1,0 +1,1 @@
+"""Checkpoints in forms that other programs load."""

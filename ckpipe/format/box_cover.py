@@ -1,0 +1,212 @@
+"""Putting regions together from boxes: which boxes, and the proof that nothing is left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ckpipe.format.boxes import Box, box_volume, intersection
+
+
+class BoxIndex:
+    """Finds which of many boxes meet a region.
+
+    Theory. Few boxes are looked at one by one. Many are sorted by where they begin in the
+    dimension that tells them apart best; beside each stands how far any box up to it reaches.
+    These numbers only grow, so two binary searches bound the boxes that can meet a region, and
+    those are intersected together, as arrays. The boxes of any mesh of devices form rows and
+    columns, and little is looked at in vain.
+
+    Args:
+        boxes: The boxes, all of as many dimensions.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        self._bounds: _Bounds | None = None
+        if len(boxes) > _FEW and boxes[0][0]:
+            self._bounds = bounds = _as_array(boxes)
+            lowers = bounds[:, 0]
+            telling = [len(set(lowers[:, axis].tolist())) for axis in range(lowers.shape[1])]
+            self._axis = axis = telling.index(max(telling))
+            self._order = order = np.argsort(lowers[:, axis], kind="stable")
+            self._lowers = lowers[order, axis]
+            self._reach = np.maximum.accumulate(bounds[order, 1, axis])
+
+    def meeting(self, region: Box) -> list[tuple[int, Box]]:
+        """The numbers of the boxes that meet a region, in order, and what they have of it."""
+        if self._bounds is not None:
+            return self._meeting(self._bounds, region)[0]
+        found = []
+        for number, box in enumerate(self._boxes):
+            common = intersection(region, box)
+            if common is not None:
+                found.append((number, common))
+        return found
+
+    def _meeting(self, bounds: _Bounds, region: Box) -> tuple[list[tuple[int, Box]], _Bounds]:
+        """The same, and what they have of it as an array."""
+        stop = self._lowers.searchsorted(region[1][self._axis], "left")
+        start = self._reach.searchsorted(region[0][self._axis], "right")
+        numbers = np.sort(self._order[start:stop])
+        near = bounds[numbers]
+        common = near.copy()
+        np.maximum(near[:, 0], region[0], out=common[:, 0])
+        np.minimum(near[:, 1], region[1], out=common[:, 1])
+        meets = (common[:, 0] < common[:, 1]).all(1)
+        inside = (common == near).all((1, 2))
+        found = []
+        for number, within, (lower, upper) in zip(
+            numbers[meets].tolist(), inside[meets].tolist(), common[meets].tolist(), strict=True
+        ):
+            box = self._boxes[number] if within else (tuple(lower), tuple(upper))
+            found.append((number, box))
+        return found, common[meets]
+
+    def cover(self, region: Box) -> tuple[list[tuple[int, Box]], list[Box]]:
+        """Puts a region together from parts of the boxes, no element twice.
+
+        Args:
+            region: A box.
+
+        Returns:
+            Numbers of boxes, each with the part of the region that it is to give; and the parts
+            of the region that no box has. Where boxes overlap, one that has all of the region is
+            preferred, then the earlier ones.
+        """
+        volume = box_volume(region)
+        if not volume:
+            return [], []
+        parts: dict[Box, int] = {}
+        if self._bounds is None:
+            found = self.meeting(region)
+        else:
+            found, bounds = self._meeting(self._bounds, region)
+            sizes = bounds[:, 1] - bounds[:, 0]
+            if int(sizes.prod(1).sum()) == volume and _slabs(bounds):
+                return found, []
+        for number, common in found:
+            if common == region:
+                return [(number, common)], []
+            parts.setdefault(common, number)
+        if sum(map(box_volume, parts)) == volume and disjoint(list(parts)):
+            return [(number, part) for part, number in parts.items()], []
+        return _chosen(region, parts)
+
+
+_Bounds = np.ndarray[Any, np.dtype[np.int64]]
+_FEW = 12
+
+
+def _chosen(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """The same for parts that overlap or leave something out, which is rare."""
+    chosen: list[tuple[int, Box]] = []
+    left = [region]
+    for part, number in parts.items():
+        rest = []
+        for hole in left:
+            common = intersection(hole, part)
+            if common is None:
+                rest.append(hole)
+            else:
+                chosen.append((number, common))
+                rest += _without(hole, common)
+        left = rest
+        if not left:
+            break
+    return chosen, left
+
+
+def _without(box: Box, part: Box) -> Iterator[Box]:
+    """What is left of a box without a part of it, as boxes."""
+    lower, upper = list(box[0]), list(box[1])
+    for axis, (low, high) in enumerate(zip(*part, strict=True)):
+        if lower[axis] < low:
+            yield tuple(lower), (*upper[:axis], low, *upper[axis + 1 :])
+        if high < upper[axis]:
+            yield (*lower[:axis], high, *lower[axis + 1 :]), tuple(upper)
+        lower[axis], upper[axis] = low, high
+
+
+def disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no element is in two of some boxes that are not empty.
+
+    Boxes whose shadows on one axis fall into several groups are looked at group by group, which
+    takes those of any mesh apart; a group that no axis divides is compared pair by pair.
+    """
+    if len(boxes) < 2:
+        return True
+    if len(boxes) > _FEW and boxes[0][0] and _slabs(_as_array(boxes)):
+        return True
+    for axis in range(len(boxes[0][0])):
+        groups = _shadows(boxes, axis)
+        if len(groups) > 1:
+            return all(disjoint(group) for group in groups if len(group) > 1)
+    return not _any_overlap(list(boxes))
+
+
+def _as_array(boxes: Sequence[Box]) -> _Bounds:
+    """Boxes of one number of dimensions as an array: by box, corner and dimension."""
+    flat = chain.from_iterable(chain.from_iterable(boxes))
+    dims = len(boxes[0][0])
+    count = len(boxes) * 2 * dims
+    return np.fromiter(flat, np.int64, count).reshape(len(boxes), 2, dims)
+
+
+def _slabs(bounds: _Bounds) -> bool:
+    """Whether boxes lie one behind the other along an axis, as those of one cut do."""
+    for axis in range(bounds.shape[2]):
+        lower, upper = bounds[:, 0, axis], bounds[:, 1, axis]
+        order = np.argsort(lower)
+        if (upper[order[:-1]] <= lower[order[1:]]).all():
+            return True
+    return False
+
+
+def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda each: each[0][axis]):
+        if box[0][axis] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box[1][axis])
+    return groups
+
+
+def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes cover every element of a shape once: none twice, none left out."""
+    full = tuple(shape)
+    volume = 0
+    for lower, upper in boxes:
+        if not len(lower) == len(upper) == len(full):
+            return False
+        if not all(0 <= low <= high <= n for low, high, n in zip(lower, upper, full, strict=True)):
+            return False
+        volume += box_volume((lower, upper))
+    # Disjoint boxes inside a shape that have its volume leave nothing out.
+    return volume == math.prod(full) and disjoint([box for box in boxes if box_volume(box)])
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Sweeps along the first dimension and compares only the boxes that are open together."""
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1
+    still_open: list[Box] = []
+    for box in sorted(boxes):
+        still_open = [other for other in still_open if other[1][0] > box[0][0]]
+        if any(_overlap(box, other) for other in still_open):
+            return True
+        still_open.append(box)
+    return False
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(
+        max(low_a, low_b) < min(high_a, high_b)
+        for low_a, high_a, low_b, high_b in zip(*a, *b, strict=True)
+    )

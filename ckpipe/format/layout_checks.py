@@ -1,0 +1,255 @@
+"""Checks of one layout, column by column, and what of it others need to know.
+
+An index of many ranks has a million chunks. They are checked as columns, without a row being
+made of them, and what merging and checking the whole bundle need is noted on the way: the *facts*
+of a layout. So a layout need not be looked at again, nor kept as anything but its text.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpipe.errors import DuplicateName, InvalidExtent, InvalidManifest
+from ckpipe.format.boxes import Box
+from ckpipe.format.checksum import chunk_count
+from ckpipe.format.item_sizes import item_bytes
+from ckpipe.format.manifest import TensorRow
+
+Place = tuple[tuple[Any, ...], slice]
+"""How a tensor lies in its entry, and which of its part's checksums are those of the entry."""
+
+
+class EntryColumns(NamedTuple):
+    """The entries of a layout, column by column; see :class:`ckpipe.format.manifest.EntryRow`."""
+
+    name: Sequence[str]
+    dtype: Sequence[str]
+    shape: Sequence[tuple[int, ...]]
+    file: Sequence[int]
+    offset: Sequence[int]
+    nbytes: Sequence[int]
+
+
+class ChunkColumns(NamedTuple):
+    """The chunks of a layout, column by column; see :class:`ckpipe.format.manifest.ChunkRow`."""
+
+    tensor: Sequence[int]
+    entry: Sequence[int | None]
+    offset: Sequence[int]
+    stride: Sequence[tuple[int, ...] | None]
+    original_stride: Sequence[tuple[int, ...] | None]
+    box: Sequence[Box | None]
+    owner: Sequence[int | None]
+
+
+class Foreign(NamedTuple):
+    """The chunks that other ranks wrote, column by column.
+
+    Args:
+        owner: Who wrote it.
+        entry: The entry there; -1 if this rank cannot know it.
+        end: Behind the last byte of the entry that it touches.
+        number: The number of the chunk.
+        identity: What tells it from other chunks; see :func:`identity_of`.
+    """
+
+    owner: array[int]
+    entry: array[int]
+    end: array[int]
+    number: array[int]
+    identity: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """What must be known of a layout to check and merge what it is in.
+
+    Args:
+        sizes: Bytes of each entry.
+        data_bytes: Bytes of each data file behind its header.
+        checksums: How many checksums the entries have.
+        private: The tensors that the rank holds whole and wrote itself.
+        foreign: The chunks that other ranks wrote.
+        own: The identities of those that this one wrote; None if it wrote all.
+    """
+
+    sizes: array[int]
+    data_bytes: tuple[int, ...]
+    checksums: int
+    private: dict[int, Place]
+    foreign: Foreign
+    own: array[int] | None
+
+
+def check_layout(
+    entries: EntryColumns, chunks: ChunkColumns, tensors: Sequence[TensorRow]
+) -> LayoutFacts:
+    """Checks that a layout agrees with itself and with a structure.
+
+    What lies in the entries of another rank is not looked for there.
+
+    Raises:
+        InvalidExtent: If extents overlap, leave holes or lie outside of what holds them.
+        DuplicateName: If a name stands twice in a data file.
+        InvalidManifest: If anything else contradicts itself.
+    """
+    data_bytes = _check_entries(entries)
+    counts = [chunk_count(nbytes) for nbytes in entries.nbytes]
+    foreign = _check_chunks(chunks, entries.nbytes, tensors)
+    private = _private(entries, chunks, counts)
+    own = array("q", own_identities(chunks, tensors)) if foreign.owner else None
+    sizes = array("q", entries.nbytes)
+    return LayoutFacts(sizes, data_bytes, sum(counts), private, foreign, own)
+
+
+def identity_of(tensor: TensorRow, box: Box | None) -> int:
+    """By this a rank finds among another's chunks what it holds too: label, dtype, shape and box.
+
+    It is a hash, valid in this process. Two things may have the same, which lets a contradiction
+    pass that a load then refuses.
+    """
+    return hash((tensor.label, tensor.dtype, tensor.shape, box))
+
+
+def own_identities(chunks: ChunkColumns, tensors: Sequence[TensorRow]) -> Iterable[int]:
+    """The identities of the chunks that the rank wrote itself."""
+    return [
+        identity_of(tensors[tensor], box)
+        for tensor, box, owner in zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
+        if owner is None
+    ]
+
+
+def _check_entries(entries: EntryColumns) -> tuple[int, ...]:
+    """Checks that the entries fill their files one after another; returns the files' data bytes."""
+    ends: list[int] = []
+    names: set[str] = set()
+    last, end = -1, 0
+    for name, file, offset, nbytes in zip(
+        entries.name, entries.file, entries.offset, entries.nbytes, strict=True
+    ):
+        if file != last:
+            if file != last + 1:
+                raise InvalidManifest(f"The entry {name!r:.200} is not in the order of files")
+            if last >= 0:
+                ends.append(end)
+            last, end, names = file, 0, set()
+        if offset != end:
+            what = "overlaps" if offset < end else "leaves a hole behind"
+            raise InvalidExtent(f"The entry {name!r:.200} {what} the one before it")
+        if name in names or name == "__metadata__":
+            raise DuplicateName(f"The name {name!r:.200} stands twice in a data file")
+        names.add(name)
+        end += nbytes
+    return (*ends, end) if last >= 0 else ()
+
+
+def _check_chunks(
+    chunks: ChunkColumns, sizes: Sequence[int], tensors: Sequence[TensorRow]
+) -> Foreign:
+    """Checks all chunks; returns those that other ranks wrote."""
+    if chunks.tensor and max(chunks.tensor) >= len(tensors):
+        raise InvalidManifest("A chunk is of a tensor that is not there")
+    shapes = [row.shape for row in tensors]
+    wholes = [math.prod(row.shape) * (item_bytes(row.dtype) or 1) for row in tensors]
+    entries = len(sizes)
+    foreign = Foreign(*(array("q") for _ in Foreign._fields))
+    for number, (tensor, entry, offset, stride, original, box, owner) in enumerate(
+        zip(*chunks, strict=True)
+    ):
+        if box is None and original is None and stride is None and not offset:
+            end = wholes[tensor]
+            if owner is None and entry is not None and entry < entries and end <= sizes[entry]:
+                continue  # All of a tensor in an entry of its own, as nearly all are.
+        else:
+            shape = (
+                shapes[tensor] if box is None else _box_shape(box, shapes[tensor], tensors[tensor])
+            )
+            end = _end(offset, stride, original, shape, tensors[tensor])
+        if owner is not None:
+            known = -1 if entry is None else entry
+            identity = identity_of(tensors[tensor], box)
+            for column, cell in zip(foreign, (owner, known, end, number, identity), strict=True):
+                column.append(cell)
+        elif entry is None:
+            raise InvalidManifest(
+                f"A chunk of {tensors[tensor].label!r:.200} does not tell which entry it is in"
+            )
+        else:
+            check_in_entry(entry, end, sizes, tensors[tensor].label)
+        if entry is None and (offset or stride is not None):
+            label = tensors[tensor].label
+            raise InvalidManifest(f"A chunk of {label!r:.200} lies in an unknown entry")
+    return foreign
+
+
+def check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:
+    """Checks that a chunk which ends at a byte of an entry lies in it.
+
+    Raises:
+        InvalidManifest: If there is no such entry.
+        InvalidExtent: If it ends before.
+    """
+    if entry >= len(sizes):
+        raise InvalidManifest(f"A chunk of {label!r:.200} is in an entry that is not there")
+    if end > sizes[entry]:
+        raise InvalidExtent(f"A chunk of {label!r:.200} ends behind its entry")
+
+
+def _end(
+    offset: int,
+    stride: tuple[int, ...] | None,
+    original: tuple[int, ...] | None,
+    shape: tuple[int, ...],
+    tensor: TensorRow,
+) -> int:
+    """Behind the last byte of its entry that a chunk touches."""
+    item = item_bytes(tensor.dtype) or 1
+    if offset % item or (original is not None and len(original) != len(shape)):
+        raise InvalidExtent(f"The offset or strides of a chunk of {tensor.label!r:.200} do not fit")
+    if stride is None:
+        return offset + math.prod(shape) * item
+    if len(stride) != len(shape):
+        raise InvalidExtent(f"A chunk of {tensor.label!r:.200} has a wrong number of strides")
+    if 0 in shape:
+        return offset
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return offset + (last + 1) * item
+
+
+def _box_shape(box: Box, shape: tuple[int, ...], tensor: TensorRow) -> tuple[int, ...]:
+    lower, upper = box
+    if len(lower) != len(shape) or len(upper) != len(shape):
+        raise InvalidExtent(f"A box of {tensor.label!r:.200} has a wrong number of dimensions")
+    sizes = []
+    for lo, hi, n in zip(lower, upper, shape, strict=True):
+        # No bound is below zero; that was checked when the column was read.
+        if not lo <= hi <= n:
+            raise InvalidExtent(f"A box of {tensor.label!r:.200} leaves its shape")
+        sizes.append(hi - lo)
+    return tuple(sizes)
+
+
+def _private(
+    entries: EntryColumns, chunks: ChunkColumns, counts: Sequence[int]
+) -> dict[int, Place]:
+    if None not in chunks.box:
+        return {}
+    ends: list[int] = []
+    end = 0
+    for count in counts:
+        end += count
+        ends.append(end)
+    found: dict[int, Place] = {}
+    for tensor, entry, offset, stride, box, owner in zip(
+        chunks.tensor, chunks.entry, chunks.offset, chunks.stride, chunks.box, chunks.owner,
+        strict=True,
+    ):  # fmt: skip
+        if box is None and owner is None and entry is not None:
+            place = (entries.dtype[entry], entries.shape[entry], offset, stride)
+            found[tensor] = (place, slice(ends[entry] - counts[entry], ends[entry]))
+    return found

@@ -1,0 +1,365 @@
+"""Bundles as they are stored: what ``docs/format.md`` says, written and read.
+
+What several ranks have in common is written once: structures and layouts, which a bundle numbers
+anyway, and lists of inline values, writers, metadata and metrics, which are numbered here. Two
+such things are the same if their JSON is the same text; Python's ``==`` would take True for 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpipe.errors import (
+    CorruptCheckpoint,
+    InvalidManifest,
+    OversizedMetadata,
+    UnsupportedState,
+    UnsupportedVersion,
+)
+from ckpipe.format.canonical_json import Numbering
+from ckpipe.format.columns import MAX_NUMBER, make_rows, number_lists
+from ckpipe.format.keys import Json
+from ckpipe.format.layout_checks import ChunkColumns, LayoutFacts, check_layout
+from ckpipe.format.manifest import (
+    FORMAT_VERSION,
+    Bundle,
+    BundleKind,
+    Layout,
+    Part,
+    PerRank,
+    Structure,
+)
+from ckpipe.format.manifest_checks import check_bundle, check_dtypes
+from ckpipe.format.manifest_tables import CHUNKS, FILES, PARTS, SHARED, TENSORS, structure_form
+from ckpipe.format.sealed_json import Element, seal, unseal
+from ckpipe.format.stored_layouts import (
+    LayoutText,
+    chunk_rows,
+    entry_rows,
+    layout_text,
+    lazy_layout,
+    read_entries,
+    with_names,
+    with_structure,
+    without_structure,
+)
+from ckpipe.types import CheckpointId
+
+MAX_STORED_BYTES = 1 << 30
+"""The longest stored form of a bundle that a reader needs to accept, and the longest JSON."""
+
+FORMAT_NAME = "ckpipe"
+
+MOST_ROWS = 1 << 18
+"""Of how many entries and chunks rows are made at once when a bundle is read."""
+
+
+def encode_bundle(bundle: Bundle) -> bytes:
+    """The stored form of a bundle: equal bundles make equal bytes.
+
+    Raises:
+        OversizedMetadata: If it is more than a reader accepts.
+        UnsupportedState: If the tree is nested too deeply to be written.
+        ValueError: If metadata holds a float that is not finite.
+    """
+    document: dict[str, Any] = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "kind": bundle.kind,
+        "step": bundle.id.step,
+        "attempt": bundle.id.attempt,
+        "count": bundle.id.count,
+        "world_size": bundle.world_size,
+    }
+    if bundle.group is not None:
+        document["group"] = bundle.group
+    document["structures"] = [structure_form(each) for each in bundle.structures]
+    document["layouts"] = _encode_layouts(bundle)
+    try:
+        document.update(_encode_parts(bundle.parts))
+        if bundle.kind == "index":
+            document["per_rank"] = [
+                {"tensors": each.tensors, "values": each.values} for each in bundle.per_rank
+            ]
+        if bundle.report is not None:
+            document["report"] = bundle.report
+        return seal(document, MAX_STORED_BYTES)
+    except OversizedMetadata as error:
+        raise error.located(step=bundle.id.step) from None
+    except RecursionError:
+        raise UnsupportedState(
+            "The state is nested too deeply", step=bundle.id.step, hint="Flatten it"
+        ) from None
+
+
+def _encode_layouts(bundle: Bundle) -> Iterator[str]:
+    structure_of: dict[int, int] = {}
+    for part in bundle.parts:
+        structure_of.setdefault(part.layout, part.structure)
+    labels_of = [tuple(row.label for row in each.tensors) for each in bundle.structures]
+    numbers_of = [{label: n for n, label in enumerate(labels)} for labels in labels_of]
+    for number, layout in enumerate(bundle.layouts):
+        structure = structure_of.get(number, 0)
+        labels = labels_of[structure] if labels_of else ()
+        numbers = numbers_of[structure] if numbers_of else {}
+        yield with_structure(layout_text(layout, numbers, labels), structure)
+
+
+def _encode_parts(parts: tuple[Part, ...]) -> dict[str, Json]:
+    table = PARTS.encode(parts)
+    data: dict[str, Json] = {}
+    for name in SHARED:
+        numbering = Numbering()
+        cells = [numbering.number(getattr(part, name)) for part in parts]
+        data[name] = numbering.items
+        table.pop(name, None)
+        if any(cells):
+            table[name] = cells
+    table["files"] = [FILES.encode(files) for files in table["files"]]
+    data["parts"] = table
+    return data
+
+
+def decode_bundle(
+    data: bytes,
+    *,
+    key: str,
+    id: CheckpointId,
+    kind: BundleKind,
+    max_bytes: int = MAX_STORED_BYTES,
+    most_rows: int = MOST_ROWS,
+) -> Bundle:
+    """Reads and validates a bundle that anybody may have written.
+
+    Args:
+        data: What the store gave for ``key``.
+        key: The key, which errors name.
+        id: The checkpoint it must be of.
+        kind: What it must be.
+        max_bytes: The most bytes of JSON to accept, decompressed.
+        most_rows: Of more entries than this no rows are made before they are asked for; their
+            text is kept instead.
+
+    Raises:
+        UnsupportedVersion: If it was written in a newer format.
+        TruncatedObject: If it is cut off.
+        ChecksumMismatch: If a bit of it was changed.
+        UnsafePath: If a file's name is not the one that the format gives it.
+        InvalidExtent: If extents overlap or lie outside of what holds them.
+        DuplicateName: If a name stands twice.
+        OversizedMetadata: If it is larger than ``max_bytes``.
+        WrongWorldSize: If its ranks are not those of its kind and world size.
+        InvalidManifest: If anything else about it is wrong.
+    """
+    reading = _Reading(most_rows)
+    try:
+        document = unseal(data, max_bytes, reading.elements)
+        _check_version(document)
+        _check_identity(document, id, kind)
+        bundle = _decode(document, reading, id, kind)
+        check_bundle(bundle, reading.facts)
+    except (CorruptCheckpoint, UnsupportedVersion) as error:
+        error.key = error.key or key
+        raise error.located(step=id.step) from None
+    return bundle
+
+
+class _Reading:
+    """Structures and layouts while a bundle is read: each is taken in as soon as it has come.
+
+    What is wrong with them is kept for later, since in a newer format they may be anything.
+    """
+
+    def __init__(self, most_rows: int) -> None:
+        self._most_rows, self._rows = most_rows, 0
+        self._structures: list[Structure] = []
+        self._labels: list[tuple[str, ...]] = []
+        self._layouts = 0
+        self._error: CorruptCheckpoint | None = None
+        self.facts: dict[tuple[int, int], LayoutFacts] = {}
+        self.elements: dict[str, Element] = {
+            "structures": self._guarded(self._structure),
+            "layouts": self._guarded(self._layout),
+        }
+
+    def check(self) -> None:
+        """Raises what was wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _guarded(self, element: Element) -> Element:
+        def guarded(data: Json, text: str) -> Any:
+            if self._error is None:
+                try:
+                    return element(data, text)
+                except CorruptCheckpoint as error:
+                    self._error = error
+            return None
+
+        return guarded
+
+    def _structure(self, data: Json, text: str) -> Structure:
+        tree = _member(data, "tree", list)
+        tensors = TENSORS.decode(data.get("tensors"))
+        structure = Structure(tree, tensors, _number(data, "values"))
+        self._structures.append(structure)
+        self._labels.append(tuple(row.label for row in tensors))
+        return structure
+
+    def _layout(self, data: Json, text: str) -> Layout | _Late:
+        number = _number(data, "structure")
+        entries = read_entries(data.get("entries"))
+        chunks = ChunkColumns(*CHUNKS.columns_of(data.get("chunks")))
+        self._rows += len(chunks.tensor)
+        place = (number, self._layouts)
+        self._layouts += 1
+        if number >= len(self._structures):
+            return _Late(number, entries, chunks)
+        tensors, labels = self._structures[number].tensors, self._labels[number]
+        check_dtypes(tensors)
+        named = with_names(entries, labels)
+        facts = check_layout(named, chunks, tensors)
+        tail = without_structure(text, number)
+        if self._rows > self._most_rows and tail is not None:
+            return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
+        self.facts[place] = facts
+        return Layout(entry_rows(named), chunk_rows(chunks))
+
+    def layouts(self, found: list[Any]) -> tuple[Layout, ...]:
+        """The layouts, now that all structures are known."""
+        return tuple(
+            each.layout(self._labels) if isinstance(each, _Late) else each for each in found
+        )
+
+
+class _Late(NamedTuple):
+    """A layout that came before its structure, which it may: members have no order."""
+
+    structure: int
+    entries: list[list[Any]]
+    chunks: ChunkColumns
+
+    def layout(self, labels: Sequence[tuple[str, ...]]) -> Layout:
+        """The layout, with the labels of all structures."""
+        own = labels[self.structure] if self.structure < len(labels) else ()
+        return Layout(entry_rows(with_names(self.entries, own)), chunk_rows(self.chunks))
+
+
+def _check_version(document: Mapping[str, Json]) -> None:
+    version = document.get("version")
+    if document.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
+        raise InvalidManifest("The object was not written by ckpipe")
+    if version > FORMAT_VERSION:
+        raise UnsupportedVersion(
+            f"The checkpoint has a newer format than version {FORMAT_VERSION}, the newest that "
+            "this ckpipe reads",
+            hint="Upgrade ckpipe",
+        )
+
+
+def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: BundleKind) -> None:
+    expected = {"kind": kind, "step": id.step, "attempt": id.attempt, "count": id.count}
+    for name, value in expected.items():
+        found = document.get(name)
+        if type(found) is not type(value) or found != value:
+            raise InvalidManifest(f"The object's {name} is {found!r:.100} instead of {value!r}")
+
+
+def _decode(
+    document: Mapping[str, Json], reading: _Reading, id: CheckpointId, kind: BundleKind
+) -> Bundle:
+    structures, layouts = _list(document, "structures"), _list(document, "layouts")
+    reading.check()
+    return Bundle(
+        kind,
+        id,
+        _number(document, "world_size"),
+        tuple(structures),
+        reading.layouts(layouts),
+        _decode_parts(document),
+        _decode_group(document) if kind == "group" else None,
+        _decode_per_rank(document, len(structures)) if kind == "index" else (),
+        _decode_report(document),
+    )
+
+
+def _decode_parts(document: Mapping[str, Json]) -> tuple[Part, ...]:
+    columns = PARTS.columns_of(document.get("parts"))
+    for place, column in enumerate(PARTS.columns):
+        if column.name in SHARED:
+            items = [_SHARED_FORMS[column.name](item) for item in _list(document, column.name)]
+            columns[place] = _pick(items, columns[place], column.name)
+    return make_rows(Part, [each.name for each in PARTS.columns], columns)
+
+
+def _pick(items: list[Any], cells: Iterable[int], name: str) -> list[Any]:
+    chosen = list(cells)
+    if chosen and max(chosen) >= len(items):
+        raise InvalidManifest(f"A part points to {name} that are not there")
+    return [items[number] for number in chosen]
+
+
+def _mapping(data: Json) -> Mapping[str, Json]:
+    if not isinstance(data, dict):
+        raise InvalidManifest("A writer, metadata or metrics are not a JSON object")
+    return data
+
+
+def _value_list(data: Json) -> tuple[Json, ...]:
+    if not isinstance(data, list):
+        raise InvalidManifest("The inline values of a part are not a list")
+    return tuple(data)
+
+
+_SHARED_FORMS: dict[str, Callable[[Json], Any]] = {
+    "values": _value_list,
+    "writer": _mapping,
+    "metadata": _mapping,
+    "metrics": _mapping,
+}
+
+
+def _decode_group(document: Mapping[str, Json]) -> tuple[int, int]:
+    found = document.get("group")
+    if not isinstance(found, list) or list(map(type, found)) != [int, int]:
+        raise InvalidManifest("The group object does not say which group it is of")
+    return found[0], found[1]
+
+
+def _decode_per_rank(document: Mapping[str, Json], structures: int) -> tuple[PerRank, ...]:
+    found = document.get("per_rank")
+    if not found:
+        return (PerRank(),) * structures
+    try:
+        return tuple(
+            PerRank(*number_lists([_member(each, "tensors", list), _member(each, "values", list)]))
+            for each in _list(document, "per_rank")
+        )
+    except ValueError as error:
+        raise InvalidManifest(f"What differs between ranks is malformed: {error}") from None
+
+
+def _decode_report(document: Mapping[str, Json]) -> Mapping[str, Any] | None:
+    """The report as it is: what only tells of the past must not keep a checkpoint from loading."""
+    found = document.get("report")
+    return found if isinstance(found, dict) else None
+
+
+def _list(document: Mapping[str, Json], name: str) -> list[Any]:
+    found: list[Any] = _member(document, name, list)
+    return found
+
+
+def _number(data: Json, name: str) -> int:
+    found: int = _member(data, name, int)
+    if not 0 <= found <= MAX_NUMBER:
+        raise InvalidManifest(f"The member {name} is out of range")
+    return found
+
+
+def _member(data: Json, name: str, kind: type) -> Any:
+    found = data.get(name) if isinstance(data, dict) else None
+    if type(found) is not kind:
+        raise InvalidManifest(f"The member {name} is missing or not of type {kind.__name__}")
+    return found

@@ -1,0 +1,177 @@
+"""Merging manifests into group objects, and those into the index.
+
+The result depends on the manifests alone: not on the order in which they came, and not on how
+they were grouped on the way. So whoever merges the same manifests writes the same object, and it
+does not matter who of several is first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckpipe.errors import InvalidManifest, WrongWorldSize
+from ckpipe.format.canonical_json import Numbering, canonical
+from ckpipe.format.keys import Json
+from ckpipe.format.layout_checks import Place
+from ckpipe.format.manifest import Bundle, BundleKind, Layout, Part, PerRank, Structure
+from ckpipe.format.manifest_checks import check_ranks, known_facts
+from ckpipe.format.manifest_tables import structure_form
+from ckpipe.format.stored_layouts import digest, facts_of, layout_text
+
+
+def merge(
+    bundles: Iterable[Bundle], kind: BundleKind, group: tuple[int, int] | None = None
+) -> Bundle:
+    """The group object or index of manifests, or of group objects, of one checkpoint.
+
+    Args:
+        bundles: At least one, in any order; together they hold each rank once.
+        kind: What to make; ``index`` of one manifest is what a world of one rank writes.
+        group: Level and number of a group object.
+
+    Raises:
+        WrongWorldSize: If they do not agree on the world size, or are not the ranks that the
+            result must have.
+        InvalidManifest: If they are not of one checkpoint.
+    """
+    merged = _joined(list(bundles), kind, group)
+    check_ranks(merged)
+    return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
+
+
+def gathered(bundles: Iterable[Bundle]) -> Bundle:
+    """The parts of some ranks of one checkpoint, each once, as a bundle that has no place in it.
+
+    Args:
+        bundles: At least one; a rank may be in several.
+
+    Raises:
+        WrongWorldSize: If they do not agree on the world size.
+        InvalidManifest: If they are not of one checkpoint.
+    """
+    return _joined(list(bundles), "group", None)
+
+
+def _joined(found: list[Bundle], kind: BundleKind, group: tuple[int, int] | None) -> Bundle:
+    first = found[0]
+    if any(each.id != first.id for each in found):
+        raise InvalidManifest("Manifests of different checkpoints cannot be merged")
+    if any(each.world_size != first.world_size for each in found):
+        raise WrongWorldSize("Manifests do not agree on the world size", step=first.id.step)
+    structures, layouts, values = Numbering(), _Layouts(), Numbering()
+    parts = []
+    pairs = [(part, source) for source in found for part in source.parts]
+    if group is None and kind == "group":
+        pairs = list({part.rank: (part, source) for part, source in pairs}.values())
+    for part, source in sorted(pairs, key=lambda pair: pair[0].rank):
+        own = source.structures[part.structure]
+        structure = structures.number(own, structure_form)
+        layout = layouts.number(source.layouts[part.layout], own)
+        shared = values.items[values.number(part.values)]
+        parts.append(replace(part, structure=structure, layout=layout, values=shared))
+    return Bundle(
+        kind, first.id, first.world_size, tuple(structures.items), tuple(layouts.items),
+        tuple(parts), group,
+    )  # fmt: skip
+
+
+class _Layouts:
+    """Gives numbers to layouts; the same names, places and boxes again have the same number."""
+
+    def __init__(self) -> None:
+        self.items: list[Layout] = []
+        self._numbers: dict[bytes, int] = {}
+        # A layout is kept with its number, since its id would be used again otherwise.
+        self._by_id: dict[int, tuple[Layout, int]] = {}
+        self._labels: dict[int, _Labels] = {}
+
+    def number(self, layout: Layout, structure: Structure) -> int:
+        known = self._by_id.get(id(layout))
+        if known is None:
+            labels = self._labels_of(structure)
+            key = labels.digest + digest(layout_text(layout, labels.numbers, labels.texts))
+            number = self._numbers.setdefault(key, len(self.items))
+            if number == len(self.items):
+                self.items.append(layout)
+            known = self._by_id[id(layout)] = (layout, number)
+        return known[1]
+
+    def _labels_of(self, structure: Structure) -> _Labels:
+        known = self._labels.get(id(structure))
+        if known is None:
+            texts = tuple(row.label for row in structure.tensors)
+            numbers = {label: number for number, label in enumerate(texts)}
+            known = self._labels[id(structure)] = _Labels(structure, texts, numbers, digest(*texts))
+        return known
+
+
+class _Labels(NamedTuple):
+    """The labels of a structure, in order, with their numbers, and what tells them from others."""
+
+    structure: Structure
+    texts: tuple[str, ...]
+    numbers: dict[str, int]
+    digest: bytes
+
+
+def _per_rank(bundle: Bundle) -> tuple[PerRank, ...]:
+    members: list[list[Part]] = [[] for _ in bundle.structures]
+    for part in bundle.parts:
+        members[part.structure].append(part)
+    private = {layout: facts.private for (_, layout), facts in known_facts(bundle, {}).items()}
+    return tuple(
+        PerRank(_differing_tensors(each, private), _differing_values(each)) for each in members
+    )
+
+
+def _differing_values(parts: Sequence[Part]) -> tuple[int, ...]:
+    distinct: dict[int, tuple[Json, ...]] = {id(part.values): part.values for part in parts}
+    if len(distinct) < 2:
+        return ()
+    return tuple(
+        number
+        for number, forms in enumerate(zip(*distinct.values(), strict=True))
+        if len({canonical(form) for form in forms}) > 1
+    )
+
+
+def _differing_tensors(
+    parts: Sequence[Part], private: Mapping[int, Mapping[int, Place]]
+) -> tuple[int, ...]:
+    first, *others = parts
+    if not others:
+        return ()
+    wanted = private[first.layout]
+    common = set(wanted).intersection(*(private[part.layout] for part in others))
+    differing: set[int] = set()
+    for part in others:
+        places = private[part.layout]
+        for tensor in common - differing:
+            (here, mine), (there, theirs) = wanted[tensor], places[tensor]
+            if here != there or first.checksums[mine] != part.checksums[theirs]:
+                differing.add(tensor)
+    return tuple(sorted(differing))
+
+
+def differ_privately(bundle: Bundle, holders: Sequence[tuple[int, int]]) -> bool:
+    """Whether parts hold a tensor of one label each for itself, and not alike.
+
+    Args:
+        bundle: An index.
+        holders: Parts, of structures of their own, with the number of the tensor in each.
+    """
+    if len(holders) < 2:
+        return False
+    found: list[tuple[Any, ...]] = []
+    shapes = set()
+    for number, tensor in holders:
+        part = bundle.parts[number]
+        row = bundle.structures[part.structure].tensors[tensor]
+        shapes.add((row.shape, row.dtype))
+        rows = bundle.structures[part.structure].tensors
+        place = facts_of(bundle.layouts[part.layout], rows).private.get(tensor)
+        if place is not None:
+            found.append((place[0], part.checksums[place[1]]))
+    return len(shapes) > 1 or (len(found) == len(holders) and len(set(found)) > 1)

@@ -1,0 +1,258 @@
+"""JSON objects that carry their own checksum, and are compressed if they are large.
+
+Every bit of a sealed object is covered. The plain form ends with a member that holds the CRC-32C
+of all bytes before it and whose own spelling is fixed. A zlib stream has padding bits that its own
+checksum does not see, so the compressed form ends with the CRC-32C of the stream.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from json import JSONDecodeError
+from typing import Any
+
+from ckpipe.errors import (
+    ChecksumMismatch,
+    DuplicateName,
+    InvalidManifest,
+    OversizedMetadata,
+    TruncatedObject,
+)
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.keys import Json
+
+PLAIN_BYTES = 64 << 10
+"""An object whose JSON is longer than this is compressed."""
+
+_MARK = b',"crc32c":"'
+_END = b'"}'
+_TAIL_BYTES = len(_MARK) + 8 + len(_END)
+_SUM_BYTES = 4
+_LEVEL = 2
+_ZLIB_FIRST_BYTE = 0x78
+
+
+def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
+    """The stored form of a JSON object that is not empty.
+
+    Args:
+        document: The object. A member may be an iterator over the JSON texts of an array's
+            elements, which are then never in memory together.
+        max_bytes: The longest JSON that may be made; None for any.
+
+    Raises:
+        OversizedMetadata: If it is longer.
+        ValueError: If it holds a float that is not finite.
+        RecursionError: If it is nested too deeply.
+    """
+    packed = _Packed(PLAIN_BYTES, max_bytes)
+    for piece in _pieces(document):
+        packed.add(piece.encode("ascii"))
+    packed.add(b"%s%08x%s" % (_MARK, packed.crc, _END))
+    return packed.finished()
+
+
+def _pieces(document: dict[str, Any]) -> Iterator[str]:
+    head = "{"
+    for name, value in document.items():
+        yield f"{head}{_text(name)}:"
+        if not isinstance(value, Iterator):
+            yield _text(value)
+        else:
+            comma = "["
+            for element in value:
+                yield comma
+                yield element
+                comma = ","
+            yield "[]" if comma == "[" else "]"
+        head = ","
+
+
+def _text(data: Json) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
+class _Packed:
+    """Collects pieces of a text, and compresses them once there are many."""
+
+    def __init__(self, plain_bytes: int, max_bytes: int | None) -> None:
+        self._plain_bytes, self._max_bytes = plain_bytes, max_bytes
+        self._plain: list[bytes] = []
+        self._stream: Any = None
+        self._packed: list[bytes] = []
+        self.size = self.crc = 0
+
+    def add(self, piece: bytes) -> None:
+        self.crc = crc32c(piece, self.crc)
+        self.size += len(piece)
+        if self._max_bytes is not None and self.size > self._max_bytes:
+            raise OversizedMetadata(
+                f"The metadata of the checkpoint has more than {self._max_bytes} bytes",
+                hint="Save fewer tensors, or from fewer ranks",
+            )
+        if self._stream is not None:
+            self._packed.append(self._stream.compress(piece))
+            return
+        self._plain.append(piece)
+        if self.size > self._plain_bytes:
+            self._stream = zlib.compressobj(_LEVEL)
+            self._packed = [self._stream.compress(each) for each in self._plain]
+            self._plain = []
+
+    def finished(self) -> bytes:
+        if self._stream is None:
+            return b"".join(self._plain)
+        stream = b"".join([*self._packed, self._stream.flush()])
+        return stream + crc32c(stream).to_bytes(_SUM_BYTES, "big")
+
+
+Element = Callable[[Json, str], Any]
+"""What an element of an array becomes, by its value and its text, as soon as it was read."""
+
+
+def unseal(
+    data: bytes, max_bytes: int, elements: Mapping[str, Element] | None = None
+) -> dict[str, Any]:
+    """The JSON object that was sealed, without its checksum.
+
+    Args:
+        data: What the store gave.
+        max_bytes: The most bytes of JSON to accept, decompressed.
+        elements: For members that are arrays, what their elements become. They do so in their
+            order in the text, one by one, so that all of them are never in memory as JSON.
+
+    Raises:
+        TruncatedObject: If it is empty or ends before its checksum.
+        ChecksumMismatch: If a bit differs from what was sealed.
+        OversizedMetadata: If it is larger than ``max_bytes``.
+        DuplicateName: If a JSON object in it has a name twice.
+        InvalidManifest: If it is not a sealed JSON object.
+    """
+    plain = opened(data, max_bytes)
+    if not plain.endswith(_END) or plain[-_TAIL_BYTES : len(_MARK) - _TAIL_BYTES] != _MARK:
+        raise TruncatedObject("The object is cut off: it ends without its checksum")
+    body = memoryview(plain)[:-_TAIL_BYTES]
+    if plain[-_TAIL_BYTES:] != b"%s%08x%s" % (_MARK, crc32c(body), _END):
+        raise ChecksumMismatch("The object is not what was written: its checksum differs")
+    del body
+    try:
+        document = _parsed(plain.decode(), elements or {})
+    except RecursionError:
+        raise InvalidManifest("The object is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidManifest(f"The object is not valid JSON: {error}") from None
+    del document["crc32c"]
+    return document
+
+
+def _parsed(text: str, elements: Mapping[str, Element]) -> dict[str, Any]:
+    """Reads an object member by member; the text is known to end like a sealed one."""
+    found: dict[str, Any] = {}
+    at = _after(text, 0, "{")
+    while True:
+        name, at = _DECODER.raw_decode(text, at)
+        if type(name) is not str:
+            raise JSONDecodeError("Expecting a name", text, at)
+        if name in found:
+            raise DuplicateName("An object in the JSON has a name twice")
+        at = _after(text, at, ":")
+        if name in elements and text.startswith("[", at):
+            found[name], at = _array(text, at, elements[name])
+        else:
+            found[name], at = _DECODER.raw_decode(text, at)
+        at = _skipped(text, at)
+        if text.startswith("}", at):
+            break
+        at = _after(text, at, ",")
+    if _skipped(text, at + 1) != len(text):
+        raise JSONDecodeError("Extra data", text, at)
+    return found
+
+
+def _array(text: str, at: int, element: Element) -> tuple[list[Any], int]:
+    found: list[Any] = []
+    at = _skipped(text, at + 1)
+    if text.startswith("]", at):
+        return found, at + 1
+    while True:
+        begin = at
+        value, at = _DECODER.raw_decode(text, begin)
+        found.append(element(value, text[begin:at]))
+        at = _skipped(text, at)
+        if text.startswith("]", at):
+            return found, at + 1
+        at = _after(text, at, ",")
+
+
+def _after(text: str, at: int, sign: str) -> int:
+    """Behind a sign that must come next, and behind the white space that follows it."""
+    at = _skipped(text, at)
+    if not text.startswith(sign, at):
+        raise JSONDecodeError(f"Expecting {sign!r}", text, at)
+    return _skipped(text, at + 1)
+
+
+def _skipped(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\n\r":
+        at += 1
+    return at
+
+
+def opened(data: bytes, max_bytes: int) -> bytes:
+    """The JSON text of a sealed object, decompressed; its own checksum is not looked at.
+
+    Raises:
+        TruncatedObject: If it is empty, or the stream ends early.
+        ChecksumMismatch: If the compressed bytes differ from what was sealed.
+        OversizedMetadata: If the text is longer than ``max_bytes``.
+        InvalidManifest: If it is neither JSON nor a zlib stream.
+    """
+    if not data:
+        raise TruncatedObject("The object is empty")
+    if data[0] == _ZLIB_FIRST_BYTE:
+        return _decompressed(memoryview(data), max_bytes)
+    if data[:1] != b"{":
+        raise InvalidManifest("The object is neither JSON nor compressed JSON")
+    if len(data) > max_bytes:
+        raise OversizedMetadata(f"The object has {len(data)} bytes of at most {max_bytes}")
+    return bytes(data)
+
+
+def _decompressed(data: memoryview, max_bytes: int) -> bytes:
+    stream, total = data[:-_SUM_BYTES], bytes(data[-_SUM_BYTES:])
+    if crc32c(stream) != int.from_bytes(total, "big"):
+        raise ChecksumMismatch("The compressed object is not what was written, or is cut off")
+    inflate = zlib.decompressobj()
+    try:
+        plain = inflate.decompress(stream, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidManifest(f"The object is no zlib stream: {error}") from None
+    if len(plain) > max_bytes:
+        raise OversizedMetadata(f"The object has more than {max_bytes} bytes once decompressed")
+    if not inflate.eof or inflate.unused_data:
+        raise TruncatedObject("The zlib stream does not end where the object does")
+    return plain
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise DuplicateName("An object in the JSON has a name twice")
+    return found
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)

@@ -1,0 +1,181 @@
+"""Checks of a structure's tree, which anybody may have written.
+
+The walk keeps its own stack, so that no nesting can exhaust Python's, and visits every node once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpipe.errors import DuplicateName, InvalidManifest
+from ckpipe.format.keys import Json, decode_key
+from ckpipe.format.manifest import Structure
+
+Node = list[Any]
+
+
+def check_tree(structure: Structure) -> None:
+    """Checks the root node and the nodes of attributes.
+
+    Raises:
+        DuplicateName: If a container has a key twice.
+        InvalidManifest: If a node is malformed or points to what is not there.
+    """
+    walk = _Walk(len(structure.tensors), structure.values)
+    stack: list[Any] = [structure.tree]
+    stack += [row.attributes for row in structure.tensors if row.attributes is not None]
+    while stack:
+        node = stack.pop()
+        check = _NODES.get(node[0]) if _is_node(node) else None
+        if check is None:
+            raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
+        stack += [each for each in check(walk, node) if not _is_sound_leaf(each, walk.limits)]
+    missing = walk.references - walk.shared
+    if missing:
+        raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
+
+
+def _is_node(node: Any) -> bool:
+    return type(node) is list and bool(node) and type(node[0]) is str
+
+
+def _is_sound_leaf(node: Any, limits: Mapping[str, int]) -> bool:
+    """Whether a node is a tensor or a value that is there, as most are: a short way for these."""
+    if type(node) is not list or len(node) != 2:
+        return False
+    tag, number = node
+    return type(tag) is str and type(number) is int and 0 <= number < limits.get(tag, 0)
+
+
+def _brief(node: Any) -> str:
+    # A deep node is not printed, since printing recurses.
+    kind = repr(node[0])[:100] if type(node) is list and node and type(node[0]) is str else ""
+    return f"a list that begins with {kind}" if kind else f"a {type(node).__name__}"
+
+
+class _Walk:
+    def __init__(self, tensors: int, values: int) -> None:
+        self.limits = {"tensor": tensors, "value": values}
+        self.shared: set[int] = set()
+        self.references: set[int] = set()
+
+
+_Check = Callable[[_Walk, Node], list[Node]]
+"""Checks one node and returns those below it."""
+
+
+def _leaf(walk: _Walk, node: Node) -> list[Node]:
+    number = node[1] if len(node) == 2 else None
+    if type(number) is not int or not 0 <= number < walk.limits[node[0]]:
+        raise InvalidManifest(f"A node of the tree points to a {node[0]} that is not there")
+    return []
+
+
+def _absent(walk: _Walk, node: Node) -> list[Node]:
+    return _expect(node, len(node) == 1, [])
+
+
+def _sequence(walk: _Walk, node: Node) -> list[Node]:
+    return _expect(node, len(node) == 2 and type(node[1]) is list, node[-1])
+
+
+def _deque(walk: _Walk, node: Node) -> list[Node]:
+    _expect(node, len(node) == 3 and type(node[1]) is list, [])
+    return _expect(node, node[2] is None or _is_count(node[2]), node[1])
+
+
+def _set(walk: _Walk, node: Node) -> list[Node]:
+    _expect(node, len(node) == 2 and type(node[1]) is list, [])
+    _check_keys(node[1])
+    return []
+
+
+def _mapping(walk: _Walk, node: Node) -> list[Node]:
+    return _items(node, 1, len(node) == 3)
+
+
+def _ordered_dict(walk: _Walk, node: Node) -> list[Node]:
+    nodes = _items(node, 1, len(node) in (3, 4))
+    return [*nodes, *node[3:]]
+
+
+def _default_dict(walk: _Walk, node: Node) -> list[Node]:
+    return _items(node, 1, len(node) == 4 and (node[3] is None or type(node[3]) is str))
+
+
+def _named(walk: _Walk, node: Node) -> list[Node]:
+    nodes = _items(node, 2, len(node) == 4 and type(node[1]) is str)
+    return _expect(node, all(type(name) is str for name in node[2]), nodes)
+
+
+def _stateful(walk: _Walk, node: Node) -> list[Node]:
+    return _expect(node, len(node) == 2, node[1:])
+
+
+def _registered(walk: _Walk, node: Node) -> list[Node]:
+    return _expect(node, len(node) == 3 and type(node[1]) is str, node[2:])
+
+
+def _shared(walk: _Walk, node: Node) -> list[Node]:
+    _expect(node, len(node) == 3 and _is_count(node[1]), [])
+    if node[1] in walk.shared:
+        raise DuplicateName(f"Two containers of the tree have the number {node[1]}")
+    walk.shared.add(node[1])
+    return node[2:]
+
+
+def _reference(walk: _Walk, node: Node) -> list[Node]:
+    _expect(node, len(node) == 2 and _is_count(node[1]), [])
+    walk.references.add(node[1])
+    return []
+
+
+_NODES: dict[str, _Check] = {
+    "tensor": _leaf,
+    "value": _leaf,
+    "absent": _absent,
+    "dict": _mapping,
+    "ordered_dict": _ordered_dict,
+    "default_dict": _default_dict,
+    "named_tuple": _named,
+    "dataclass": _named,
+    "list": _sequence,
+    "tuple": _sequence,
+    "deque": _deque,
+    "set": _set,
+    "frozenset": _set,
+    "stateful": _stateful,
+    "registered": _registered,
+    "shared": _shared,
+    "ref": _reference,
+}
+
+
+def _expect(node: Node, fits: bool, below: list[Node]) -> list[Node]:
+    if not fits:
+        raise InvalidManifest(f"A node of the kind {node[0]!r} is malformed")
+    return below
+
+
+def _is_count(data: Json) -> bool:
+    return type(data) is int and 0 <= data < 1 << 62
+
+
+def _items(node: Node, at: int, fits: bool) -> list[Node]:
+    _expect(node, fits and type(node[at]) is list and type(node[at + 1]) is list, [])
+    keys, nodes = node[at], node[at + 1]
+    _expect(node, len(keys) == len(nodes), [])
+    _check_keys(keys)
+    return nodes  # type: ignore[no-any-return]
+
+
+def _check_keys(keys: list[Json]) -> None:
+    try:
+        if not set(map(type, keys)) <= {str}:
+            keys = [decode_key(key) for key in keys]
+        distinct = len(set(keys))
+    except RecursionError:
+        raise InvalidManifest("A key is nested too deeply") from None
+    if distinct < len(keys):
+        raise DuplicateName("A container of the tree has a key twice")

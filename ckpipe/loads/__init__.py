@@ -1,0 +1,1 @@
+"""From a checkpoint into a state: planned, read, verified, put together."""

@@ -1,0 +1,332 @@
+"""Where verified bytes go: from chunks of entries into tensors, live ones and fresh ones.
+
+Theory. An unshared tensor lies in its entry row by row: one copy of bytes where the target is
+contiguous host memory of the same dtype, else a copy of elements box by box. An entry that several
+tensors share is an image of their memory: fresh tensors are views of one buffer that takes the
+whole image, so they share bytes again, and a live tensor that lies otherwise is copied from such a
+fresh one once everything is verified.
+
+A tensor that was cut into boxes is put together from pieces of them, straight in the target. A
+piece that is a run of its entry and of the target is still one copy of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from ckpipe.errors import InvalidExtent, InvalidManifest
+from ckpipe.format.boxes import box_volume, flat_start
+from ckpipe.loads.destinations import BoxElements, Destination, Elements, RawBytes, boxed
+from ckpipe.loads.load_planning import Need
+from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor, StoredTensors
+from ckpipe.state.tensors import overlaps_itself
+
+# Tens of thousands are made for a load, for which the class's own constructor is slow.
+_new_need = partial(tuple.__new__, Need)
+
+
+class Filling:
+    """Collects what is to be filled, and finishes it once the bytes are there.
+
+    Args:
+        stored: The tensors of the checkpoint.
+    """
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+        self.destinations: defaultdict[int, list[Destination]] = defaultdict(list)
+        self.needs: list[Need] = []
+        self._fresh: dict[StoredTensor, torch.Tensor] = {}
+        self._fresh_parts: dict[tuple[StoredTensor, tuple[Region, ...]], torch.Tensor] = {}
+        self._sharing: dict[Hashable, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._finishers: list[Callable[[], object]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Destinations know addresses only; this keeps alive what lies there.
+        self._alive: list[torch.Tensor] = []
+
+    def fresh(self, stored: StoredTensor) -> torch.Tensor:
+        """A new tensor on the CPU for a stored one; always the same one.
+
+        Its elements are valid once the bytes are there and :meth:`finish` has run.
+
+        Raises:
+            InvalidManifest: If the checkpoint contradicts itself about it.
+        """
+        tensor = self._fresh.get(stored)
+        if tensor is None:
+            tensor = self._make(stored, self._stored.pieces(stored), stored.shape)
+            self._fresh[stored] = tensor
+        return tensor
+
+    def fresh_part(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The same for regions of it, put together in a tensor of a shape."""
+        if regions is None:
+            return self.fresh(stored)
+        tensor = self._fresh_parts.get((stored, regions))
+        if tensor is None:
+            tensor = self._make(stored, self._stored.pieces(stored, regions), shape)
+            self._fresh_parts[stored, regions] = tensor
+        return tensor
+
+    def live(
+        self,
+        stored: StoredTensor,
+        pieces: tuple[Piece, ...],
+        regions: tuple[Region, ...] | None,
+        target: torch.Tensor,
+    ) -> None:
+        """Fills a tensor that exists, with a conversion if its dtype is another.
+
+        Args:
+            stored: The stored tensor.
+            pieces: What the target is put together from.
+            regions: Which parts of it the target holds; None if it holds the whole.
+            target: A plain tensor, detached.
+        """
+        for piece in pieces:
+            if piece.shared and _is_image(piece, stored):
+                return self.copy_later(stored, regions, target)
+        if memory_overlaps(target):
+            return self.copy_later(stored, regions, target)
+        return self._add(stored, pieces, target)
+
+    def plain(
+        self, stored: StoredTensor, pieces: tuple[Piece, ...], target: torch.Tensor, address: int
+    ) -> bool:
+        """The same for a contiguous tensor that is one chunk as it lies, as nearly all are.
+
+        Args:
+            stored: The stored tensor.
+            pieces: What the target is put together from.
+            target: A plain tensor, detached and contiguous.
+            address: Where it begins.
+
+        Returns:
+            False if it is anything else; then nothing was done.
+        """
+        if len(pieces) != 1 or not takes_bytes(target, stored.dtype):
+            return False
+        (piece,) = pieces
+        entry, start, stop, _, _, inside, fills, shared = piece
+        if inside is not None or fills is not None or (shared and _is_image(piece, stored)):
+            return False
+        if start < stop:
+            self._alive.append(target)
+            self.destinations[entry].append(RawBytes(start, stop, address))
+            self.needs.append(_new_need((entry, start, stop)))
+        return True
+
+    def copy_later(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor
+    ) -> None:
+        """Fills a tensor from a fresh one, by :meth:`finish`."""
+        self._copies.append((target, self.fresh_part(stored, regions, tuple(target.shape))))
+
+    def resolve_fresh(self) -> None:
+        """Gives fresh tensors their final values, once their bytes are there."""
+        finishers, self._finishers = self._finishers, []
+        for finish in finishers:
+            finish()
+
+    def finish(self) -> None:
+        """Completes everything that bytes alone could not, once all of them are there."""
+        self.resolve_fresh()
+        copies, self._copies = self._copies, []
+        for target, value in copies:
+            write(target, value)
+
+    def _add(self, stored: StoredTensor, pieces: Sequence[Piece], target: torch.Tensor) -> None:
+        """Has a tensor filled with pieces, none of which is an image."""
+        base = target.data_ptr() if takes_bytes(target, stored.dtype) else None
+        shape, item = tuple(target.shape), stored.dtype.itemsize
+        self._alive.append(target)
+        for piece in pieces:
+            if piece.start == piece.stop:
+                continue
+            destination: Destination | None = None
+            if base is not None and piece.target is None and piece.inside is None:
+                destination = RawBytes(piece.start, piece.stop, base)
+            elif base is not None:
+                destination = _moved_bytes(piece, shape, item, base)
+            if destination is None:
+                destination = _copied(piece, stored.dtype, target)
+            self.destinations[piece.entry].append(destination)
+            if piece.inside is None:
+                self.needs.append(Need(piece.entry, piece.start, piece.stop))
+            else:
+                self.needs += piece.needs(item)
+
+    def _make(
+        self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        if len(pieces) == 1 and pieces[0].target is None:
+            (piece,) = pieces
+            alone = not piece.shared
+            return self._alone(stored, pieces, shape) if alone else self._window(stored, piece)
+        if not any(piece.shared for piece in pieces):
+            return self._alone(stored, pieces, shape)
+        # Tensors cut alike from the same shared bytes share them again.
+        key = (pieces, shape, stored.dtype, stored.row.lazy)
+        if key not in self._sharing:
+            self._sharing[key] = self._alone(stored, pieces, shape)
+        return self._sharing[key].detach()
+
+    def _alone(
+        self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        tensor = _allocate(stored, shape)
+        plain = []
+        for piece in pieces:
+            if piece.shared and _is_image(piece, stored):
+                image = self._window(stored, piece)
+                self._finishers.append(partial(_from_image, tensor, image, piece))
+            else:
+                plain.append(piece)
+        self._add(stored, plain, tensor)
+        if not stored.row.lazy:
+            return tensor
+        if "c" in stored.row.lazy:
+            self._finishers.append(tensor.conj_physical_)
+        if "n" in stored.row.lazy:
+            self._finishers.append(tensor.neg_)
+        return with_lazy_bits(tensor, stored.row.lazy)
+
+    def _window(self, stored: StoredTensor, piece: Piece) -> torch.Tensor:
+        """A chunk as a view of its entry's memory."""
+        offset, rest = divmod(piece.start, stored.dtype.itemsize)
+        if rest:
+            raise InvalidExtent(
+                f"It begins at byte {piece.start} of its entry, which its dtype is not aligned to",
+                key=stored.label,
+            )
+        tensor = torch.empty(0, dtype=stored.dtype, device="cpu")
+        storage = self._buffer(piece.entry).untyped_storage()
+        stride = piece.stride or contiguous_stride(piece.shape)
+        tensor.set_(storage, offset, piece.shape, stride)
+        if piece.start < piece.stop:
+            self.needs.append(Need(piece.entry, piece.start, piece.stop))
+        return with_lazy_bits(tensor, stored.row.lazy)
+
+    def _buffer(self, entry: int) -> torch.Tensor:
+        buffer = self._buffers.get(entry)
+        if buffer is None:
+            nbytes = self._stored.data.sizes[entry]
+            buffer = self._buffers[entry] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self.destinations[entry].append(RawBytes(0, nbytes, buffer.data_ptr()))
+        return buffer
+
+
+def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the row-major bytes of a dtype can be copied to where a tensor lies."""
+    return (
+        target.dtype == dtype
+        and target.is_cpu
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def with_lazy_bits(tensor: torch.Tensor, lazy: str) -> torch.Tensor:
+    """The tensor seen with lazy bits over the bytes that it has."""
+    if "c" in lazy:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if "n" in lazy else tensor
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major layout without holes."""
+    return tuple(_contiguous_stride(shape))[::-1]
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> Iterator[int]:
+    step = 1
+    for n in reversed(shape):
+        yield step
+        step *= max(n, 1)
+
+
+def memory_overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of one tensor lie on the same bytes."""
+    if tensor.is_contiguous():
+        return False
+    return overlaps_itself(tuple(tensor.shape), tensor.stride())
+
+
+def write(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies values into a tensor, also into one whose own elements overlap.
+
+    torch refuses the latter; where the values agree, which was checked before, any order of
+    copying the rows gives the same bytes.
+    """
+    if not memory_overlaps(target):
+        target.copy_(value)
+    elif target.stride(0) == 0:
+        write(target[0], value[0])
+    else:
+        for row, values in zip(target, value, strict=True):
+            write(row, values)
+
+
+def _is_image(piece: Piece, stored: StoredTensor) -> bool:
+    """Whether a piece of shared memory is something else than elements row by row."""
+    lies_otherwise = piece.stride is not None or piece.start % stored.dtype.itemsize != 0
+    return lies_otherwise or bool(stored.row.lazy)
+
+
+def _from_image(target: torch.Tensor, image: torch.Tensor, piece: Piece) -> None:
+    part = target if piece.target is None else boxed(target, piece.target)
+    part.copy_(image if piece.inside is None else boxed(image, piece.inside))
+
+
+def _moved_bytes(piece: Piece, shape: tuple[int, ...], item: int, base: int) -> RawBytes | None:
+    """A plain copy of bytes for a piece, if it is a run of its chunk and of the target.
+
+    Args:
+        piece: The piece.
+        shape: The shape of the target.
+        item: The size of its elements in bytes.
+        base: Its address.
+    """
+    start, stop = piece.start, piece.stop
+    if piece.inside is not None:
+        first = flat_start(piece.shape, piece.inside)
+        if first is None:
+            return None
+        start += first * item
+        stop = start + box_volume(piece.inside) * item
+    if piece.target is not None:
+        at = flat_start(shape, piece.target)
+        if at is None:
+            return None
+        base += at * item
+    return RawBytes(start, stop, base)
+
+
+def _copied(piece: Piece, dtype: torch.dtype, target: torch.Tensor) -> Elements | BoxElements:
+    """A copy of elements for a piece."""
+    part = target if piece.target is None else boxed(target, piece.target)
+    if piece.inside is not None:
+        inside = piece.inside
+        return BoxElements(piece.start, piece.stop, dtype, piece.shape, inside, part)
+    flat = part.view(-1) if part.is_contiguous() else part
+    return Elements(piece.start, piece.stop, dtype, flat)
+
+
+def _allocate(stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    stride = stored.fresh_stride if shape == stored.shape else None
+    stride = stride or contiguous_stride(shape)
+    try:
+        return torch.empty_strided(shape, stride, dtype=stored.dtype, device="cpu")
+    except RuntimeError as error:
+        raise InvalidManifest(
+            f"No memory for a tensor of shape {list(shape)} and strides {list(stride)}",
+            key=stored.label,
+        ) from error

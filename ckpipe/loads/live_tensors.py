@@ -1,0 +1,142 @@
+"""Tensors and arrays of the target: which can be filled in place, and with what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
+from ckpipe.loads.placed_tensors import PLAIN, is_placed, local_tensor, why_unplaceable
+from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor
+from ckpipe.state.tensors import NUMPY
+
+_UNINITIALIZED = (
+    torch.nn.parameter.UninitializedParameter,
+    torch.nn.parameter.UninitializedBuffer,
+)
+
+
+@dataclass(eq=False, slots=True)
+class LiveTensor:
+    """A tensor of the target that a stored one is to be loaded into.
+
+    Args:
+        stored: The stored tensor.
+        label: Where the target stands in the state.
+        tensor: Its memory, as a plain detached tensor.
+        owner: The object that stands in the state.
+        address: Where that memory begins.
+        contiguous: Whether its elements lie row by row without a gap.
+        regions: Which parts of the stored tensor that memory holds; None for the whole.
+        pieces: What it is put together from.
+    """
+
+    stored: StoredTensor
+    label: str
+    tensor: torch.Tensor
+    owner: torch.Tensor | np.ndarray[Any, Any]
+    address: int
+    contiguous: bool
+    regions: tuple[Region, ...] | None
+    pieces: tuple[Piece, ...]
+
+
+def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """The memory of a tensor or array as a plain tensor; None if it cannot be written so."""
+    if isinstance(obj, np.ndarray):
+        return _array_view(obj)
+    if is_placed(obj):
+        obj = local_tensor(obj)
+    kind = type(obj)
+    if kind not in PLAIN and _is_wrapper(obj):
+        return None
+    if obj.layout is not torch.strided or obj.is_meta or obj.is_nested or obj.is_quantized:
+        return None
+    if kind is torch.Tensor and not obj.requires_grad:
+        return obj
+    plain = obj.detach()
+    return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
+
+
+def has_shape(obj: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether it has a shape already; a parameter of a lazy module gets it from what is loaded."""
+    return not isinstance(obj, _UNINITIALIZED)
+
+
+def _is_wrapper(obj: torch.Tensor) -> bool:
+    return hasattr(obj, "__tensor_flatten__") or hasattr(obj, "device_mesh") or not has_shape(obj)
+
+
+def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        return None
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        # A dtype that torch lacks: its bytes, which numpy shows only of contiguous arrays.
+        if array.dtype.hasobject or not array.flags.c_contiguous or not array.size:
+            return None
+        raw = array.reshape(-1).view(np.uint8)
+        return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
+
+
+def misfit(
+    stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], *, cast: bool
+) -> CkpipeError | None:
+    """Why a stored tensor cannot be loaded into a live one; None if it can.
+
+    Args:
+        stored: The stored tensor.
+        live: The tensor or array of the target.
+        cast: Whether the values may be converted to the dtype of the target.
+    """
+    plain = isinstance(live, torch.Tensor) and type(live) in PLAIN and not live.is_meta
+    if plain and (live.shape, live.dtype) == (stored.shape, stored.dtype):
+        return None  # Nearly always, and quickly said.
+    saved, shape, dtype = _array_form(stored) if isinstance(live, np.ndarray) else _form(stored)
+    if isinstance(live, torch.Tensor) and live.is_meta:
+        return StructureMismatch(
+            "The target is on the meta device and has no memory",
+            key=stored.label,
+            hint="Give it memory with to_empty() before loading",
+        )
+    if is_placed(live) and why_unplaceable(live):
+        return StructureMismatch(
+            f"The target is a distributed tensor that {why_unplaceable(live)}",
+            key=stored.label,
+            hint="Redistribute it before loading, or leave it out with exclude",
+        )
+    if tuple(live.shape) != shape:
+        return ShapeMismatch(
+            f"The shape is {list(shape)} in the checkpoint and {list(live.shape)} in the target",
+            key=stored.label,
+            hint="Load it into a target of the saved shape, or leave it out with exclude",
+        )
+    if live.dtype != dtype and not (cast and saved):
+        return DtypeMismatch(
+            f"The dtype is {dtype} in the checkpoint and {live.dtype} in the target",
+            key=stored.label,
+            hint="Pass cast=True to convert the values, or leave it out with exclude",
+        )
+    return None
+
+
+def _form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
+    """Whether its values can be converted, its shape, and its dtype, as torch sees it."""
+    return True, stored.shape, stored.dtype
+
+
+def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
+    """The same as numpy sees it; None for a dtype that numpy lacks."""
+    if stored.row.kind != NUMPY or stored.row.detail is None:
+        try:
+            dtype = torch.empty(0, dtype=stored.dtype).numpy().dtype
+        except TypeError:
+            return True, stored.shape, None
+        return True, stored.shape, dtype
+    dtype = np.dtype(stored.row.detail)
+    foreign = stored.dtype is torch.uint8 and dtype != np.uint8
+    return not foreign, stored.shape[:-1] if foreign else stored.shape, dtype

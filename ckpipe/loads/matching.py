@@ -1,0 +1,352 @@
+"""Loading in place: a walk over the target and the saved tree side by side.
+
+The walk checks everything and notes which live tensors to fill; it changes nothing. What it
+returns for each node is a function that, once the bytes are there, puts the new values into
+containers that can be changed, makes new ones of those that cannot, calls ``load_state_dict``,
+and returns what now stands in the node's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.errors import StructureMismatch
+from ckpipe.format.keys import LabelFilter, encode_key, join
+from ckpipe.format.trees import Node, children_of, leaf_labels
+from ckpipe.loads.live_tensors import misfit
+from ckpipe.loads.making import Make, same, stays
+from ckpipe.loads.rebuild import Rebuild
+from ckpipe.loads.refilling import (
+    refill_dataclass,
+    refill_dict,
+    refill_sequence,
+    refill_set,
+    remake_dataclass,
+    remake_tuple,
+)
+from ckpipe.loads.selecting import any_selected
+from ckpipe.loads.stateful_objects import check_stateful, hint_for, mismatch
+from ckpipe.loads.targets import Targets
+from ckpipe.state.containers import is_stateful
+from ckpipe.state.registered_types import registered_as, registered_for
+from ckpipe.tasks.user_code import user_code
+
+
+class Matching:
+    """Matches a target with a saved tree.
+
+    Args:
+        rebuild: Makes what has no counterpart in the target.
+        targets: Where live tensors are noted.
+        select: What of the target is to be loaded.
+        strict: Whether plain containers must have the keys that were saved, and no others.
+
+    Attributes:
+        missing: Labels that the target has and the checkpoint has not.
+        unexpected: Labels that the checkpoint has and the target has not.
+        objects: For each object, what was saved of it, and what it holds now.
+    """
+
+    def __init__(
+        self, rebuild: Rebuild, targets: Targets, select: LabelFilter, *, strict: bool
+    ) -> None:
+        self._rebuild, self._targets = rebuild, targets
+        self._select, self._strict = select, strict
+        self._known: dict[tuple[int, int], Make] = {}
+        self._loaded: dict[int, Make] = {}
+        # Objects that the walk compares by identity must not die before it ends.
+        self._alive: list[Any] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.objects: list[tuple[Node, Any]] = []
+
+    def plan(self, target: Any, tree: Node) -> Make:
+        """Checks a target against a tree.
+
+        Returns:
+            What puts the loaded values in place, and returns the state.
+
+        Raises:
+            TargetMismatch: If they do not fit; the target is untouched.
+        """
+        make = self.match(target, tree, "")
+        if self._strict and (self.missing or self.unexpected):
+            raise mismatch(
+                self.missing,
+                self.unexpected,
+                hint="Pass strict=False to load what both have, or choose with include and exclude",
+            )
+        return make
+
+    def match(self, target: Any, node: Node, label: str) -> Make:
+        """Matches one object with one node."""
+        tag = node[0]
+        if tag == "absent":
+            return self._left_out(target, label)
+        if tag in ("shared", "ref"):
+            return self._match_shared(target, node, label)
+        if target is None:
+            # None holds a place for anything, such as a state that is made at the first step.
+            return self._rebuild.plan(node, label)
+        if tag == "stateful" or (tag in _STATES and is_stateful(target) and _is_object(target)):
+            return self._match_stateful(target, node, label)
+        return _MATCHES[tag](self, target, node, label)
+
+    def _left_out(self, target: Any, label: str) -> Make:
+        self._note_missing(target, label)
+        return partial(same, target)
+
+    def _note_missing(self, target: Any, label: str) -> None:
+        if any_selected(target, label, self._select):
+            self.missing.append(label)
+
+    # Leaves
+
+    def match_tensor(self, target: Any, node: Node, label: str) -> Make:
+        if not isinstance(target, torch.Tensor | np.ndarray):
+            raise _wrong_kind("a tensor", target, label)
+        if node[1] in self._rebuild.per_rank.tensors:
+            return self._rebuild.combined(node[1], target, label)
+        stored = self._targets.stored[node[1]]
+        error = misfit(stored, target, cast=self._targets.cast)
+        if error is not None:
+            error.key = label or error.key
+            raise error
+        if not self._targets.fill(stored, target, label):
+            return self._rebuild.plan(node, label)
+        if not stored.row.attributes:
+            return partial(same, target)
+        attributes = self._rebuild.plan(stored.row.attributes, join(label, "__dict__"))
+        return partial(_with_attributes, target, attributes)
+
+    def match_value(self, target: Any, node: Node, label: str) -> Make:
+        combined = node[1] in self._rebuild.per_rank.values
+        if not combined and (
+            _is_container(target) or isinstance(target, torch.Tensor | np.ndarray)
+        ):
+            raise _wrong_kind("a plain value", target, label)
+        return self._rebuild.plan(node, label)
+
+    def match_set(self, target: Any, node: Node, label: str) -> Make:
+        if not isinstance(target, set | frozenset):
+            raise _wrong_kind(f"a {node[0]}", target, label)
+        make = self._rebuild.plan(node, label)
+        return make if isinstance(target, frozenset) else partial(refill_set, target, make)
+
+    def match_registered(self, target: Any, node: Node, label: str) -> Make:
+        known = registered_as(node[1])
+        if known is not None and type(target) is not known.cls:
+            raise _wrong_kind(f"a {known.name}", target, label)
+        return self._rebuild.plan(node, label)
+
+    # Containers
+
+    def match_mapping(self, target: Any, node: Node, label: str) -> Make:
+        if not isinstance(target, dict):
+            raise _wrong_kind(f"a {node[0]}", target, label)
+        children = children_of(node, label)
+        saved, own_keys = _exact([key for key, _, _ in children], list(target))
+        live = dict(zip(own_keys, target, strict=True))
+        found: list[tuple[Any, Make]] = []
+        for key, (_, child, where) in zip(saved, children, strict=True):
+            if key in live:
+                own = live.pop(key)
+                make = self.match(target[own], child, where)
+                if not stays(make, target[own]):
+                    found.append((own, make))
+            else:
+                self.unexpected += leaf_labels(child, where)
+        for key in live.values():
+            self._note_missing(target[key], join(label, key))
+        attributes = None
+        if node[0] == "ordered_dict" and len(node) > 3 and isinstance(target, OrderedDict):
+            attributes = self._rebuild.plan(node[3], join(label, "__dict__"))
+        if not found and attributes is None:
+            return partial(same, target)
+        return partial(refill_dict, target, found, attributes)
+
+    def match_sequence(self, target: Any, node: Node, label: str) -> Make:
+        kinds: tuple[type[Any], ...] = (tuple,) if node[0] == "tuple" else (list, deque)
+        if not isinstance(target, kinds) or hasattr(target, "_fields"):
+            raise _wrong_kind(f"a {node[0]}", target, label)
+        children = children_of(node, label)
+        if len(children) != len(target) and _is_plain(target, children):
+            # A history of losses, say, whose length is itself a value.
+            makers = [self._rebuild.plan(child, where) for _, child, where in children]
+        else:
+            makers = self._elements(target, children, label)
+        refill = remake_tuple if isinstance(target, tuple) else refill_sequence
+        return partial(refill, target, makers)
+
+    def _elements(
+        self, target: Sequence[Any], children: list[tuple[Any, Node, str]], label: str
+    ) -> list[Make]:
+        makers = [
+            self.match(live, child, where)
+            for live, (_, child, where) in zip(target, children, strict=False)
+        ]
+        for _, child, where in children[len(target) :]:
+            if child[0] != "absent":
+                self.unexpected += leaf_labels(child, where)
+        surplus = range(len(children), len(target))
+        return makers + [self._left_out(target[n], join(label, n)) for n in surplus]
+
+    def match_named_tuple(self, target: Any, node: Node, label: str) -> Make:
+        if not isinstance(target, tuple) or list(getattr(target, "_fields", ())) != node[2]:
+            raise _wrong_kind(f"a named tuple with the fields {node[2]}", target, label)
+        children = children_of(node, label)
+        makers = [
+            self.match(live, child, where)
+            for live, (_, child, where) in zip(target, children, strict=True)
+        ]
+        return partial(remake_tuple, target, makers)
+
+    def match_dataclass(self, target: Any, node: Node, label: str) -> Make:
+        if not dataclasses.is_dataclass(target) or isinstance(target, type):
+            raise _wrong_kind(f"a dataclass, {node[1]},", target, label)
+        found: list[tuple[str, Make]] = []
+        for name, child, where in children_of(node, label):
+            if hasattr(target, name):
+                found.append((name, self.match(getattr(target, name), child, where)))
+            else:
+                self.unexpected += leaf_labels(child, where)
+        saved = set(node[2])
+        for field in dataclasses.fields(target):
+            if field.name not in saved and hasattr(target, field.name):
+                self._note_missing(getattr(target, field.name), join(label, field.name))
+        frozen = type(target).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return partial(remake_dataclass if frozen else refill_dataclass, target, found)
+
+    # Objects, and what stands in several places
+
+    def _match_stateful(self, target: Any, node: Node, label: str) -> Make:
+        inner = node[1] if node[0] == "stateful" else node
+        if not is_stateful(target):
+            # Saved as an object, loaded into the plain dict that its state_dict had returned.
+            return self.match(target, inner, label)
+        if id(target) in self._loaded:
+            self._fill_again(target, inner, label)
+            return self._loaded[id(target)]
+        hint = hint_for(target, self._select)
+        self._alive.append(hint.live)
+        self.objects.append((inner, hint.live))
+        check_stateful(target, hint, inner, label)
+        make = self._rebuild.plan(inner, label, hint)
+        once = self._loaded[id(target)] = _once(partial(_load_object, target, make, label))
+        return once
+
+    def _fill_again(self, target: Any, node: Node, label: str) -> None:
+        """One object of the target that was saved as several: their tensors must agree."""
+        self._rebuild.plan(node, label, hint_for(target, self._select))
+
+    def _match_shared(self, target: Any, node: Node, label: str) -> Make:
+        number = node[1]
+        if target is None:
+            return self._rebuild.plan(node, label)
+        key = (number, id(target))
+        if key not in self._known:
+            self._alive.append(target)
+            # What a cycle leads back to is changed in place, so it stays what it is.
+            self._known[key] = partial(same, target)
+            made = _once(self.match(target, self._rebuild.definitions[number], label))
+            self._known[key] = made
+        return self._known[key]
+
+
+_Match = Callable[[Matching, Any, Node, str], Make]
+
+_MATCHES: dict[str, _Match] = {
+    "tensor": Matching.match_tensor,
+    "value": Matching.match_value,
+    "dict": Matching.match_mapping,
+    "ordered_dict": Matching.match_mapping,
+    "default_dict": Matching.match_mapping,
+    "list": Matching.match_sequence,
+    "deque": Matching.match_sequence,
+    "tuple": Matching.match_sequence,
+    "set": Matching.match_set,
+    "frozenset": Matching.match_set,
+    "named_tuple": Matching.match_named_tuple,
+    "dataclass": Matching.match_dataclass,
+    "registered": Matching.match_registered,
+}
+
+
+def _once(make: Make) -> Make:
+    made: list[Any] = []
+
+    def make_once() -> Any:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return make_once
+
+
+def _exact(*key_lists: list[Any]) -> tuple[list[Any], ...]:
+    """Forms of keys in which 1, 1.0 and True stay apart, and nan is equal to itself."""
+    kinds = set(map(type, chain.from_iterable(key_lists)))
+    if kinds <= {str} or kinds <= {int}:
+        return key_lists
+    return tuple([_exact_key(key) for key in keys] for keys in key_lists)
+
+
+def _exact_key(key: Any) -> Any:
+    return key if type(key) is str else (repr(encode_key(key)),)
+
+
+_STATES = ("dict", "ordered_dict", "default_dict")
+
+
+def _is_object(target: Any) -> bool:
+    return not isinstance(target, torch.Tensor | type)
+
+
+def _is_container(target: Any) -> bool:
+    if isinstance(target, torch.Size | type):
+        return False
+    return (
+        isinstance(target, dict | list | tuple | set | frozenset | deque)
+        or dataclasses.is_dataclass(target)
+        or is_stateful(target)
+        or registered_for(type(target)) is not None
+    )
+
+
+def _is_plain(target: Sequence[Any], children: list[tuple[Any, Node, str]]) -> bool:
+    return all(child[0] == "value" for _, child, _ in children) and not any(
+        _is_container(each) or isinstance(each, torch.Tensor | np.ndarray) for each in target
+    )
+
+
+def _wrong_kind(saved: str, target: Any, label: str) -> StructureMismatch:
+    return StructureMismatch(
+        f"The checkpoint has {saved} where the target has a {type(target).__qualname__}",
+        key=label or None,
+        hint="Load into a target of the same kinds, or leave it out with exclude",
+    )
+
+
+def _with_attributes(target: Any, attributes: Make) -> Any:
+    if isinstance(target, torch.Tensor):
+        vars(target).update(attributes())
+    return target
+
+
+def _load_object(target: Any, make: Make, label: str) -> Any:
+    state = make()
+    try:
+        with torch.no_grad(), user_code("load_state_dict", label):
+            target.load_state_dict(state)
+    except Exception as error:
+        error.add_note(f"raised by load_state_dict of {label!r}, a {type(target).__qualname__}")
+        raise
+    return target

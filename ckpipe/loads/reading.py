@@ -1,0 +1,371 @@
+"""Carrying out planned reads: lanes that read, and deliverers that verify and hand on.
+
+::
+
+    free buffers ──▶ lanes (read) ──arrived──▶ deliverers (verify, put) ──▶ tensors
+         ▲                                            │
+         └────────────────────────────────────────────┘
+
+A fixed number of buffers bounds the memory. Lanes read whenever one is free, so the store never
+waits for a checksum; there is a deliverer for each core, since more would only take turns. What
+the store has in memory already is delivered from where it is, by all deliverers together, each
+taking the next few chunks when it is through with some. A chunk's bytes reach nothing before its
+checksum was found right, and are copied while they are still in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import torch
+from anyio import create_memory_object_stream, create_task_group
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from ckpipe.backend import Backend
+from ckpipe.errors import (
+    ChecksumMismatch,
+    CkpipeError,
+    MissingObject,
+    ObjectNotFound,
+    TruncatedObject,
+)
+from ckpipe.format.checksum import CHUNK_BYTES, crc32c
+from ckpipe.format.object_names import data_file_key
+from ckpipe.loads.destinations import Destination
+from ckpipe.loads.load_planning import (
+    EntryTable,
+    Need,
+    Piece,
+    Read,
+    ReadLimits,
+    batched,
+    plan_reads,
+)
+from ckpipe.loads.read_queue import ReadQueue
+from ckpipe.loads.read_tail import with_finer_tail
+from ckpipe.memory.arena import Arena
+from ckpipe.memory.raw_memory import address_of
+from ckpipe.tasks.collector import collector_paused
+from ckpipe.types import CheckpointId
+
+_VIEW_BYTES = 128 << 20
+"""Of how many bytes together the store is asked whether it has them in memory, if not of all."""
+
+_RUNS = 4
+"""Of how many parts a deliverer takes one at a time of a read that is in memory already. They are
+small, so that all deliverers end at about the same time."""
+
+DELIVERERS = min(8, len(os.sched_getaffinity(0)))
+"""Worker threads that verify and deliver."""
+
+
+@dataclass(slots=True)
+class ReadTally:
+    """How much was read so far, and whether anything was delivered.
+
+    Args:
+        bytes: Bytes read.
+        reads: Requests made.
+        seconds: Time spent.
+        delivered: Whether verified bytes have left the buffers.
+    """
+
+    bytes: int = 0
+    reads: int = 0
+    seconds: float = 0.0
+    delivered: bool = False
+
+
+_Run = tuple[int, Sequence[Piece]]
+"""Chunks that a deliverer takes together, and where the read that they are of begins."""
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """Bytes of reads of one file that follow one another.
+
+    Args:
+        file: The number of the file.
+        source: The bytes.
+        runs: What nobody has taken yet. Deliverers draw from it at the same time, which the
+            interpreter's lock makes safe for the iterator of a list.
+        buffer: The buffer that the bytes are in, if any.
+    """
+
+    file: int
+    source: memoryview
+    runs: Iterator[_Run]
+    buffer: memoryview | None = None
+
+
+def _shown(reads: list[Read], source: memoryview) -> _Arrived:
+    """What is delivered from where it is, by several deliverers."""
+    begin, runs = reads[0].offset, list[_Run]()
+    for read in reads:
+        count = -(-len(read.pieces) // _RUNS)
+        for first in range(0, len(read.pieces), count):
+            runs.append((read.offset - begin, read.pieces[first : first + count]))
+    return _Arrived(reads[0].file, source, iter(runs))
+
+
+class Reader:
+    """Reads data files of one checkpoint.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        buffers: Where bytes are read into, one for each read under way or being delivered.
+
+    Attributes:
+        tally: What was read.
+        views: What the store has shown of its memory. To let it go takes milliseconds that neither
+            the event loop nor a deliverer has, so that is left to whoever comes to it.
+    """
+
+    def __init__(self, backend: Backend, id: CheckpointId, buffers: Sequence[memoryview]) -> None:
+        self._backend, self._id, self._buffers = backend, id, buffers
+        smallest = min(len(buffer) for buffer in buffers)
+        self._limits = ReadLimits(smallest, backend.limits.alignment)
+        assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
+        self.tally = ReadTally()
+        self.views: list[memoryview] = []
+
+    async def deliver(
+        self,
+        data: EntryTable,
+        needs: Sequence[Need],
+        destinations: Mapping[int, Sequence[Destination]],
+    ) -> None:
+        """Reads what is needed, verifies every chunk and hands it to its destinations.
+
+        Args:
+            data: Where the entries are.
+            needs: What to read.
+            destinations: Who takes the bytes of an entry.
+
+        Raises:
+            ChecksumMismatch: If bytes differ from those that were saved.
+            TruncatedObject: If a data file is too short.
+            MissingObject: If one is gone.
+            StoreError: If the store failed.
+        """
+        started = time.perf_counter()
+        lanes = max(1, len(self._buffers) - DELIVERERS)
+        reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
+        pending = ReadQueue(batched(reads))
+        free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
+        arrived_out, arrived = create_memory_object_stream[_Arrived](0)
+        for buffer in self._buffers:
+            free_out.send_nowait(buffer)
+        failures: list[Exception] = []
+
+        async def attempt(work: Awaitable[None]) -> None:
+            try:
+                await work
+            except Exception as error:
+                failures.append(error)
+                group.cancel_scope.cancel()
+
+        async with free_out, free, create_task_group() as group, arrived_out, arrived:
+            for number in range(min(lanes, len(reads))):
+                lane = self._lane(data, pending, free, arrived_out.clone())
+                group.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
+            for number in range(min(DELIVERERS, len(reads))):
+                deliverer = self._deliverer(data, arrived.clone(), free_out, destinations)
+                group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
+        self.tally.seconds += time.perf_counter() - started
+        if failures:
+            # Only the first tells something: the others may be what stopping them has caused.
+            raise failures[0]
+
+    async def _lane(
+        self,
+        data: EntryTable,
+        pending: ReadQueue,
+        free: MemoryObjectReceiveStream[memoryview],
+        out: MemoryObjectSendStream[_Arrived],
+    ) -> None:
+        async with out:
+            while (found := await pending.next()) is not None:
+                if isinstance(found, Read):
+                    read = found
+                elif (shown := await self._view(data, found)) is not None:
+                    pending.settle()
+                    for _ in range(min(DELIVERERS, len(found))):
+                        await out.send(shown)
+                    continue
+                elif len(smaller := list(batched(found, _VIEW_BYTES))) > 1:
+                    pending.divide(smaller)
+                    continue
+                else:
+                    read, *rest = found
+                    pending.settle(rest)
+                buffer = await free.receive()
+                rank, name = data.ranks[read.file], data.files[read.file].name
+                source = await self._filled(rank, name, read.offset, buffer[: read.size])
+                await out.send(_Arrived(read.file, source, iter([(0, read.pieces)]), buffer))
+
+    async def _deliverer(
+        self,
+        data: EntryTable,
+        inbox: MemoryObjectReceiveStream[_Arrived],
+        free: MemoryObjectSendStream[memoryview],
+        destinations: Mapping[int, Sequence[Destination]],
+    ) -> None:
+        async with inbox:
+            async for arrived in inbox:
+                put = partial(_put, arrived, destinations, self.tally)
+                self._check(data, arrived.file, await anyio.to_thread.run_sync(put))
+                if arrived.buffer is not None:
+                    free.send_nowait(arrived.buffer)
+
+    async def header(self, data: EntryTable, file: int) -> None:
+        """Verifies the header of a data file.
+
+        Raises:
+            As :meth:`deliver` does.
+        """
+        row, rank = data.files[file], data.ranks[file]
+        found = at = 0
+        while at < row.header_bytes:
+            size = min(self._limits.read_bytes, row.header_bytes - at)
+            source = await self._filled(rank, row.name, at, self._buffers[0][:size])
+            found = await anyio.to_thread.run_sync(crc32c, source, found)
+            at += size
+        if found != row.header_crc32c:
+            raise ChecksumMismatch(
+                "The header of a data file is not what was saved",
+                step=self._id.step,
+                rank=rank,
+                key=data_file_key(self._id, row.name),
+            )
+
+    async def size(self, data: EntryTable, file: int) -> None:
+        """Verifies the size of a data file.
+
+        Raises:
+            As :meth:`deliver` does.
+        """
+        row, rank = data.files[file], data.ranks[file]
+        key = data_file_key(self._id, row.name)
+        with _translated(self._id.step, rank, key):
+            found = (await self._backend.stat(key)).size
+        if found != row.size:
+            kind = TruncatedObject if found < row.size else ChecksumMismatch
+            raise kind(
+                f"The data file has {found} bytes, {row.size} were saved",
+                step=self._id.step,
+                rank=rank,
+                key=key,
+            )
+
+    async def _view(self, data: EntryTable, batch: list[Read]) -> _Arrived | None:
+        """What reads bring where it is in memory already, if it is and the store shows it."""
+        first, last = batch[0], batch[-1]
+        size = last.offset + last.size - first.offset
+        key = data_file_key(self._id, data.files[first.file].name)
+        with _translated(self._id.step, data.ranks[first.file], key):
+            view = await self._backend.view(key, first.offset, size)
+        if view is None or len(view) != size:
+            return None
+        self.tally.reads += 1
+        self.tally.bytes += size
+        self.views.append(view)
+        return _shown(batch, view)
+
+    async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
+        """The buffer, filled with a range of a file."""
+        key = data_file_key(self._id, name)
+        with _translated(self._id.step, rank, key):
+            await self._backend.read_into(key, offset, buffer)
+        self.tally.reads += 1
+        self.tally.bytes += len(buffer)
+        return buffer
+
+    def _check(self, data: EntryTable, file: int, piece: Piece | None) -> None:
+        if piece is None:
+            return
+        entry = data.entries[piece.entry]
+        name = data.files[file].name
+        raise ChecksumMismatch(
+            f"Chunk {piece.lo // CHUNK_BYTES} of {entry.name!r:.200} (bytes {piece.lo} to "
+            f"{piece.hi} of it) in {name} is not what was saved",
+            step=self._id.step,
+            rank=data.ranks[file],
+            key=data_file_key(self._id, name),
+        )
+
+
+@contextmanager
+def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[memoryview]]:
+    """Lends buffers for lanes and deliverers: blocks of the arena, unless too small for a chunk.
+
+    Must be entered and left on the thread that uses the arena.
+    """
+    least = ReadLimits(0, max(backend.limits.alignment, mmap.PAGESIZE)).buffer_bytes
+    count = lanes + DELIVERERS
+    if arena.block_bytes < least:
+        yield [memoryview(mmap.mmap(-1, least)) for _ in range(count)]
+        return
+    arena.reserve(count)
+    blocks = [arena.take() for _ in range(count)]
+    try:
+        yield [block.view for block in blocks]
+    finally:
+        for block in blocks:
+            arena.give(block)
+
+
+@contextmanager
+def _translated(step: int, rank: int, key: str) -> Iterator[None]:
+    """Says of a store's errors which checkpoint they concern, and of a lost file that it is one."""
+    try:
+        yield
+    except ObjectNotFound as error:
+        raise MissingObject(
+            "A data file of the checkpoint is gone", step=step, rank=rank, key=key
+        ) from error
+    except CkpipeError as error:
+        error.located(step=step, rank=rank)
+        raise
+
+
+def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: int) -> list[Read]:
+    with collector_paused():
+        reads = plan_reads(data, needs, limits)
+        # Where reads are to be aligned there is a disk, which all lanes share to the end.
+        return reads if limits.alignment > 1 else list(with_finer_tail(reads, lanes))
+
+
+def _put(
+    arrived: _Arrived, destinations: Mapping[int, Sequence[Destination]], tally: ReadTally
+) -> Piece | None:
+    """Verifies the chunks of what arrived and delivers each; stops at a bad one, and returns it.
+
+    Args:
+        arrived: What arrived, of which others may deliver a part meanwhile.
+        destinations: Who takes the bytes of an entry.
+        tally: Is told that something was delivered.
+    """
+    source = arrived.source
+    address = address_of(source)
+    with torch.no_grad():
+        for shift, pieces in arrived.runs:
+            anyio.from_thread.check_cancelled()
+            for entry, lo, hi, at, checksum in pieces:
+                begin = shift + at
+                if crc32c(source[begin : begin + hi - lo]) != checksum:
+                    return Piece(entry, lo, hi, at, checksum)
+                for destination in destinations.get(entry, ()):
+                    tally.delivered = True
+                    destination.put(address + begin, lo, hi)
+    return None

@@ -1,0 +1,230 @@
+"""Which state a rank loads from a checkpoint that several have written.
+
+With as many ranks as saved, each gets what it saved itself. With another number, it gets what all
+of them have alike, in the structure that they share; what each rank had for itself needs a word
+from the caller.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpipe.format.keys import Json, LabelFilter
+from ckpipe.format.manifest import Bundle, TensorRow
+from ckpipe.format.merging import differ_privately
+from ckpipe.format.trees import MAPPINGS, Node, children_of
+from ckpipe.loads.merged_trees import Member, MergedTree, Origin, paths
+from ckpipe.loads.per_rank import PerRankItems, PerRankPolicy
+from ckpipe.loads.sources import Elsewhere
+from ckpipe.loads.stateful_objects import live_state
+from ckpipe.state.containers import is_stateful
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """One state of a checkpoint.
+
+    Args:
+        tree: Its root node.
+        rows: Its tensors.
+        homes: For each tensor, a part that lists it, and its number there.
+        values: Its inline values, encoded.
+        per_rank: What of it belongs to a rank.
+        common: The labels that all ranks had, if not all had the same ones.
+    """
+
+    tree: Node
+    rows: Sequence[TensorRow]
+    homes: Sequence[tuple[int, int]]
+    values: Sequence[Json]
+    per_rank: PerRankItems
+    common: frozenset[str] | None = None
+
+
+def state_of_part(bundle: Bundle, number: int) -> SavedState:
+    """What one rank saved."""
+    part = bundle.parts[number]
+    structure = bundle.structures[part.structure]
+    homes = [(number, tensor) for tensor in range(len(structure.tensors))]
+    return SavedState(structure.tree, structure.tensors, homes, part.values, PerRankItems())
+
+
+def state_for(
+    bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy, *, fresh: bool = True
+) -> SavedState:
+    """The state that a rank of a world loads.
+
+    Args:
+        bundle: The checkpoint's index; or, for as many ranks as saved, some of its parts with that
+            of the rank, whose state is then what the rank itself has saved.
+        rank: The rank that loads.
+        world_size: How many ranks load.
+        policy: What becomes of values that belong to one rank each.
+        fresh: Whether there is no target, which could have names that other ranks had.
+    """
+    same = world_size == bundle.world_size
+    if not bundle.whole:
+        number = bundle.number_of(rank)
+        if number is None or not same:
+            raise Elsewhere
+        return state_of_part(bundle, number)
+    base = rank if same else 0
+    if len(bundle.structures) > 1 and not (same and fresh):
+        return _merged_state(bundle, base, None if same else policy)
+    saved = state_of_part(bundle, base)
+    if same or policy == "rank0" or not bundle.per_rank:
+        return saved
+    differing, parts = bundle.per_rank[0], bundle.parts
+    items = PerRankItems(
+        policy if callable(policy) else None,
+        {number: [(part, number) for part in range(len(parts))] for number in differing.tensors},
+        {number: [part.values[number] for part in parts] for number in differing.values},
+    )
+    return replace(saved, per_rank=items)
+
+
+def _merged_state(bundle: Bundle, base: int, policy: PerRankPolicy | None) -> SavedState:
+    """The state of ranks of different structures.
+
+    Args:
+        bundle: The checkpoint's index.
+        base: The part that goes before the others.
+        policy: What becomes of values that belong to one rank each; None if they are the base's.
+    """
+    members = {bundle.parts[base].structure: base}
+    for number, part in enumerate(bundle.parts):
+        members.setdefault(part.structure, number)
+    first_wins = policy is None or policy == "rank0"
+    merged = MergedTree(
+        [
+            Member(part, bundle.structures[structure], bundle.parts[part].values)
+            for structure, part in members.items()
+        ],
+        first_wins=first_wins,
+    )
+    items = PerRankItems()
+    if not first_wins:
+        combine = policy if callable(policy) else None
+        items = PerRankItems(combine, *_differing(bundle, merged))
+    homes = [origins[0] for origins in merged.tensor_origins]
+    common = frozenset.intersection(*[frozenset(paths(each.tree)) for each in bundle.structures])
+    return SavedState(merged.tree, merged.rows, homes, merged.values, items, common)
+
+
+def _differing(
+    bundle: Bundle, merged: MergedTree
+) -> tuple[dict[int, list[Origin]], dict[int, list[Json]]]:
+    """The tensors and values of a merged tree that belong to one rank each, with all of them."""
+    ranks = defaultdict(list)
+    for number, part in enumerate(bundle.parts):
+        ranks[part.structure].append(number)
+
+    def everywhere(origins: list[Origin]) -> list[Origin]:
+        found = [(p, n) for part, n in origins for p in ranks[bundle.parts[part].structure]]
+        return sorted(found)
+
+    tensors = {
+        number: everywhere(origins)
+        for number, origins in enumerate(merged.tensor_origins)
+        if any(n in bundle.per_rank[bundle.parts[p].structure].tensors for p, n in origins)
+        or differ_privately(bundle, origins)
+    }
+    values = {
+        number: [bundle.parts[p].values[n] for p, n in everywhere(origins)]
+        for number, origins in enumerate(merged.value_origins)
+        if number in merged.conflicts
+        or any(n in bundle.per_rank[bundle.parts[p].structure].values for p, n in origins)
+    }
+    return tensors, values
+
+
+def fitted(saved: SavedState, target: Any) -> SavedState:
+    """A state without the names that only some ranks had and the target has not.
+
+    Other ranks have them; what all ranks had is kept, and is unexpected if the target lacks it.
+    """
+    if saved.common is None:
+        return saved
+    return replace(saved, tree=_fitted(saved.tree, target, "", saved.common))
+
+
+def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node:
+    tag = node[0]
+    if tag in ("shared", "stateful"):
+        return [*node[:-1], _fitted(node[-1], target, label, common)]
+    if is_stateful(target) and not isinstance(target, type):
+        target = live_state(target)
+    if tag in MAPPINGS and isinstance(target, Mapping):
+        kept = [
+            (stored, _fitted(child, target[key], where, common) if key in target else child)
+            for stored, (key, child, where) in zip(node[1], children_of(node, label), strict=True)
+            if key in target or where in common
+        ]
+        return [tag, [key for key, _ in kept], [child for _, child in kept], *node[3:]]
+    if tag in ("list", "tuple") and isinstance(target, list | tuple):
+        pairs = zip(children_of(node, label), target, strict=False)
+        fits = [_fitted(child, live, where, common) for (_, child, where), live in pairs]
+        return [tag, [*fits, *node[1][len(fits) :]], *node[2:]]
+    return node
+
+
+def lacks(node: Node, target: Any, label: str = "") -> bool:
+    """Whether a target has names that a saved tree has not."""
+    tag = node[0]
+    if tag in ("shared", "stateful"):
+        return lacks(node[-1], target, label)
+    if tag in MAPPINGS and isinstance(target, Mapping):
+        children = {key: (child, where) for key, child, where in children_of(node, label)}
+        return any(
+            key not in children or lacks(children[key][0], live, children[key][1])
+            for key, live in target.items()
+        )
+    if tag in ("list", "tuple") and isinstance(target, list | tuple):
+        pairs = list(zip(children_of(node, label), target, strict=False))
+        return len(pairs) < len(target) or any(
+            lacks(child, live, where) for (_, child, where), live in pairs
+        )
+    return False
+
+
+def labels_of(saved: SavedState) -> frozenset[str]:
+    """The labels of what belongs to a rank."""
+    return frozenset(_labels(saved.tree, "", saved.per_rank))
+
+
+def _labels(node: Node, label: str, items: PerRankItems) -> Iterable[str]:
+    tag = node[0]
+    if (tag == "tensor" and node[1] in items.tensors) or (
+        tag == "value" and node[1] in items.values
+    ):
+        yield label
+    elif tag in ("shared", "registered", "stateful"):
+        yield from _labels(node[-1], label, items)
+    for _, child, where in children_of(node, label):
+        yield from _labels(child, where, items)
+
+
+def without(select: LabelFilter, labels: frozenset[str]) -> LabelFilter:
+    """A filter that leaves out some labels as well."""
+    return _Without(select, labels) if labels else select
+
+
+class _Without(LabelFilter):
+    def __init__(self, select: LabelFilter, labels: frozenset[str]) -> None:
+        super().__init__()
+        self._select, self._labels = select, labels
+        self.selects_all = False
+
+    def __call__(self, label: str) -> bool:
+        return not self._left_out(label) and self._select(label)
+
+    def _left_out(self, label: str) -> bool:
+        end = len(label)
+        while end > 0:
+            if label[:end] in self._labels:
+                return True
+            end = label.rfind(".", 0, end)
+        return False

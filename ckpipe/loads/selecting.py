@@ -1,0 +1,143 @@
+"""What ``include`` and ``exclude`` leave of a saved tree, and of a target."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.format.keys import LabelFilter, join
+from ckpipe.format.trees import MAPPINGS, SETS, Node, children_of, shared_containers
+from ckpipe.state.containers import is_stateful
+from ckpipe.state.structure import ABSENT
+
+_MOST_LABELS = 10_000_000
+
+
+def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
+    """Whether the filter selects something of a live object, which is not looked into deeply."""
+    return select.selects_all or any(map(select, _live_labels(obj, label, set())))
+
+
+def _live_labels(obj: Any, label: str, above: set[int]) -> Iterator[str]:
+    children = _live_children(obj)
+    if children is None or id(obj) in above:
+        yield label
+        return
+    for key, child in children:
+        yield from _live_labels(child, join(label, key), {*above, id(obj)})
+
+
+def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(obj, torch.Tensor | np.ndarray | type):
+        return None
+    if is_stateful(obj):
+        return _live_children(obj.state_dict())
+    if isinstance(obj, Mapping):
+        return list(obj.items())
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return list(zip(obj._fields, obj, strict=True))
+    if isinstance(obj, list | tuple) and not isinstance(obj, torch.Size):
+        return list(enumerate(obj))
+    if dataclasses.is_dataclass(obj):
+        return [(f.name, getattr(obj, f.name, None)) for f in dataclasses.fields(obj)]
+    return None
+
+
+def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
+    """The globs of ``include`` that name nothing in any of some saved trees.
+
+    Of trees with more labels than anybody's, which only references make possible, none is.
+    """
+    left = list(select.patterns[0] or ())
+    for tree in trees if left else ():
+        known = shared_containers([tree])
+        for number, label in enumerate(_saved_labels(tree, "", known, frozenset())):
+            left = [each for each in left if not LabelFilter([each])(label)]
+            if not left or number > _MOST_LABELS:
+                return []
+    return left
+
+
+def _saved_labels(
+    node: Node, label: str, known: Mapping[int, Node], above: frozenset[int]
+) -> Iterator[str]:
+    """The labels of a saved node and of all that is in it, except what was left out."""
+    tag = node[0]
+    if tag != "absent":
+        yield label
+    if tag in ("shared", "ref"):
+        if node[1] not in above:
+            yield from _saved_labels(known[node[1]], label, known, above | {node[1]})
+    elif tag in ("stateful", "registered"):
+        yield from _saved_labels(node[-1], label, known, above)
+    for _, child, where in children_of(node, label):
+        yield from _saved_labels(child, where, known, above)
+
+
+def pruned(
+    tree: Node, select: LabelFilter, definitions: Mapping[int, Node]
+) -> tuple[Node, Mapping[int, Node]]:
+    """The tree as it would be, had it been saved with a filter; a tree of nothing is absent.
+
+    Args:
+        tree: The saved tree.
+        select: The filter.
+        definitions: The containers that references in it point to.
+
+    Returns:
+        What is left of the tree, and of the definitions.
+    """
+    if select.selects_all:
+        return tree, definitions
+    pruning = _Pruning(select, definitions)
+    left = pruning.node(tree, "") or list(ABSENT)
+    return left, {**definitions, **pruning.kept}
+
+
+class _Pruning:
+    def __init__(self, select: LabelFilter, definitions: Mapping[int, Node]) -> None:
+        self._select, self._definitions = select, definitions
+        self.kept: dict[int, Node] = {}
+
+    def node(self, node: Node, label: str) -> Node | None:
+        """What is left of a node; None if nothing is."""
+        tag = node[0]
+        if tag in ("tensor", "value", *SETS):
+            return node if self._select(label) else None
+        if tag in ("shared", "ref"):
+            return self._shared(node[1], label)
+        if tag in ("stateful", "registered"):
+            inner = self.node(node[-1], label)
+            return None if inner is None else [*node[:-1], inner]
+        if tag == "absent":
+            return None
+        return self._container(node, label)
+
+    def _shared(self, number: int, label: str) -> Node | None:
+        if number in self.kept:
+            return ["ref", number]
+        self.kept[number] = list(ABSENT)
+        inner = self.node(self._definitions[number], label)
+        if inner is None:
+            del self.kept[number]
+            return None
+        self.kept[number] = inner
+        return ["shared", number, inner]
+
+    def _container(self, node: Node, label: str) -> Node | None:
+        children = children_of(node, label)
+        kept = [self.node(child, where) for _, child, where in children]
+        if children and all(child is None for child in kept):
+            return None
+        tag = node[0]
+        if tag in MAPPINGS or tag == "dataclass":
+            names = node[1] if tag in MAPPINGS else node[2]
+            pairs = [(key, k) for key, k in zip(names, kept, strict=True) if k is not None]
+            table = [[key for key, _ in pairs], [child for _, child in pairs]]
+            return [tag, *table, *node[3:]] if tag in MAPPINGS else [*node[:2], *table]
+        filled = [list(ABSENT) if child is None else child for child in kept]
+        return [*node[:3], filled] if tag == "named_tuple" else [tag, filled, *node[2:]]

@@ -1,0 +1,358 @@
+"""The tensors of a checkpoint, checked as far as a load leans on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import sub
+from typing import NamedTuple
+
+import torch
+
+from ckpipe.errors import InvalidExtent, InvalidManifest, PerRankValue
+from ckpipe.format.box_cover import BoxIndex
+from ckpipe.format.boxes import Box, flat_ranges, moved, whole
+from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
+from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.manifest import ChunkRow, TensorRow
+from ckpipe.loads.load_planning import EntryTable, Need
+from ckpipe.loads.sources import Candidate, Held, Sources
+from ckpipe.state.tensors import overlaps_itself
+
+
+class Region(NamedTuple):
+    """A part of a tensor that a process holds.
+
+    Args:
+        box: Which part of the global tensor it is.
+        at: Where it begins in the process's own tensor.
+    """
+
+    box: Box
+    at: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Elements of one chunk that go to one place.
+
+    Args:
+        entry: The number of the entry in the table of entries.
+        start: The first byte of the chunk, from the entry's start.
+        stop: Behind the last byte of the chunk.
+        stride: The chunk's strides in elements; None if it lies row by row.
+        shape: The chunk's shape.
+        inside: Which part of the chunk; None for all of it.
+        target: Which part of the tensor that is filled; None for all of it.
+        shared: Whether the entry is memory that several tensors shared, so that its bytes are
+            those of the tensors as they lay, lazy bits unresolved.
+    """
+
+    entry: int
+    start: int
+    stop: int
+    stride: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    inside: Box | None
+    target: Box | None
+    shared: bool
+
+    def needs(self, itemsize: int) -> Iterator[Need]:
+        """Its bytes. Rows that share a chunk of the checksums anyway are one need."""
+        if self.inside is None or self.stride is not None:
+            yield Need(self.entry, self.start, self.stop)
+            return
+        for lo, hi in flat_ranges(self.shape, self.inside, CHUNK_BYTES // itemsize):
+            yield Need(self.entry, self.start + lo * itemsize, self.start + hi * itemsize)
+
+
+# Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
+_new_piece = partial(tuple.__new__, Piece)
+
+
+@dataclass(eq=False, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    Args:
+        number: Its number in the saved state.
+        row: What the structure says of it.
+        dtype: Its dtype.
+        fresh_stride: The strides that a fresh tensor gets; None for contiguous.
+        near: The chunks that the part lists which the load begins from.
+        whole: What all of it is put together from, once that is known.
+        parts: The same for regions of it.
+    """
+
+    number: int
+    row: TensorRow
+    dtype: torch.dtype
+    fresh_stride: tuple[int, ...] | None
+    near: list[Candidate]
+    whole: tuple[Piece, ...] | None = None
+    parts: dict[tuple[Region, ...], tuple[Piece, ...]] | None = None
+
+    @property
+    def label(self) -> str:
+        """Its label."""
+        return self.row.label
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.row.shape
+
+
+class StoredTensors:
+    """The tensors of a saved state, looked up and proved covered when they are asked for.
+
+    Args:
+        rows: What the state says of its tensors.
+        homes: For each of them, a part that lists it, and its number there.
+        sources: Where chunks are.
+        data: Where entries are.
+        first_wins: Whether the lowest rank's is taken of a part that ranks saved differently.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TensorRow],
+        homes: Sequence[tuple[int, int]],
+        sources: Sources,
+        data: EntryTable,
+        *,
+        first_wins: bool = False,
+    ) -> None:
+        self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
+        self._first_wins = first_wins
+        self._known: dict[int, StoredTensor] = {}
+        self._bases: dict[int, tuple[int, Held]] = {}
+
+    def __getitem__(self, number: int) -> StoredTensor:
+        """The tensor of a number.
+
+        Raises:
+            InvalidManifest: If there is no such tensor.
+            InvalidExtent: If its strides fit no tensor of its shape.
+        """
+        known = self._known.get(number)
+        if known is None:
+            if not 0 <= number < len(self._rows):
+                raise InvalidManifest(f"The structure names tensor {number}, which does not exist")
+            known = self._known[number] = self._look_up(number, *self._homes[number])
+        return known
+
+    def of_part(self, part: int, number: int) -> StoredTensor:
+        """The tensor as one part has it, under its number there.
+
+        Raises:
+            As subscription does.
+        """
+        return self._look_up(number, part, number, self._sources.row(part, number))
+
+    def _look_up(
+        self, number: int, part: int, inner: int, row: TensorRow | None = None
+    ) -> StoredTensor:
+        row = row or self._rows[number]
+        dtype = DTYPES.get(row.dtype)
+        if dtype is None:
+            raise InvalidManifest(f"This dtype is unknown: {row.dtype!r:.100}", key=row.label)
+        near = self._sources.named_by(part, inner)
+        if len(near) != 1 or near[0][1].box is not None:
+            return StoredTensor(number, row, dtype, None, near)
+        # The common case, for which a load does no more than it must.
+        ((owner, chunk),) = near
+        stride = chunk.original_stride
+        if stride is not None and (
+            len(stride) != len(row.shape) or overlaps_itself(row.shape, stride)
+        ):
+            raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=row.label)
+        stored = StoredTensor(number, row, dtype, stride, near)
+        piece = self._plain_piece(stored, owner, chunk, row.shape, None)
+        stored.whole = (piece or self._piece(stored, owner, chunk, row.shape, None, None),)
+        return stored
+
+    def pieces(
+        self, stored: StoredTensor, regions: tuple[Region, ...] | None = None
+    ) -> tuple[Piece, ...]:
+        """What regions of a tensor are put together from, each element once.
+
+        Args:
+            stored: The tensor.
+            regions: What is wanted of it; None for the whole, in its own shape.
+
+        Raises:
+            InvalidManifest: If an element is nowhere in the checkpoint.
+            InvalidExtent: If bytes do not lie in their entry.
+            PerRankValue: If more is needed than the part that the load begins from has, and other
+                parts differ in what they have of it.
+        """
+        if regions is None:
+            if stored.whole is None:
+                stored.whole = self._find(stored, (_all_of(stored.shape),))
+            return stored.whole
+        known = stored.parts = stored.parts or {}
+        if regions not in known:
+            known[regions] = self._find(stored, regions)
+        return known[regions]
+
+    def is_whole(self, stored: StoredTensor) -> bool:
+        """Whether the part that the load begins from holds all of a tensor."""
+        return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
+
+    def is_window(self, stored: StoredTensor) -> bool:
+        """Whether all of a tensor is a view of memory that several tensors shared."""
+        pieces = self.pieces(stored)
+        return len(pieces) == 1 and pieces[0].shared and pieces[0].target is None
+
+    def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[Piece, ...]:
+        near = stored.near
+        found, missing = self._covered(stored, near, regions)
+        if missing:
+            others = self._sources.everywhere(stored.row)
+            if not self._first_wins:
+                self._check_copies(stored, others)
+            everywhere = [*near, *(each for each in others if each not in near)]
+            found, missing = self._covered(stored, everywhere, regions)
+        if missing:
+            lower, upper = missing[0]
+            raise InvalidManifest(
+                f"No part of the checkpoint has the elements {list(lower)} to {list(upper)} of "
+                f"this tensor of shape {list(stored.shape)}",
+                key=stored.label,
+            )
+        return self._parts(stored, found)
+
+    def _check_copies(self, stored: StoredTensor, candidates: list[Candidate]) -> None:
+        """Proves that parts which several ranks wrote, each for itself, are the same.
+
+        One name on several meshes may mean copies of one tensor, or a tensor of each mesh's own.
+        """
+        first: dict[Box | None, Candidate] = {}
+        for candidate in candidates:
+            if candidate[1].owner is None:
+                other = first.setdefault(candidate[1].box, candidate)
+                if other is not candidate and self._differ(other, candidate):
+                    raise PerRankValue(
+                        f"Ranks {other[0]} and {candidate[0]} saved different values of the same "
+                        "part of this tensor, and this rank needs more of it than it saved itself",
+                        key=stored.label,
+                        hint="Load with the ranks and meshes that saved, leave it out with "
+                        'exclude, or pass per_rank="rank0" to take that of the lowest rank',
+                    )
+
+    def _differ(self, *candidates: Candidate) -> bool:
+        """Whether chunks that fill entries of their own are known to have different bytes."""
+        contents = []
+        for part, chunk in candidates:
+            entry, held = chunk.entry, self._sources.held(part)
+            if entry is None or chunk.offset or entry in held.shared or entry >= held.entry_count:
+                return False
+            place = self.data.number(part, entry)
+            row, start = self.data.entries[place], self.data.first_sums[place]
+            sums = self.data.checksums[start : start + chunk_count(row.nbytes)]
+            contents.append((row.dtype, row.shape, tuple(sums)))
+        return len(set(contents)) > 1
+
+    def _covered(
+        self, stored: StoredTensor, candidates: list[Candidate], regions: tuple[Region, ...]
+    ) -> tuple[list[tuple[Candidate, Box, Box]], list[Box]]:
+        """Chunks with the part of each that is wanted, and where it goes; and what is missing."""
+        dims = len(stored.shape)
+        everything = whole(stored.shape)
+        boxes = [chunk.box or everything for _, chunk in candidates]
+        if not set(map(len, chain.from_iterable(boxes))) <= {dims}:
+            raise InvalidExtent("A box of it has a wrong number of dimensions", key=stored.label)
+        index = BoxIndex(boxes)
+        found: list[tuple[Candidate, Box, Box]] = []
+        missing: list[Box] = []
+        for region in regions:
+            parts, holes = index.cover(region.box)
+            missing += holes
+            shift = [low - at for low, at in zip(region.box[0], region.at, strict=True)]
+            if any(shift):
+                found += [(candidates[n], part, moved(part, shift)) for n, part in parts]
+            else:
+                found += [(candidates[n], part, part) for n, part in parts]
+        return found, missing
+
+    def _parts(
+        self, stored: StoredTensor, found: list[tuple[Candidate, Box, Box]]
+    ) -> tuple[Piece, ...]:
+        """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
+        everything = whole(stored.row.shape)
+        pieces = []
+        for (number, chunk), part, target in found:
+            box = chunk.box or everything
+            shape = tuple(map(sub, box[1], box[0]))
+            if part is not box and part != box:
+                inside = moved(part, box[0])
+                pieces.append(self._piece(stored, number, chunk, shape, inside, target))
+                continue
+            fills = None if target == everything else target
+            piece = self._plain_piece(stored, number, chunk, shape, fills)
+            pieces.append(piece or self._piece(stored, number, chunk, shape, None, fills))
+        return tuple(pieces)
+
+    def _plain_piece(
+        self,
+        stored: StoredTensor,
+        part: int,
+        chunk: ChunkRow,
+        shape: tuple[int, ...],
+        fills: Box | None,
+    ) -> Piece | None:
+        """All of a chunk that lies row by row, which is nearly always so: a short way."""
+        entry, start = chunk.entry, chunk.offset
+        base, held = self._bases.get(part) or self._base(part)
+        if chunk.stride is not None or entry is None or not 0 <= entry < held.entry_count:
+            return None
+        place = base + entry
+        stop = start + math.prod(shape) * stored.dtype.itemsize
+        if start < 0 or stop > self.data.sizes[place]:
+            raise _outside(stored, start, stop)
+        return _new_piece((place, start, stop, None, shape, None, fills, entry in held.shared))
+
+    def _base(self, part: int) -> tuple[int, Held]:
+        """The number of a part's first entry in the table of entries, and its chunks."""
+        found = self._bases[part] = (self.data.number(part, 0), self._sources.held(part))
+        return found
+
+    def _piece(
+        self,
+        stored: StoredTensor,
+        part: int,
+        chunk: ChunkRow,
+        shape: tuple[int, ...],
+        inside: Box | None,
+        target: Box | None,
+    ) -> Piece:
+        number, start, stride = chunk.entry, chunk.offset, chunk.stride
+        reach = math.prod(shape) if stride is None else _reach(shape, stride, stored)
+        stop = start + reach * stored.dtype.itemsize
+        held = self._sources.held(part)
+        if number is None or not 0 <= number < held.entry_count:
+            raise InvalidExtent(f"Its entry {number} does not exist", key=stored.row.label)
+        entry = self.data.number(part, number)
+        if start < 0 or stop > self.data.sizes[entry]:
+            raise _outside(stored, start, stop)
+        shared = stride is not None or number in held.shared
+        return Piece(entry, start, stop, stride, shape, inside, target, shared)
+
+
+def _outside(stored: StoredTensor, start: int, stop: int) -> InvalidExtent:
+    return InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.row.label)
+
+
+def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor) -> int:
+    """How many elements lie between the first and behind the last."""
+    if len(stride) != len(shape) or min(stride, default=0) < 0:
+        raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=stored.label)
+    return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def _all_of(shape: tuple[int, ...]) -> Region:
+    box = whole(shape)
+    return Region(box, box[0])

@@ -1,0 +1,117 @@
+"""The tensors that a load fills: live ones of the target and fresh ones, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.loads.filling import Filling
+from ckpipe.loads.live_tensors import LiveTensor, writable_view
+from ckpipe.loads.load_planning import Need
+from ckpipe.loads.placed_tensors import is_placed, regions_of
+from ckpipe.loads.sharing import check_agreement, disputed_groups, distinct
+from ckpipe.loads.stored_tensors import StoredTensor, StoredTensors
+from ckpipe.state.dtensors import Shardings
+
+
+class Targets:
+    """Collects the tensors to fill, then says what to read, first and second.
+
+    The first round brings, into fresh tensors, what decides whether live tensors that overlap
+    agree; only the second fills live tensors. No entry is in both.
+
+    Args:
+        stored: The tensors of the checkpoint.
+        cast: Whether values may be converted to the dtype of a live tensor.
+    """
+
+    def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
+        self.stored, self.cast = stored, cast
+        self.filling = Filling(stored)
+        self._shardings = Shardings()
+        self._lives: list[LiveTensor] = []
+        self._disputed: list[list[LiveTensor]] = []
+        self._first: set[int] = set()
+
+    def fill(
+        self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
+    ) -> bool:
+        """Notes that a live tensor is to be filled with a stored one that fits it.
+
+        Returns:
+            False if its memory cannot be written, so that a fresh one has to serve.
+        """
+        view = writable_view(live)
+        if view is None:
+            return False
+        regions = regions_of(live, self._shardings) if is_placed(live) else None
+        pieces = self.stored.pieces(stored, regions)
+        address, contiguous = view.data_ptr(), view.is_contiguous()
+        self._lives.append(
+            LiveTensor(stored, label, view, live, address, contiguous, regions, pieces)
+        )
+        return True
+
+    def settle(self) -> None:
+        """Gives every live tensor its place in a round; call it once all are known."""
+        lives = distinct(self._lives)
+        self._disputed = disputed_groups(lives)
+        self._first = self._entries_to_compare(lives)
+        for live in lives:
+            if self._first and self._first.intersection(c.entry for c in live.pieces):
+                self.filling.copy_later(live.stored, live.regions, live.tensor)
+            elif not (live.contiguous and self._plainly(live)):
+                self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
+
+    def _plainly(self, live: LiveTensor) -> bool:
+        return self.filling.plain(live.stored, live.pieces, live.tensor, live.address)
+
+    def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
+        """The entries of disputed tensors, and all that tensors reach which they touch."""
+        entries = {c.entry for group in self._disputed for live in group for c in live.pieces}
+        grown = bool(entries)
+        while grown:
+            before = len(entries)
+            for live in lives:
+                own = [piece.entry for piece in live.pieces]
+                if not entries.isdisjoint(own):
+                    entries.update(own)
+            grown = len(entries) > before
+        return entries
+
+    @property
+    def first_needs(self) -> list[Need]:
+        """What to read before a live tensor is touched; usually nothing."""
+        if not self._first:
+            return []
+        return [need for need in self.filling.needs if need.entry in self._first]
+
+    @property
+    def needs(self) -> list[Need]:
+        """What to read then."""
+        if not self._first:
+            return self.filling.needs
+        return [need for need in self.filling.needs if need.entry not in self._first]
+
+    def check_disputed(self) -> None:
+        """Proves that live tensors which overlap are given the same bytes.
+
+        Raises:
+            SharingConflict: If they are not.
+        """
+        self.filling.resolve_fresh()
+        for group in self._disputed:
+            values = [
+                self.filling.fresh_part(live.stored, live.regions, tuple(live.tensor.shape))
+                for live in group
+            ]
+            check_agreement(group, values)
+
+    def finish(self) -> None:
+        """Completes the tensors once all bytes are there, and tells autograd of the change."""
+        with torch.no_grad():
+            self.filling.finish()
+        changed = [live.owner for live in self._lives if isinstance(live.owner, torch.Tensor)]
+        torch.autograd.graph.increment_version([t for t in changed if not t.is_inference()])

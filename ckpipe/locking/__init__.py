@@ -1,0 +1,1 @@
+"""What keeps steps of the trainer and copies of the state apart."""

@@ -1,0 +1,197 @@
+"""Who uses a state lock: what it remembers of each request, and how it tells a person about it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpipe.errors import CaptureTooSlow, LockMisuse, StateLockTimeout
+from ckpipe.locking.lock_state import Request, Side
+from ckpipe.tasks._threads import FrameMark
+
+
+@dataclass(frozen=True, slots=True)
+class LockUse:
+    """One holder of a state lock, or one who waits for it, as plain data.
+
+    Args:
+        side: ``"mutating"`` or ``"capturing"``.
+        thread: The name of the thread that asked for it; of a capture, the saver's thread.
+        ident: That thread's identifier.
+        purpose: What the thread called.
+        seconds: For how long it has held the lock, or waited.
+    """
+
+    side: str
+    thread: str
+    ident: int | None
+    purpose: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.side} by {self.thread!r} for {self.seconds:.1f} s ({self.purpose})"
+
+
+@dataclass(frozen=True, slots=True)
+class LockStatistics:
+    """What goes on at a state lock at one instant, oldest first."""
+
+    holders: tuple[LockUse, ...]
+    waiters: tuple[LockUse, ...]
+
+
+@dataclass(slots=True)
+class Party:
+    """What the lock remembers of one request besides the request itself.
+
+    Args:
+        request: The request.
+        purpose: What was called, for messages.
+        thread: The thread concerned, None where it is not known to Python's threading.
+        ident: Its identifier.
+        mark: Of an optimizer step, the frame that holds on while it runs.
+        key: Of an optimizer step, the hook that brackets it.
+        since: When it came, or was let in, by the monotonic clock.
+        grace: Of a deferred capture, for how many seconds a trainer waits for it.
+        deferred_at: When it was deferred, by the monotonic clock.
+        readers: Of a deferred capture, how many threads are reading just now.
+        forfeited: Whether a trainer has taken the lock from it, or is about to.
+    """
+
+    request: Request
+    purpose: str
+    thread: threading.Thread | None
+    ident: int | None
+    mark: FrameMark | None = None
+    key: object = None
+    since: float = field(default_factory=time.monotonic)
+    grace: float = math.inf
+    deferred_at: float = 0.0
+    readers: int = 0
+    forfeited: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the thread is called in messages."""
+        return self.thread.name if self.thread is not None else f"thread {self.ident}"
+
+    def is_over(self) -> bool:
+        """Whether nobody is left to let go of it: the thread ended, or its step raised."""
+        if self.thread is None or self.ident is None:
+            return False
+        if not self.thread.is_alive():
+            return True
+        # The frame goes straight into the call: kept in a variable here it could close a cycle.
+        return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
+
+    def grace_left(self, trainer: Party) -> float:
+        """For how many more seconds a trainer waits for this deferred capture."""
+        return max(self.deferred_at, trainer.since) + self.grace - time.monotonic()
+
+    def use(self) -> LockUse:
+        """Plain data about it, as of now."""
+        seconds = time.monotonic() - self.since
+        return LockUse(self.request.side.value, self.name, self.ident, self.purpose, seconds)
+
+
+class CaptureToken:
+    """One held capture; any thread may give it to :meth:`StateLock.release_capture`."""
+
+    __slots__ = ("grace", "owner", "ticket")
+
+    def __init__(self, request: Request) -> None:
+        self.ticket, self.owner = request.ticket, request.owner
+        self.grace = math.inf
+
+    def __repr__(self) -> str:
+        return f"<CaptureToken {self.ticket}>"
+
+
+class Fence(Protocol):
+    """Reads that a device still has to do, of memory that trainers may change afterwards."""
+
+    def passed(self) -> bool:
+        """Whether the reads are done."""
+        ...
+
+    def hold_back(self) -> None:
+        """Lets no work that this thread gives to the device from now on begin before them."""
+        ...
+
+
+class Deadline:
+    """An instant, given as seconds from now or as None for never."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = math.inf if timeout is None else timeout
+        self._at = time.monotonic() + self.timeout
+
+    @property
+    def seconds_left(self) -> float:
+        """How long it is until then; infinite for never."""
+        return self._at - time.monotonic()
+
+
+def timed_out(party: Party, timeout: float, holders: Iterable[Party]) -> StateLockTimeout:
+    """The error for a request that was not granted in time: who has the lock, and since when."""
+    held = "; ".join(
+        f"thread {use.thread!r} has been {use.side} for {use.seconds:.1f} s ({use.purpose})"
+        for use in (holder.use() for holder in holders)
+    )
+    who = held or "nobody holds it, and others wait in front"
+    if party.request.side is Side.CAPTURING:
+        hint = (
+            "End the mutation sooner (leave mutating(), finish the step or call "
+            "allow_state_dict_read()), or allow the capture more time"
+        )
+    else:
+        hint = "Wait for longer, or without a limit; captures end when their copies are done"
+    wanted = party.request.side.value
+    return StateLockTimeout(
+        f"The state lock was not free for {wanted} within {timeout:g} s: {who}", hint=hint
+    )
+
+
+def capture_misused(name: str, purpose: str) -> LockMisuse:
+    """The error for a capture that the thread would have to wait for while it changes the state."""
+    return LockMisuse(
+        f"The state cannot be captured for thread {name!r} while this thread itself is changing "
+        f"it ({purpose}): each would wait for the other",
+        hint="Save after leaving mutating(), after the step, or after allow_state_dict_read()",
+    )
+
+
+def mutation_misused(name: str, purpose: str) -> LockMisuse:
+    """The error for a mutation on a thread that has to let go of a capture first."""
+    return LockMisuse(
+        f"Thread {name!r} cannot change the state ({purpose}) while it is capturing it itself: "
+        "it would wait for its own capture",
+        hint="End the capture first; a state_dict method must not change the state",
+    )
+
+
+def forfeited(grace: float) -> CaptureTooSlow:
+    """The error for a capture that a trainer has taken the lock from."""
+    return CaptureTooSlow(
+        f"A step waited {grace:g} s for the copy of what it changes, and went on without it",
+        hint='Save with until="staged", raise lock.max_step_wait_seconds, or save less often',
+    )
+
+
+__all__ = [
+    "CaptureToken",
+    "Deadline",
+    "Fence",
+    "LockStatistics",
+    "LockUse",
+    "Party",
+    "capture_misused",
+    "forfeited",
+    "mutation_misused",
+    "timed_out",
+]

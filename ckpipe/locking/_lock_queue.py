@@ -1,0 +1,179 @@
+"""Those who hold a state lock and those who wait for it: one condition, and how it is waited on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from ckpipe.locking._lock_parties import (
+    Deadline,
+    Fence,
+    Party,
+    capture_misused,
+    mutation_misused,
+    timed_out,
+)
+from ckpipe.locking.lock_state import (
+    LockState,
+    Request,
+    Side,
+    Transition,
+    arrive,
+    blocks_itself,
+    forfeitable,
+    leave,
+)
+from ckpipe.tasks._threads import FrameMark, thread_of
+
+LOOK_SECONDS = 0.05
+"""How often one who waits looks for holds that were left behind."""
+
+
+class LockQueue:
+    """Lets requests in as :mod:`ckpipe.locking.lock_state` decides, and keeps who made them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._state = LockState()
+        self._parties: dict[int, Party] = {}
+        self._wakers: dict[int, Callable[[], object]] = {}
+        self._tickets = itertools.count(1)
+        self._here = threading.local()
+        self._fences: list[Fence] = []
+
+    def captures_here(self) -> bool:
+        """Whether the calling thread is doing a capture at this moment."""
+        with self._changed:
+            owners = (threading.current_thread(), self._capture_owner())
+            held = (held for held in self._state.holding if held.side is Side.CAPTURING)
+            return any(request.owner in owners for request in held)
+
+    # ---- requests ----
+
+    def _trainer(self, purpose: str, *, key: object = None, mark: FrameMark | None = None) -> Party:
+        thread = threading.current_thread()
+        request = Request(next(self._tickets), Side.MUTATING, thread)
+        return Party(request, purpose, thread, thread.ident, mark, key)
+
+    def _capture(
+        self, owner: object, thread: int | None, home: threading.Thread | None = None
+    ) -> Party:
+        saver = threading.current_thread() if thread is None else thread_of(thread)
+        request = Request(next(self._tickets), Side.CAPTURING, owner, saver, home)
+        return Party(request, "capture", saver, saver.ident if saver else thread)
+
+    def _capture_owner(self) -> object | None:
+        """Whose capture the calling thread works for, of those begun elsewhere."""
+        owners = getattr(self._here, "owners", None)
+        return owners[-1] if owners else None
+
+    # ---- waiting ----
+
+    def _acquire(self, party: Party, timeout: float | None) -> None:
+        deadline = Deadline(timeout)
+        with self._changed:
+            try:
+                self._enter(party)
+                while (seconds := self._look(party, deadline)) is not None:
+                    self._changed.wait(None if seconds == math.inf else seconds)
+                if party.request.side is Side.MUTATING:
+                    self._pass_fences()
+            except BaseException:
+                self._leave(party.request.ticket)
+                raise
+
+    def _enter(self, party: Party) -> None:
+        self._reap()
+        self._refuse_deadlock(party)
+        self._parties[party.request.ticket] = party
+        self._apply(arrive(self._state, party.request))
+
+    def _look(self, party: Party, deadline: Deadline) -> float | None:
+        """For how many seconds to wait before the next look; None once the request is granted.
+
+        Raises:
+            StateLockTimeout: If the deadline has passed.
+        """
+        ticket, grace_left = party.request.ticket, math.inf
+        with self._changed:
+            if not self._state.holds(ticket):
+                self._reap()
+                if party.request.side is Side.MUTATING:
+                    grace_left = self._press(party)
+            if self._state.holds(ticket):
+                return None
+            if deadline.seconds_left <= 0:
+                holders = [self._parties[held.ticket] for held in self._state.holding]
+                raise timed_out(party, deadline.timeout, holders)
+            look = math.inf if self._state.mutator is None else LOOK_SECONDS
+            return min(look, grace_left, deadline.seconds_left)
+
+    def _press(self, trainer: Party) -> float:
+        """Takes the lock from deferred captures that a trainer has waited for long enough.
+
+        Threads that are reading for them finish the piece they are at: what they read might be
+        freed otherwise.
+
+        Returns:
+            For how many seconds to wait before that may be done; infinite if it need not.
+        """
+        captures = [self._parties[held.ticket] for held in forfeitable(self._state)]
+        left = max((capture.grace_left(trainer) for capture in captures), default=math.inf)
+        if left > 0:
+            return left
+        for capture in captures:
+            capture.forfeited = True
+            if not capture.readers:
+                self._leave(capture.request.ticket)
+        return math.inf
+
+    def _pass_fences(self) -> None:
+        """Has the calling thread's devices wait for the reads that were left to them."""
+        self._fences = [fence for fence in self._fences if not fence.passed()]
+        for fence in self._fences:
+            fence.hold_back()
+
+    def _refuse_deadlock(self, party: Party) -> None:
+        capturing = party.request.side is Side.CAPTURING
+        if not capturing and self.captures_here():
+            raise mutation_misused(party.name, party.purpose)
+        if blocks_itself(self._state, party.request):
+            if not capturing:
+                raise mutation_misused(party.name, party.purpose)
+            held = self._parties[self._state.holding[-1].ticket]
+            raise capture_misused(held.name, held.purpose)
+
+    def _reap(self) -> None:
+        """Lets go of what was left behind by threads that ended and by steps that raised."""
+        if self._state.mutator is None:
+            return
+        for held in self._state.holding:
+            if self._parties[held.ticket].is_over():
+                self._leave(held.ticket)
+
+    def _leave(self, ticket: int) -> None:
+        with self._changed:
+            if self._parties.pop(ticket, None) is not None:
+                self._apply(leave(self._state, ticket))
+
+    def _apply(self, transition: Transition) -> None:
+        self._state = transition.state
+        for request in transition.granted:
+            self._parties[request.ticket].since = time.monotonic()
+        # Everybody looks again, not only those who were let in: one who waits for captures
+        # must begin to look for dead holds once a trainer has taken their place.
+        self._changed.notify_all()
+        for ticket, wake in tuple(self._wakers.items()):
+            try:
+                wake()
+            except RuntimeError:
+                # The loop of one who waits was closed. That must not fail the one who lets go,
+                # and nothing may be granted to a task that will never run again.
+                del self._wakers[ticket]
+                self._leave(ticket)
+
+
+__all__ = ["LOOK_SECONDS", "LockQueue"]

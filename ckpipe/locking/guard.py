@@ -1,0 +1,178 @@
+"""Makes every step of an optimizer hold the mutating side of a state lock, through step hooks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import MutableMapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ckpipe.errors import UsageError
+from ckpipe.locking.lock import StateLock
+from ckpipe.tasks._threads import FrameMark, callers
+
+# The function that torch wraps around the step of every optimizer class, and that calls the hooks.
+_WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
+
+
+class StepGuard:
+    """Optimizers whose steps hold the mutating side of a lock, until :meth:`remove` is called."""
+
+    def __init__(self, lock: StateLock, optimizers: tuple[Optimizer, ...]) -> None:
+        self._removing = threading.Lock()
+        self._hooks: list[_StepHooks] = []
+        try:
+            for optimizer in dict.fromkeys(optimizers):
+                self._hooks.append(_StepHooks(lock, optimizer))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The guarded optimizers; none once the guard is removed."""
+        return tuple(hooks.optimizer for hooks in self._hooks)
+
+    def remove(self) -> None:
+        """Takes the hooks off: steps that begin from now on do not lock. Never waits.
+
+        A step in progress, or one that waits to begin, finishes as it would have. May be called
+        from any thread and again.
+        """
+        with self._removing:
+            hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return f"<StepGuard [{names or 'removed'}]>"
+
+
+def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
+    """Lets every ``step()`` of these optimizers run inside the mutating side of a lock.
+
+    It is enough to guard the optimizer: gradient scalers and schedulers call its ``step``, and
+    compiled functions run the hooks outside of the compiled code. The closure of a step runs
+    inside, and so does a step within a step. A step that raises leaves nothing held. On a thread
+    that is capturing the state the hooks do nothing.
+
+    Args:
+        lock: The lock that captures of the same state take.
+        optimizers: What to guard.
+
+    Returns:
+        What takes the hooks off again.
+
+    Raises:
+        UsageError: If no optimizer is given, or something that takes no step hooks. Nothing is
+            guarded then.
+    """
+    if not optimizers:
+        raise UsageError("No optimizer was given to guard")
+    check_optimizers(optimizers)
+    return StepGuard(lock, optimizers)
+
+
+def check_optimizers(optimizers: tuple[object, ...]) -> None:
+    """Looks whether all of them can be guarded.
+
+    Raises:
+        UsageError: If one is no optimizer.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"A {type(optimizer).__name__} cannot be guarded, only a torch.optim.Optimizer",
+                hint="Pass the optimizer that it steps, or use lock.mutating() around its steps",
+            )
+
+
+class _StepHooks:
+    """The two hooks on one optimizer; itself the key of its steps at the lock."""
+
+    def __init__(self, lock: StateLock, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._lock = lock
+        self._active = True
+        self._process = os.getpid()
+        self._beginning: set[int] = set()
+        self._purpose = f"{type(optimizer).__name__}.step()"
+        self._handles: list[RemovableHandle] = []
+        before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
+        after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
+        try:
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
+        except AttributeError as error:
+            raise UsageError(
+                f"A {type(optimizer).__name__} does not call step hooks",
+                hint="Pass the optimizer that it wraps",
+            ) from error
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            # A fork copied the lock as it was, perhaps held, by threads that it has not got.
+            return
+        thread = threading.get_ident()
+        self._beginning.add(thread)
+        try:
+            if self._active and not self._lock.captures_here():
+                mark = FrameMark.of(_step_frame(sys._getframe(1)))
+                self._lock.enter_step(self, mark, self._purpose)
+        finally:
+            self._beginning.discard(thread)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        if not self._lock.captures_here():
+            self._lock.leave_step(self)
+        if not self._active:
+            self._blank()
+
+    def remove(self) -> None:
+        self._active = False
+        # While a step is in progress torch may be iterating over the hooks, and would fail if
+        # one were taken out. The hooks then stay, without effect, until that step is over.
+        if self._beginning or self._lock.step_in_progress(self):
+            return
+        for handle in self._handles:
+            handle.remove()
+
+    def _blank(self) -> None:
+        """Puts functions that know nothing in the hooks' places, which disturbs no iteration."""
+        for handle in self._handles:
+            registered: MutableMapping[int, Any] | None = handle.hooks_dict_ref()
+            if registered is not None and handle.id in registered:
+                registered[handle.id] = _nothing
+
+
+def _nothing(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook that is left of one that was removed in the middle of a step."""
+
+
+def _step_frame(hook_caller: FrameType) -> FrameType:
+    """The frame that runs for as long as the step does.
+
+    That is where torch calls the hooks. An optimizer that calls its hooks by itself does so from
+    its ``step``; failing that, the caller of the hook has to do.
+    """
+    outer = [frame for frame in callers(hook_caller) if not _belongs_to_compiler(frame)]
+    for frame in outer:
+        if frame.f_code.co_qualname == _WRAPPER or frame.f_code.co_name == "step":
+            return frame
+    return outer[0] if outer else hook_caller
+
+
+def _belongs_to_compiler(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch._dynamo")
+
+
+__all__ = ["StepGuard", "check_optimizers", "guard"]

@@ -1,0 +1,1 @@
+"""Host memory for staging, and copies into it."""

@@ -1,0 +1,279 @@
+"""Host memory for staging: a pool of blocks that saves map their files onto, reused for ever.
+
+Fresh memory costs many times a copy into memory that was touched before, so blocks are kept
+between saves and handed out most recently used first: while an upload keeps up with the copy,
+even the first save touches few of them. A block belongs to one save from :meth:`Arena.take` to
+:meth:`Arena.give`; nothing is remembered about what it held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ckpipe.memory.pinning import Pinning
+from ckpipe.memory.raw_memory import join_pages, populate
+from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES
+
+_TRIES = 4
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Block:
+    """A page-aligned piece of host memory.
+
+    Args:
+        view: Its bytes.
+        tensor: The same bytes as a tensor of uint8.
+        address: Where they begin.
+        segment: What it is a part of.
+        touched: Whether its pages are backed with memory.
+        joined: Whether small pages were joined to huge ones, where that is of use.
+        uses: How often it was handed out; what it held before the last time is gone.
+    """
+
+    view: memoryview
+    tensor: torch.Tensor
+    address: int
+    segment: Segment
+    touched: bool = False
+    uses: int = 0
+    joined: bool = False
+
+    @property
+    def at(self) -> int:
+        """Where it begins in its segment, in bytes."""
+        return self.address - self.segment.tensor.data_ptr()
+
+    def join_pages(self) -> None:
+        """Has the system join small pages to huge ones; blocking, for a worker thread.
+
+        The kernel gives private memory huge pages by itself, shared memory only when it is asked
+        to, and a disk takes bytes from small pages at half the speed. The block may be in use.
+        """
+        begin, end = self.segment.bounds
+        low = max(begin, self.address - HUGE_PAGE_BYTES)  # a huge page may reach over the edges
+        high = min(end, self.address + len(self.view) + HUGE_PAGE_BYTES)
+        join_pages(low, high - low)
+        self.joined = True
+
+    def touch(self) -> None:
+        """Has the system back every page with memory; blocking, for a worker thread.
+
+        What the block holds does not change, so it may be in use meanwhile.
+        """
+        populate(self.address, len(self.view))
+        self.touched = True
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """What the pool grows and shrinks by.
+
+    Args:
+        memory: The mapping.
+        tensor: Its bytes.
+        blocks: How many blocks it is cut into.
+        number: Its number, which no other segment of the arena has had.
+        descriptor: By which another process can map it; None if it is this process's own.
+        offset: Where in the descriptor's file the mapping begins, in bytes.
+    """
+
+    memory: mmap.mmap
+    tensor: torch.Tensor
+    blocks: int
+    number: int
+    descriptor: int | None = None
+    offset: int = 0
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The addresses of its first byte and behind its last."""
+        return self.tensor.data_ptr(), self.tensor.data_ptr() + len(self.memory)
+
+
+class Arena:
+    """A pool of equal blocks, not safe for use by two threads at once.
+
+    Args:
+        block_bytes: The size of a block; a multiple of the page size.
+        pinning: Registers memory with CUDA, where that is wanted and there.
+        shared: Whether another process can map the memory.
+    """
+
+    def __init__(
+        self, block_bytes: int, pinning: Pinning | None = None, *, shared: bool = False
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._pinning = pinning
+        self._shared = shared
+        self._segments: list[Segment] = []
+        self._numbers = itertools.count()
+        self.on_drop: Callable[[Segment], None] = lambda segment: None
+        """Called with each segment that is given back to the system."""
+        self._free: list[Block] = []
+        self._untouched: list[Block] = []
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are, free or not."""
+        return sum(segment.blocks for segment in self._segments)
+
+    @property
+    def free_blocks(self) -> int:
+        """How many blocks nobody holds."""
+        return len(self._free) + len(self._untouched)
+
+    @property
+    def touched_blocks(self) -> int:
+        """How many free blocks have been used before, so that writing to them costs no page."""
+        return len(self._free)
+
+    @property
+    def next_untouched(self) -> Block | None:
+        """A free block that was never used, to be touched ahead of time; None if all were."""
+        return self._untouched[-1] if self._untouched else None
+
+    @property
+    def next_scattered(self) -> Block | None:
+        """A free block of shared memory whose pages are still to be joined; None if all are."""
+        if not self._shared or self.block_bytes < HUGE_PAGE_BYTES:
+            return None
+        return next((block for block in self._free if not block.joined), None)
+
+    def mark_touched(self, block: Block) -> None:
+        """Counts a block as touched, unless somebody has taken it meanwhile."""
+        if block in self._untouched:
+            self._untouched.remove(block)
+            self._free.insert(0, block)
+
+    def reserve(self, blocks: int) -> None:
+        """Grows until at least ``blocks`` blocks are free; their pages are not touched yet.
+
+        Raises:
+            MemoryError: If the system has no address space left.
+        """
+        missing = blocks - self.free_blocks
+        if missing > 0:
+            self._grow(missing)
+
+    def take(self) -> Block:
+        """Hands out a free block, one with touched pages before one without; grows if none is."""
+        if not self.free_blocks:
+            self._grow(1)
+        block = self._free.pop() if self._free else self._untouched.pop()
+        block.uses += 1
+        return block
+
+    def take_back(self, block: Block) -> bool:
+        """Hands out a certain free block with what it held; False if it is not free."""
+        if block not in self._free:
+            return False
+        self._free.remove(block)
+        return True
+
+    def give(self, block: Block) -> None:
+        """Takes a block back; the caller must not touch it any more."""
+        block.touched = True
+        if block.segment in self._segments:  # else the arena was closed in the meantime
+            self._free.append(block)
+
+    def trim(self, keep: int) -> None:
+        """Returns memory to the system until about ``keep`` blocks are left.
+
+        Only segments without a block in use can go, the newest first.
+        """
+        for segment in reversed(self._segments):
+            if self.blocks - segment.blocks < keep:
+                continue
+            members = [each for each in self._all_free() if each.segment is segment]
+            if len(members) == segment.blocks:
+                self._drop(segment)
+
+    def close(self) -> None:
+        """Unpins and forgets all memory. It is unmapped once no view of it is referenced."""
+        for segment in list(self._segments):
+            self._drop(segment)
+
+    def _all_free(self) -> list[Block]:
+        return self._free + self._untouched
+
+    def _grow(self, blocks: int) -> None:
+        size = blocks * self.block_bytes
+        try:
+            memory, descriptor, offset = _map_shared(size) if self._shared else _map_private(size)
+        except OSError as error:
+            raise MemoryError(f"No memory for {size} bytes: {error}") from error
+        if size >= HUGE_PAGE_BYTES:
+            _advise(memory, "MADV_HUGEPAGE")
+        # A forked DataLoader worker would otherwise share, and on writes copy, the arena.
+        _advise(memory, "MADV_DONTFORK")
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        segment = Segment(memory, tensor, blocks, next(self._numbers), descriptor, offset)
+        if self._pinning is not None:
+            self._pinning.pin(segment.tensor)
+        view = memoryview(memory)
+        new = []
+        for at in range(0, size, self.block_bytes):
+            tensor = segment.tensor[at : at + self.block_bytes]
+            piece = view[at : at + self.block_bytes]
+            new.append(Block(piece, tensor, tensor.data_ptr(), segment))
+        self._segments.append(segment)
+        self._untouched.extend(reversed(new))
+
+    def _drop(self, segment: Segment) -> None:
+        if self._pinning is not None:
+            self._pinning.unpin(segment.tensor)
+        self._segments.remove(segment)
+        self._free = [block for block in self._free if block.segment is not segment]
+        self._untouched = [block for block in self._untouched if block.segment is not segment]
+        self.on_drop(segment)
+        if segment.descriptor is not None:
+            os.close(segment.descriptor)
+
+
+def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None, 0
+
+
+def _map_shared(size: int) -> tuple[mmap.mmap, int, int]:
+    """Maps a new file in memory, so that huge pages of the file are huge in the mapping too.
+
+    For that, address and offset must be alike modulo the size of a huge page. The address is the
+    system's to choose: it chooses the same again, if nobody comes between.
+    """
+    descriptor = os.memfd_create("ckpipe", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size + HUGE_PAGE_BYTES)  # holes cost nothing
+        offset = 0
+        for _ in range(_TRIES):
+            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
+            wanted = _address(memory) % HUGE_PAGE_BYTES
+            if wanted == offset:
+                break
+            offset = wanted
+            memory.close()
+        else:
+            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
+        return memory, descriptor, offset
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError:  # the kernel was built without it; the memory serves all the same
+            return

@@ -1,0 +1,211 @@
+"""The bound on staging memory: a budget in bytes that saves share, and one save's ration of it.
+
+anyio limits the number of tasks, not a weighted sum, and wakes waiters in no promised order when
+they ask for different amounts; hence a small budget of our own. It hands out in the order of
+arrival: a large request at the head is not overtaken by small ones behind it, so it cannot starve.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import anyio
+
+from ckpipe.memory.arena import Arena, Block
+
+COLD_BLOCK_PATIENCE_SECONDS = 0.01
+"""How long to wait for a used block before touching fresh memory: about what touching costs."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    amount: int
+    granted: anyio.Event = field(default_factory=anyio.Event)
+
+
+class ByteBudget:
+    """A number of bytes to hand out, first come, first served.
+
+    Args:
+        capacity: How many there are; may be raised later.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._waiters: deque[_Waiter] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._waiters)
+
+    def acquire_nowait(self, amount: int) -> None:
+        """Takes bytes at once.
+
+        Raises:
+            ValueError: If the amount is larger than the capacity, so that waiting is in vain.
+            anyio.WouldBlock: If it would have to wait.
+        """
+        if amount > self.capacity:
+            raise ValueError(f"{amount} bytes can never be had of {self.capacity}")
+        if self._waiters or self.used + amount > self.capacity:
+            raise anyio.WouldBlock
+        self.used += amount
+
+    async def acquire(self, amount: int) -> None:
+        """Takes bytes, waiting for those who came before. Cancelled, it has taken none.
+
+        Raises:
+            ValueError: If the amount is larger than the capacity.
+        """
+        try:
+            self.acquire_nowait(amount)
+        except anyio.WouldBlock:
+            await self._wait(_Waiter(amount))
+
+    async def _wait(self, waiter: _Waiter) -> None:
+        self._waiters.append(waiter)
+        try:
+            await waiter.granted.wait()
+        except BaseException:
+            if waiter.granted.is_set():
+                self.release(waiter.amount)
+            else:
+                self._waiters.remove(waiter)
+                self._grant()
+            raise
+
+    def release(self, amount: int) -> None:
+        """Gives bytes back, and wakes whom they serve."""
+        self.used -= amount
+        self._grant()
+
+    def raise_capacity(self, capacity: int) -> None:
+        """Makes the budget larger; a smaller number changes nothing."""
+        self.capacity = max(self.capacity, capacity)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiters and self.used + self._waiters[0].amount <= self.capacity:
+            waiter = self._waiters.popleft()
+            self.used += waiter.amount
+            waiter.granted.set()
+
+
+class Ration:
+    """The blocks of one save: a part of the budget, drawn and given back block by block.
+
+    A save that needs more blocks than its ration reuses them as its uploads finish; what it will
+    not need again goes back to the budget at once.
+
+    Args:
+        budget: What the ration was taken from; the caller has acquired ``reserved`` blocks.
+        arena: Where blocks come from.
+        reserved: Blocks that the save may hold at a time.
+        needed: Blocks that it will take in all.
+    """
+
+    def __init__(self, budget: ByteBudget, arena: Arena, *, reserved: int, needed: int) -> None:
+        self._budget, self._arena = budget, arena
+        self._reserved, self._needed = reserved, needed
+        self._held: set[Block] = set()
+        self._given = anyio.Event()
+        arena.reserve(min(reserved, needed))
+
+    @property
+    def needed(self) -> int:
+        """Blocks that it is still to hand out."""
+        return self._needed
+
+    @property
+    def held(self) -> int:
+        """Blocks in use."""
+        return len(self._held)
+
+    @property
+    def short(self) -> bool:
+        """Whether the next block is best had by another being given back."""
+        return len(self._held) >= self._reserved or not self._arena.touched_blocks
+
+    @property
+    def waits(self) -> bool:
+        """Whether the copy goes faster when blocks are given back while it goes on."""
+        return not self.is_whole or self._arena.touched_blocks < self._needed
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the save may hold all its blocks at the same time."""
+        return self._reserved >= len(self._held) + self._needed
+
+    def take_all(self) -> list[Block]:
+        """Takes all blocks that the save needs, at once; the ration must be whole."""
+        assert self.is_whole
+        return self._draw(self._needed)
+
+    async def take(self, at_most: int) -> list[Block]:
+        """Takes at least one block and at most as many as are there without waiting."""
+        patient = True
+        while True:
+            # Others may take blocks during each wait, so every turn looks afresh.
+            room = self._reserved - len(self._held)
+            touched = self._arena.touched_blocks
+            if room <= 0:
+                await self._given.wait()
+            elif not touched and self._held and patient:
+                patient = False
+                with anyio.move_on_after(COLD_BLOCK_PATIENCE_SECONDS):
+                    await self._given.wait()
+            else:
+                return self._draw(min(at_most, room, touched or 1))
+
+    def _draw(self, count: int) -> list[Block]:
+        blocks = [self._arena.take() for _ in range(count)]
+        self._held.update(blocks)
+        self._needed -= count
+        return blocks
+
+    def take_back(self, block: Block) -> bool:
+        """Takes a block again that was given back, with what it held; False if that cannot be.
+
+        It counts towards the budget again, and :meth:`give` returns it.
+        """
+        size = self._arena.block_bytes
+        try:
+            self._budget.acquire_nowait(size)
+        except (anyio.WouldBlock, ValueError):
+            return False
+        if not self._arena.take_back(block):
+            self._budget.release(size)
+            return False
+        self._reserved += 1
+        self._held.add(block)
+        return True
+
+    def give(self, block: Block) -> None:
+        """Takes a block back of which every byte has been written out."""
+        self._held.remove(block)
+        self._arena.give(block)
+        self._shrink()
+        self._given.set()
+        self._given = anyio.Event()
+
+    def close(self, *, keep: Container[Block] = ()) -> None:
+        """Gives all that is left back. No thread may use a block of it any more.
+
+        Args:
+            keep: Blocks that somebody still looks at, and that :meth:`give` will get one day.
+        """
+        for block in [each for each in self._held if each not in keep]:
+            self._held.remove(block)
+            self._arena.give(block)
+        self._needed = 0
+        self._shrink()
+
+    def _shrink(self) -> None:
+        spare = self._reserved - max(0, self._needed) - len(self._held)
+        if spare > 0:
+            self._reserved -= spare
+            self._budget.release(spare * self._arena.block_bytes)

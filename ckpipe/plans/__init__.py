@@ -1,0 +1,1 @@
+"""Who writes what, and where in which file."""

@@ -1,0 +1,290 @@
+"""Who writes what: every byte that several ranks hold is written by exactly one of them.
+
+Nobody is asked. Ranks that hold the same shard know from mesh and placements who else does, and
+each comes to the same answer by the same rule:
+
+* What is saved together is a *unit*: a tensor with all names that it has, or tensors that overlap.
+* A unit of at least ``MIN_PIECE_BYTES`` for each of its R replicas is cut into R blocks of rows,
+  one for each replica. A smaller one is cut into as many as have that size, for as many replicas
+  in a row, and one that is smaller still goes whole to one replica. The smaller the pieces that
+  fall to ranks by chance, the more evenly they fall.
+* A unit whose tensors overlap in part goes whole to one replica.
+* Who is first is drawn by a hash of the unit's name and shard, and of nothing else: ranks that also
+  hold what others have never heard of, as in pipeline and expert parallelism, still agree. The
+  draw is the hash modulo the number of replicas, which costs the same for any number of them; a
+  rendezvous hash would only help if the group could change under a shard, and it cannot.
+
+The rule asks for one thing: ranks that hold the same shard hold it under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+from ckpipe.errors import UnsupportedState, UnsupportedTopology
+from ckpipe.format.boxes import box_shape
+from ckpipe.state.placements import HeldBox, Mesh, Sharding
+from ckpipe.state.tensors import TensorLeaf, alias_groups, overlaps_itself
+
+MIN_PIECE_BYTES = 128 << 10
+"""How large the pieces of a unit are at least on average, in bytes."""
+
+_UNEVEN = 1.05
+"""How much larger than the mean the largest piece of a unit may be, if a dimension allows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a unit that one rank writes.
+
+    Args:
+        owner: The rank.
+        held: The box that it is; None for all of a tensor.
+    """
+
+    owner: int
+    held: HeldBox | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are saved together.
+
+    Args:
+        members: Their numbers, in the order of the walk.
+        pieces: The parts that it is written in, which together are what the rank holds of it.
+        overlapping: Whether its tensors overlap in other ways than by being the same.
+    """
+
+    members: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    overlapping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a rank holds of a tensor, and who else holds the same.
+
+    Args:
+        replicas: All ranks that hold the same, this one included; none if it holds nothing.
+        boxes: The boxes that it holds; None for all of the tensor.
+    """
+
+    replicas: tuple[int, ...]
+    boxes: tuple[HeldBox, ...] | None = None
+
+    def written_by(self, owner: int) -> tuple[Piece, ...]:
+        """The pieces if one rank writes all of it."""
+        boxes = self.boxes
+        return (Piece(owner),) if boxes is None else tuple(Piece(owner, held) for held in boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A unit before it is said who writes it.
+
+    Args:
+        name: What ranks that hold the same call it: the least of its labels.
+        members: The numbers of its tensors, in the order of the walk.
+        holding: What the rank holds of it.
+        overlapping: Whether its tensors overlap in other ways than by being the same.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    holding: Holding
+    overlapping: bool = False
+
+
+def units(
+    leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
+) -> Iterator[Unit]:
+    """The units of a rank's state and who writes which part of them, by the rule above.
+
+    Args:
+        leaves: The tensors.
+        replicated: The numbers of the plain tensors that all ranks hold alike.
+        rank: The rank.
+        world_size: How many ranks there are.
+
+    Raises:
+        UnsupportedState: If a DTensor's local part has another shape than its placements say.
+        UnsupportedTopology: If a mesh has ranks that are not of this world.
+    """
+    for share in shares(leaves, replicated, rank=rank, world_size=world_size):
+        yield Unit(share.members, _pieces(share, leaves[share.members[0]]), share.overlapping)
+
+
+def shares(
+    leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
+) -> Iterator[Share]:
+    """What a rank's state is divided into before it is said who writes what.
+
+    Arguments and errors are those of :func:`units`.
+    """
+    holdings = _Holdings(rank, world_size)
+    held = [holdings.of(leaf, number in replicated) for number, leaf in enumerate(leaves)]
+    groups = {group[0]: group for group in alias_groups(leaves)}
+    grouped = {number for group in groups.values() for number in group}
+    for number, leaf in enumerate(leaves):
+        if number in groups:
+            yield from _of_group(leaves, held, groups[number])
+        elif number not in grouped:
+            yield Share(leaf.label, (number,), held[number])
+
+
+class _Holdings:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._private = Holding((rank,))
+        self._everywhere: Holding | None = None
+        self._replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
+        self._known: dict[int, tuple[tuple[int, ...] | None, Holding]] = {}
+
+    def of(self, leaf: TensorLeaf, replicated: bool) -> Holding:
+        if leaf.sharding is None:
+            return self._by_all() if replicated else self._private
+        # Leaves keep their shardings alive, so that ids name them here.
+        known = self._known.get(id(leaf.sharding))
+        if known is None:
+            known = self._known[id(leaf.sharding)] = self._look_up(leaf.sharding, leaf.label)
+        local_shape, holding = known
+        if local_shape is not None and local_shape != leaf.shape:
+            raise UnsupportedState(
+                f"The local part of this DTensor has the shape {list(leaf.shape)}, and its "
+                f"placements give this rank {list(local_shape)}",
+                key=leaf.label,
+                rank=self._rank,
+                hint="Lay it out with distribute_tensor, or give from_local the true global shape",
+            )
+        return holding
+
+    def _by_all(self) -> Holding:
+        if self._everywhere is None:
+            self._everywhere = Holding(tuple(range(self._world_size)))
+        return self._everywhere
+
+    def _look_up(self, sharding: Sharding, label: str) -> tuple[tuple[int, ...] | None, Holding]:
+        top = sharding.mesh.top
+        if top >= self._world_size:
+            raise UnsupportedTopology(
+                f"This DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
+                rank=self._rank,
+                key=label,
+                hint="Let all ranks of the mesh save",
+            )
+        boxes = sharding.held(self._rank)
+        whole = (tuple(0 for _ in sharding.shape), sharding.shape)
+        replicas = self._replicas_of(sharding)
+        local_shape = sharding.local_shape(self._rank)
+        if [held.box for held in boxes] == [whole]:
+            return local_shape, Holding(replicas)
+        return local_shape, Holding(replicas, boxes)
+
+    def _replicas_of(self, sharding: Sharding) -> tuple[int, ...]:
+        """Who holds what this rank holds: for all tensors that are cut alike, found once."""
+        cut = tuple(
+            placement.dim is None or 0 in sharding.shape for placement in sharding.placements
+        )
+        key = (sharding.mesh, cut)
+        known = self._replicas.get(key)
+        if known is None:
+            known = self._replicas[key] = tuple(sorted(sharding.replicas(self._rank)))
+        return known
+
+
+def _of_group(
+    leaves: list[TensorLeaf], held: Sequence[Holding], group: list[int]
+) -> Iterator[Share]:
+    """The shares of tensors that overlap: one if they can stay together, else one for each.
+
+    Tensors stay together if they are the same by several names, or if the same ranks hold all of
+    each. What overlaps otherwise, such as a replicated tensor and a private view of it, has to be
+    written more than once, by different ranks.
+    """
+    holding = held[group[0]]
+    classes = _same(leaves, held, group)
+    first = leaves[group[0]]
+    same = len(classes) == 1 and not overlaps_itself(first.shape, first.stride)
+    together = all(held[number] == holding for number in group) and holding.boxes is None
+    if together and not (same and len(holding.replicas) > 1):
+        name = min(leaves[number].label for number in group)
+        yield Share(name, tuple(group), holding, overlapping=True)
+        return
+    for members in classes:
+        name = min(leaves[number].label for number in members)
+        yield Share(name, tuple(members), held[members[0]])
+
+
+def _same(leaves: list[TensorLeaf], held: Sequence[Holding], group: list[int]) -> list[list[int]]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for number in group:
+        leaf = leaves[number]
+        place = (leaf.address, leaf.shape, leaf.stride, leaf.dtype, leaf.lazy)
+        found.setdefault((place, leaf.full_shape, held[number]), []).append(number)
+    return list(found.values())
+
+
+def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
+    holding = share.holding
+    replicas, boxes = holding.replicas, holding.boxes
+    if len(replicas) < 2:
+        return holding.written_by(replicas[0]) if replicas else ()
+    first = _draw(share.name, boxes)
+    count = min(len(replicas), leaf.nbytes // MIN_PIECE_BYTES)
+    if count < 2 or not leaf.shape or share.overlapping:
+        return holding.written_by(replicas[first % len(replicas)])
+    return tuple(
+        Piece(replicas[(first + turn) % len(replicas)], piece)
+        for held in boxes or (whole_of(leaf.shape),)
+        for turn, piece in _row_blocks(held, count)
+    )
+
+
+def whole_of(shape: tuple[int, ...]) -> HeldBox:
+    """All of a tensor as a box of it."""
+    zeros = tuple(0 for _ in shape)
+    return HeldBox((zeros, shape), zeros)
+
+
+def _draw(name: str, boxes: tuple[HeldBox, ...] | None) -> int:
+    shard = "" if boxes is None else repr([held.box for held in boxes])
+    digest = blake2b(f"{name}\0{shard}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+@lru_cache(maxsize=4096)
+def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
+    """Cuts a box into blocks as even as they can be, and numbers them; empty ones are left out."""
+    lower, upper = held.box
+    dim = cut_dimension(box_shape(held.box), count)
+    rows = upper[dim] - lower[dim]
+    found = []
+    for turn in range(count):
+        start, stop = rows * turn // count, rows * (turn + 1) // count
+        if start < stop:
+            found.append((turn, rows_of(held, dim, start, stop)))
+    return tuple(found)
+
+
+def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
+    """The part of a box from one row to behind another, counted from where the box begins."""
+    lower, upper = held.box
+    box = (
+        (*lower[:dim], lower[dim] + start, *lower[dim + 1 :]),
+        (*upper[:dim], lower[dim] + stop, *upper[dim + 1 :]),
+    )
+    return HeldBox(box, (*held.at[:dim], held.at[dim] + start, *held.at[dim + 1 :]))
+
+
+def cut_dimension(shape: tuple[int, ...], count: int) -> int:
+    """The first dimension that can be cut evenly enough, or the one that can most evenly."""
+    uneven = [-(-n // count) * count / n for n in shape]
+    return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), _least(uneven))
+
+
+def _least(values: list[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)

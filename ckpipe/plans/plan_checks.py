@@ -1,0 +1,215 @@
+"""Checks of a plan that somebody else's planner has made, before a byte is copied by it.
+
+What other ranks do is not known here: whether they write what a plan leaves to them is checked
+when the checkpoint is completed, and decides whether it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.format.box_cover import BoxIndex
+from ckpipe.format.boxes import Box, box_shape, box_volume
+from ckpipe.format.cargo import file_rows
+from ckpipe.format.data_file import encode_header
+from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, Part, Structure, TensorRow
+from ckpipe.format.manifest_checks import check_bundle
+from ckpipe.planner_protocols import Planner
+from ckpipe.plans.division import whole_of
+from ckpipe.plans.drafting import Source
+from ckpipe.plans.planning import RankPlan, fingerprint
+from ckpipe.state.placements import HeldBox
+from ckpipe.state.structure import Captured
+from ckpipe.state.tensors import TensorLeaf
+from ckpipe.types import CheckpointId
+
+_NOBODY = CheckpointId("00000000T000000000Z-plan", 0, 0)
+
+
+def check_plan(
+    plan: object, captured: Captured, planner: Planner, *, rank: int, world_size: int
+) -> None:
+    """Checks that a plan can be carried out, and has all that the rank holds.
+
+    Args:
+        plan: What the planner returned.
+        captured: The structure that it was made for.
+        planner: The planner, to be named.
+        rank: The rank.
+        world_size: How many ranks save together.
+
+    Raises:
+        UsageError: Says what is wrong.
+    """
+    name = type(planner).__name__
+    if not isinstance(plan, RankPlan):
+        raise _Wrong(f"is no RankPlan but {type(plan).__name__}").of(name, rank)
+    try:
+        _check_head(plan, captured, rank, world_size)
+        _check_tables(plan, captured)
+        _check_sources(plan, captured.tensors)
+        _check_holdings(plan, captured.tensors, rank)
+    except _Wrong as wrong:
+        raise wrong.of(name, rank) from wrong.__cause__
+
+
+class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it is
+    def __init__(self, what: str, label: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.label = what, label
+
+    def of(self, planner: str, rank: int) -> UsageError:
+        return UsageError(
+            f"The plan of {planner} {self.what}",
+            key=self.label,
+            rank=rank,
+            hint="Make plans with ckpipe.plans.planning.assemble, which keeps them valid",
+        )
+
+
+def _check_head(plan: RankPlan, captured: Captured, rank: int, world_size: int) -> None:
+    if (plan.rank, plan.world_size) != (rank, world_size):
+        raise _Wrong(f"is for rank {plan.rank} of {plan.world_size}, not {rank} of {world_size}")
+    if plan.fingerprint != fingerprint(captured):
+        raise _Wrong("is for another structure, by its fingerprint")
+
+
+def _check_tables(plan: RankPlan, captured: Captured) -> None:
+    """Checks what the format asks for, as a reader of the manifest would."""
+    rows = tuple(
+        TensorRow(
+            leaf.label,
+            leaf.dtype,
+            leaf.full_shape,
+            kind=leaf.kind,
+            lazy=leaf.lazy,
+            attributes=leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )
+    try:
+        part = Part(
+            rank=plan.rank, structure=0, layout=0, values=tuple(captured.values),
+            files=file_rows(plan.files, [0] * len(plan.files)), checksums=(0,) * plan.checksums,
+            token="", started="", writer={},
+        )  # fmt: skip
+        structure = Structure(captured.tree, rows, len(captured.values))
+        bundle = Bundle("manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,))
+        check_bundle(bundle)
+    except CkpipeError as error:
+        raise _Wrong(f"is not valid: {error.message}") from error
+    for number, file in enumerate(plan.files):
+        entries = [entry for entry in plan.layout.entries if entry.file == number]
+        if list(plan.layout.entries[file.entries.start : file.entries.stop]) != entries:
+            raise _Wrong(f"gives the file {file.name} the entries of another")
+        if file.header != _header(entries):
+            raise _Wrong(f"gives the file {file.name} a header that does not say what is in it")
+    for chunk in plan.layout.chunks:
+        if chunk.owner == plan.rank:
+            raise _Wrong("names the rank itself as another owner")
+
+
+def _header(entries: Sequence[EntryRow]) -> bytes:
+    return encode_header(
+        [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries]
+    )
+
+
+def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
+    """Checks that every entry is filled, each byte once, from what there is."""
+    entries = plan.layout.entries
+    if len(plan.sources) != len(entries):
+        raise _Wrong(f"has {len(entries)} entries and fills {len(plan.sources)}")
+    for entry, sources in zip(entries, plan.sources, strict=True):
+        end = 0
+        for source in sources:
+            if not 0 <= source.tensor < len(leaves):
+                raise _Wrong(f"fills the entry {entry.name} from tensor {source.tensor}")
+            leaf = leaves[source.tensor]
+            if source.offset < end or source.nbytes < 0 or source.nbytes != _given(source, leaf):
+                raise _Wrong(f"fills the entry {entry.name} with what does not fit", leaf.label)
+            # A window of overlapping tensors may begin with bytes of none, to be aligned.
+            if source.offset > end and (end or source.skip is None):
+                raise _Wrong(f"leaves a hole in the entry {entry.name}", leaf.label)
+            end = source.offset + source.nbytes
+        if end != entry.nbytes:
+            raise _Wrong(f"fills {end} of the {entry.nbytes} bytes of the entry {entry.name}")
+
+
+def _given(source: Source, leaf: TensorLeaf) -> int:
+    """How many bytes a source has; -1 if what it names is not there."""
+    if source.skip is not None:
+        return source.nbytes if 0 <= source.skip <= leaf.window - source.nbytes else -1
+    if source.part is None:
+        return leaf.nbytes
+    lower, upper = source.part
+    if not len(lower) == len(upper) == len(leaf.shape):
+        return -1
+    if not all(0 <= lo <= hi <= n for lo, hi, n in zip(lower, upper, leaf.shape, strict=True)):
+        return -1
+    return box_volume(source.part) * DTYPES[leaf.dtype].itemsize
+
+
+def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> None:
+    """Checks that chunks are what the rank holds, each element once, and have the right bytes."""
+    chunks: list[list[ChunkRow]] = [[] for _ in leaves]
+    for chunk in plan.layout.chunks:
+        chunks[chunk.tensor].append(chunk)
+    for leaf, rows in zip(leaves, chunks, strict=True):
+        spread = leaf.sharding
+        held = (whole_of(leaf.shape),) if spread is None else spread.held(rank)
+        wanted = [each.box for each in held]
+        boxes = [row.box or whole_of(leaf.full_shape).box for row in rows]
+        index = BoxIndex(boxes) if boxes else None
+        missing = [box for box in wanted if index is None or index.cover(box)[1]]
+        if (missing and any(map(box_volume, missing))) or bool(rows) != bool(held):
+            raise _Wrong("leaves a part of this tensor out", leaf.label)
+        if sum(map(box_volume, boxes)) != sum(map(box_volume, wanted)):
+            raise _Wrong("has elements of this tensor twice, or such as are not here", leaf.label)
+        for row, box in zip(rows, boxes, strict=True):
+            if row.entry is not None and row.owner is None:
+                _check_bytes(plan, leaves, leaf, row, _local(held, box))
+
+
+def _local(held: Sequence[HeldBox], box: Box) -> Box:
+    """Where a box lies in the local tensor."""
+    for each in held:
+        lower, upper = each.box
+        if all(lo <= a and b <= hi for lo, a, b, hi in zip(lower, *box, upper, strict=True)):
+            start = tuple(at + a - lo for at, a, lo in zip(each.at, box[0], lower, strict=True))
+            return start, tuple(a + n for a, n in zip(start, box_shape(box), strict=True))
+    raise _Wrong("has a box that spans several that the rank holds")
+
+
+def _check_bytes(
+    plan: RankPlan, leaves: Sequence[TensorLeaf], leaf: TensorLeaf, row: ChunkRow, local: Box
+) -> None:
+    """Checks that a chunk's place in its entry is filled from the tensor's own memory."""
+    assert row.entry is not None
+    sources = plan.sources[row.entry]
+    if not sources:
+        return
+    first = sources[0]
+    origin = leaves[first.tensor]
+    if first.skip is None:
+        part = first.part or whole_of(origin.shape).box
+        alike = _memory(origin) == _memory(leaf) and part == local
+        if alike and row.offset == 0 and row.stride is None:
+            return
+        image = origin.contiguous and not origin.lazy and first.part is None
+        starts = {origin.address} if image else set()
+    else:
+        starts = {leaves[s.tensor].address + (s.skip or 0) - s.offset for s in sources}
+    strides = (leaf.stride, None) if leaf.contiguous else (leaf.stride,)
+    whole = local == whole_of(leaf.shape).box
+    if not whole or starts != {leaf.address - row.offset} or row.stride not in strides:
+        raise _Wrong("fills this tensor's place in the file with other bytes", leaf.label)
+
+
+def _memory(leaf: TensorLeaf) -> tuple[object, ...]:
+    return leaf.address, leaf.shape, leaf.stride, leaf.dtype, leaf.lazy
+
+
+__all__ = ["check_plan"]

@@ -1,0 +1,243 @@
+"""The plan of a save: which bytes of which tensors go where in which data file.
+
+Pure: a plan depends on the structure of the state, the rank and the world size, and on nothing
+else, so it serves every later save whose fingerprint is the same. A plan names tensors by their
+number in the walk and holds none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpipe.errors import UnsupportedState
+from ckpipe.format import data_file
+from ckpipe.format.cargo import FilePlan
+from ckpipe.format.checksum import chunk_count
+from ckpipe.format.keys import LabelFilter
+from ckpipe.format.manifest import ChunkRow, EntryRow, Layout
+from ckpipe.format.object_names import data_file_name
+from ckpipe.planner_protocols import JointPlanner as JointPlanner
+from ckpipe.planner_protocols import Planner as Planner
+from ckpipe.plans.division import Unit, units
+from ckpipe.plans.drafting import Draft, Source, draft_entry, foreign_chunks
+from ckpipe.state.structure import Captured
+from ckpipe.state.tensors import alias_groups
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank writes.
+
+    Args:
+        rank: The rank.
+        world_size: How many ranks there are.
+        fingerprint: What the captured structure must be for the plan to fit.
+        layout: The entries and chunks, as the manifest has them.
+        sources: For each entry, what fills it, in the order of their offsets.
+        files: The data files; none if the rank writes no bytes.
+    """
+
+    rank: int
+    world_size: int
+    fingerprint: Hashable
+    layout: Layout
+    sources: tuple[tuple[Source, ...], ...]
+    files: tuple[FilePlan, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def checksums(self) -> int:
+        """How many checksums its manifest has."""
+        return sum(chunk_count(entry.nbytes) for entry in self.layout.entries)
+
+
+def fingerprint(captured: Captured) -> Hashable:
+    """All of a structure that a plan depends on.
+
+    That is: the layouts of tensors, with mesh and placements; who shares which bytes; and what is
+    said to be replicated.
+    """
+    return captured.derived(_fingerprint)
+
+
+def _fingerprint(captured: Captured) -> Hashable:
+    leaves = captured.tensors
+    groups = []
+    for group in alias_groups(leaves):
+        low = min(leaves[number].address for number in group)
+        # Alignment within a window depends on its address modulo the largest item.
+        groups.append(
+            (low % _MAX_ITEM, tuple((number, leaves[number].address - low) for number in group))
+        )
+    return (tuple(leaf.layout() for leaf in leaves), tuple(groups), captured.replicated)
+
+
+_MAX_ITEM = 16
+
+
+class LocalPlanner:
+    """Plans from what the rank knows by itself: nobody is asked, and replicas are written once.
+
+    Each rank writes its shards of DTensors, and of what several ranks hold alike a part that all
+    of them derive by the same rule; see :mod:`ckpipe.plans.division`. Plain tensors are the rank's
+    own unless they are replicated. The plan says of every shard who writes it, wherever that is.
+    Its cost grows with the tensors and the pieces they are cut into, not with the world.
+
+    Args:
+        replicated: Which plain tensors all ranks hold alike: ``"auto"`` those of which an object
+            in the state says so (see :mod:`ckpipe.state.replication`), ``"none"`` none, and globs
+            on labels those that match besides. It must be the same on all ranks.
+        max_file_bytes: The largest data file that the store takes, in bytes; what does not fit
+            goes to further files. None for no limit.
+    """
+
+    def __init__(
+        self, replicated: Replicated = "auto", *, max_file_bytes: int | None = None
+    ) -> None:
+        self._marked = ReplicatedMarks(replicated)
+        self._max_file_bytes = max_file_bytes
+
+    def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
+        """See :class:`Planner`.
+
+        Raises:
+            UnsupportedState: If tensors overlap in a way that cannot be saved, or a DTensor's
+                local part does not fit its placements, or a tensor fits no file.
+            UnsupportedTopology: If a DTensor lies on ranks that are not of this world.
+        """
+        everywhere = self._marked(captured) if world_size > 1 else ()
+        divided = units(captured.tensors, everywhere, rank=rank, world_size=world_size)
+        most = self._max_file_bytes
+        return assemble(captured, divided, rank=rank, world_size=world_size, max_file_bytes=most)
+
+
+class ReplicatedMarks:
+    """Finds the tensors that are said to be the same wherever they are held.
+
+    Args:
+        replicated: As for :class:`LocalPlanner`.
+    """
+
+    def __init__(self, replicated: Replicated) -> None:
+        self._auto = replicated != "none"
+        self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
+
+    def __call__(self, captured: Captured) -> frozenset[int]:
+        """The numbers of those tensors, DTensors among them."""
+        marked = captured.replicated if self._auto else frozenset()
+        if self._globs is None:
+            return marked
+        matches = self._globs
+        return marked.union(n for n, leaf in enumerate(captured.tensors) if matches(leaf.label))
+
+
+def assemble(
+    captured: Captured,
+    divided: Iterable[Unit],
+    *,
+    rank: int,
+    world_size: int,
+    max_file_bytes: int | None = None,
+) -> RankPlan:
+    """Makes the plan in which a rank writes its own of the pieces that its state is divided into.
+
+    Entries get their places in data files, and chunks say of every piece who writes it. This is
+    what planners have in common; they differ in how they divide.
+
+    Args:
+        captured: The state.
+        divided: Its units, each tensor in one of them, with the pieces that together are what
+            the rank holds of it. Ranks that hold a piece must agree on who writes it.
+        rank: The rank.
+        world_size: How many ranks save together.
+        max_file_bytes: As for :class:`LocalPlanner`.
+
+    Raises:
+        UnsupportedState: If tensors overlap in a way that cannot be saved, or one fits no file.
+    """
+    leaves = captured.tensors
+    drafts: list[Draft] = []
+    chunks: list[list[ChunkRow]] = [[] for _ in leaves]
+    for unit in divided:
+        for piece in unit.pieces:
+            if piece.owner == rank:
+                drafts.append(draft_entry(leaves, unit, piece))
+                continue
+            for row in foreign_chunks(leaves, unit, piece):
+                chunks[row.tensor].append(row)
+    drafts.sort(key=lambda draft: -draft.item)
+    files, entries = _lay_out(drafts, rank, max_file_bytes)
+    for number, each in enumerate(drafts):
+        for member in each.members:
+            chunks[member.tensor].append(member.at(number))
+    return RankPlan(
+        rank,
+        world_size,
+        fingerprint(captured),
+        Layout(tuple(entries), tuple(_in_order(chunks))),
+        tuple(draft.sources for draft in drafts),
+        tuple(files),
+    )
+
+
+Replicated = Literal["auto", "none"] | Sequence[str]
+"""What to take for replicated: see :class:`LocalPlanner`."""
+
+
+def _in_order(chunks: list[list[ChunkRow]]) -> Iterator[ChunkRow]:
+    """The chunks of all tensors in turn, those of one in the order of their boxes."""
+    for rows in chunks:
+        if len(rows) > 1:
+            rows.sort(key=lambda row: row.box or ())
+        yield from rows
+
+
+def _lay_out(
+    drafts: list[Draft], rank: int, max_file_bytes: int | None
+) -> tuple[list[FilePlan], list[EntryRow]]:
+    """Files as large as header and store allow: a file that is full is followed by another."""
+    files: list[FilePlan] = []
+    entries: list[EntryRow] = []
+    empty = data_file.header_size_bound(())
+    first, offset, header = 0, 0, empty
+    for number, draft in enumerate(drafts):
+        bound = data_file.entry_size_bound(draft.name, draft.shape)
+        total = header + bound + offset + draft.nbytes
+        full = max_file_bytes is not None and total > max_file_bytes
+        if number > first and (full or header + bound > data_file.MAX_HEADER_BYTES):
+            files.append(_file(entries, first, offset, rank, len(files)))
+            first, offset, header = number, 0, empty
+        _check_fits(draft, empty + bound + draft.nbytes, max_file_bytes)
+        header += bound
+        entries.append(
+            EntryRow(draft.name, draft.dtype, draft.shape, len(files), offset, draft.nbytes)
+        )
+        offset += draft.nbytes
+    if drafts:
+        files.append(_file(entries, first, offset, rank, len(files)))
+    return files, entries
+
+
+def _check_fits(draft: Draft, size: int, max_file_bytes: int | None) -> None:
+    """Refuses what is too large even for a file of its own, which would have this size."""
+    if max_file_bytes is not None and size > max_file_bytes:
+        raise UnsupportedState(
+            f"The tensor has {draft.nbytes} bytes, and a file on this store at most "
+            f"{max_file_bytes} with blocks of the present size",
+            key=draft.name,
+            hint=f"Raise staging.block_bytes at least {-(-size // max_file_bytes)}-fold",
+        )
+
+
+def _file(entries: list[EntryRow], first: int, nbytes: int, rank: int, number: int) -> FilePlan:
+    header = data_file.encode_header(
+        [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries[first:]]
+    )
+    name = data_file_name(rank, number)
+    return FilePlan(name, header, range(first, len(entries)), len(header) + nbytes)

@@ -1,0 +1,1 @@
+"""What several ranks agree on, without a collective."""

@@ -1,0 +1,1 @@
+"""What a pipeline runs on its own event loop."""

@@ -1,0 +1,214 @@
+"""How ranks come to save the same step when only one of them knows that it is time.
+
+The rank whose clock says so, or that is told that it will be stopped, creates a small object: the
+call. The others look for it in the background now and then, for one that a clock brings about only
+while their own says that it is near. Then all make an appointment
+(:mod:`ckpipe.ranks.appointments`): they vote with the bounds that they promise
+(:mod:`ckpipe.ranks.ballots`), and whoever has all votes, or has waited for as long as it may,
+decides the greatest. A rank that is dead holds nobody up for longer than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from ckpipe.backend import PutMode
+from ckpipe.errors import CkpipeError, InvalidManifest, ObjectExists, ObjectNotFound
+from ckpipe.format.object_names import agreement_key
+from ckpipe.ranks.agreements import agree, agreed
+from ckpipe.ranks.appointments import Diary
+from ckpipe.ranks.ballots import Ballot
+from ckpipe.ranks.cadence import Cadence
+from ckpipe.ranks.preemption import Preemption
+from ckpipe.saves.site import Site
+
+logger = logging.getLogger("ckpipe")
+
+END, TIME = "end", "time"
+"""The occasions: a rank will be stopped, or it is time by the clock, for the so-manieth time."""
+
+PATIENCE_SECONDS = 30.0
+"""How long votes are waited for at most, and a little less than a trainer waits at its bound."""
+
+_TICK_SECONDS = 0.1
+_FIRST_PAUSE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of call.
+
+    Args:
+        is_due: Whether this rank is to call.
+        is_near: Whether others may call soon.
+        patience: How long to wait for votes, in seconds.
+        ahead: How long the agreement should take, in seconds.
+    """
+
+    is_due: Callable[[], bool]
+    is_near: Callable[[], bool]
+    patience: float
+    ahead: float
+
+
+class Announcer:
+    """Calls, answers calls and notes in the diary what was decided; in the background.
+
+    Args:
+        site: The pipeline's store, settings and place among the ranks.
+        diary: Where appointments are kept.
+        cadence: Knows when a save is due by the clock.
+        preemption: Knows whether this process was told to stop.
+    """
+
+    def __init__(self, site: Site, diary: Diary, cadence: Cadence, preemption: Preemption) -> None:
+        self._site, self._diary = site, diary
+        self._cadence, self._preemption = cadence, preemption
+        self._every = site.settings.look_every_seconds
+
+    async def serve(self) -> None:
+        """Serves until it is cancelled, or nothing can be called any more."""
+        async with anyio.create_task_group() as tasks:
+            if self._site.settings.preemption.enabled:
+                tasks.start_soon(self._serve_end, name="calls of preempted ranks")
+            if self._site.settings.save_every_seconds is not None:
+                tasks.start_soon(self._serve_time, name="calls of clocks")
+
+    async def _serve_end(self) -> None:
+        grace = self._site.settings.preemption.grace_seconds
+        most = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
+        ahead = min(2 * self._every + 0.5, most)
+        kind = _Kind(lambda: self._preemption.signalled, lambda: True, most, ahead)
+        await self._called(kind, END)
+        self._preemption.tell()
+        if not await self._settled(kind, END):
+            # All others leave after the step that they save, and so does this one.
+            self._preemption.arrive()
+            self._preemption.answer()
+
+    async def _serve_time(self) -> None:
+        kind = _Kind(
+            # An appointment that is made is kept first, which sets the clock back.
+            lambda: self._cadence.is_overdue() and not self._diary.has(TIME),
+            # Others may have kept it already, and call for the next one.
+            lambda: self._cadence.is_near(4 * self._every) or self._diary.has(TIME),
+            PATIENCE_SECONDS,
+            2 * self._every + 0.5,
+        )
+        for number in itertools.count():
+            occasion = f"{TIME}-{number}"
+            await self._called(kind, occasion)
+            await self._settled(kind, occasion)
+
+    async def _called(self, kind: _Kind, occasion: str) -> None:
+        """Waits until a rank calls, which may be this one."""
+        looked = -self._every
+        while True:
+            try:
+                if kind.is_due():
+                    return await self._call(occasion)
+                now = time.monotonic()
+                if kind.is_near() and now - looked >= self._every:
+                    looked = now
+                    if await self._is_called(occasion):
+                        return None
+            except CkpipeError as error:
+                logger.warning("Whether the ranks are to save cannot be looked up: %s", error)
+            await anyio.sleep(min(_TICK_SECONDS, self._every))
+
+    async def _call(self, occasion: str) -> None:
+        with contextlib.suppress(ObjectExists):
+            await self._site.patient.put(self._call_key(occasion), b"{}", PutMode.CREATE)
+
+    async def _is_called(self, occasion: str) -> bool:
+        try:
+            await self._site.patient.stat(self._call_key(occasion))
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _call_key(self, occasion: str) -> str:
+        return agreement_key(self._site.attempt, f"{occasion}.call")
+
+    async def _settled(self, kind: _Kind, occasion: str) -> bool:
+        """Agrees on a step, and notes it; False if this rank has left it behind already."""
+        agreement = _Agreement(self._site, self._diary, kind, occasion)
+        while True:
+            try:
+                step = await agreement.reached()
+                break
+            except CkpipeError as error:
+                logger.warning("The ranks cannot agree on the step to save at: %s", error)
+                await anyio.sleep(self._every)
+        in_time = self._diary.decide(occasion, step)
+        if in_time:
+            logger.info("All ranks save at step %d (%s)", step, occasion)
+        else:
+            logger.error("All ranks save at step %d, which this rank has left behind", step)
+        return in_time
+
+
+class _Agreement:
+    """The agreement on one step, as one rank sees it; what failed may be tried again."""
+
+    def __init__(self, site: Site, diary: Diary, kind: _Kind, occasion: str) -> None:
+        self._site, self._diary = site, diary
+        self._kind, self._occasion = kind, occasion
+        self._ballot = Ballot(site.patient, site.attempt, occasion, site.rank, site.world_size)
+        self._until = time.monotonic() + kind.patience
+        self._bound: int | None = None
+
+    async def reached(self) -> int:
+        """Waits until the step is decided, or decides it."""
+        pause = _FIRST_PAUSE_SECONDS
+        decided = await self._decided()
+        if decided is None:
+            greatest = await self._ballot.cast(self._promised())
+            if greatest is not None:
+                return await self._decide(greatest)
+        while (decided := decided or await self._decided()) is None:
+            if time.monotonic() >= self._until:
+                return await self._decide_late()
+            await anyio.sleep(pause)
+            pause = min(2 * pause, self._site.settings.look_every_seconds)
+        return decided[0]
+
+    def _promised(self) -> int:
+        """What this rank votes: once given, a promise stays as it is."""
+        if self._bound is None:
+            self._bound = self._diary.promise(self._occasion, self._kind.ahead)
+        return self._bound
+
+    async def _decided(self) -> tuple[int] | None:
+        decided = await agreed(self._site.patient, self._site.attempt, self._occasion)
+        return None if decided is None else (_step(decided[0]),)
+
+    async def _decide(self, step: int) -> int:
+        site = self._site
+        decided = _step(await agree(site.patient, site.attempt, self._occasion, step))
+        await self._ballot.clear()
+        return decided
+
+    async def _decide_late(self) -> int:
+        """Decides without those that have not voted."""
+        votes = await self._ballot.votes()
+        absent = [rank for rank in range(self._site.world_size) if rank not in votes]
+        if votes and absent:  # there are none if somebody has decided by now
+            logger.warning("Ranks %s said nothing of the step to save at", absent[:20])
+        return await self._decide(max([self._promised(), *votes.values()]))
+
+
+def _step(decided: object) -> int:
+    if type(decided) is not int or decided < 0:
+        raise InvalidManifest(f"The ranks agreed to save at {decided!r:.100}, which is no step")
+    return decided
+
+
+__all__ = ["END", "PATIENCE_SECONDS", "TIME", "Announcer"]

@@ -1,0 +1,67 @@
+"""Which checkpoint a load takes, the same on all ranks."""
+
+from __future__ import annotations
+
+from ckpipe.checkpoints.discovery import discover
+from ckpipe.checkpoints.healing import find_healed, newest_healed
+from ckpipe.errors import CheckpointIncomplete, InvalidManifest
+from ckpipe.ranks.agreements import agree, agreed
+from ckpipe.ranks.awaiting import until_finished
+from ckpipe.saves.site import Site
+from ckpipe.types import CheckpointInfo
+
+
+async def first_choice(
+    site: Site, which: int | str | None, question: str | None
+) -> CheckpointInfo | None:
+    """The checkpoint to load; None if none was named and there is none.
+
+    Args:
+        site: Where to look.
+        which: The step or id that was named; None for the newest.
+        question: What many ranks agree on it under: the first that looks decides for all, so that
+            a checkpoint that becomes complete between the looks of two ranks does not part them.
+            None lets each look for itself.
+
+    Raises:
+        CheckpointNotFound: If the one named is absent or incomplete, or the one that the ranks
+            agreed on is gone.
+        StoreError: If the store failed.
+    """
+    if site.world_size == 1 or question is None:
+        return await _found(site, which)
+    return await _agreed_on(site, which, question)
+
+
+async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
+    """The complete checkpoints that are older than one, the newest first.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    return [each for each in await discover(site.patient) if each.complete and each.key < info.key]
+
+
+async def _found(site: Site, which: int | str | None) -> CheckpointInfo | None:
+    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds)
+    if which is None:
+        return await newest_healed(site.patient)
+    return await find_healed(site.patient, which)
+
+
+async def _agreed_on(site: Site, which: int | str | None, question: str) -> CheckpointInfo | None:
+    decided = await agreed(site.patient, site.attempt, question)
+    if decided is None:
+        found = await _found(site, which)
+        proposal = None if found is None else found.id
+        decided = (await agree(site.patient, site.attempt, question, proposal),)
+    (name,) = decided
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
+    try:
+        return await find_healed(site.patient, name)
+    except CheckpointIncomplete as error:
+        error.hint = "Another process has deleted it since; load again on all ranks"
+        raise

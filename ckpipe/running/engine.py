@@ -1,0 +1,430 @@
+"""What a pipeline does on its own event loop: saves under way and loads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import anyio
+from anyio.abc import TaskStatus
+
+from ckpipe.backend import Backend
+from ckpipe.checkpoints.leases import Lease
+from ckpipe.errors import (
+    CkpipeError,
+    DrainTimeout,
+    SaveCancelled,
+    SaveError,
+    SaveSkipped,
+    StoreError,
+    UsageError,
+    first_error,
+)
+from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
+from ckpipe.events import SaveSkipped as SkippedEvent
+from ckpipe.loads.restore import LoadRequest
+from ckpipe.locking.lock import StateLock
+from ckpipe.plans.planners import choose_planner
+from ckpipe.ranks.appointments import Diary
+from ckpipe.ranks.attempts import open_attempt, unclaimed_attempt
+from ckpipe.ranks.cadence import Cadence
+from ckpipe.ranks.course import Course
+from ckpipe.ranks.meeting import Meeting, arrange_meeting
+from ckpipe.ranks.preemption import Preemption
+from ckpipe.ranks.topology import Topology
+from ckpipe.running.announcing import PATIENCE_SECONDS, Announcer
+from ckpipe.running.final_export import exported
+from ckpipe.running.hooks import Hooks
+from ckpipe.running.housekeeping import Housekeeping
+from ckpipe.running.loading import Loading
+from ckpipe.running.rollbacks import name_at_once, next_name
+from ckpipe.running.site_making import Parts, make_site, max_file_bytes
+from ckpipe.save_run import run_save
+from ckpipe.saves.following import Follower
+from ckpipe.saves.head_start import head_start
+from ckpipe.saves.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
+from ckpipe.saves.site import Site
+from ckpipe.settings import Settings
+from ckpipe.stages.stage import look
+from ckpipe.stores.patient_backend import PatientBackend
+from ckpipe.stores.read_only_backend import ReadOnlyBackend
+from ckpipe.stores.registry import create_backend, create_reader, scheme_of
+from ckpipe.stores.retrying import logging_policy
+from ckpipe.types import CheckpointId, LoadResult, SaveStatus
+from ckpipe.worker.crossing import uses_process
+
+logger = logging.getLogger("ckpipe")
+
+
+class Engine(Housekeeping):
+    """Everything of one pipeline that lives on its loop.
+
+    Args:
+        settings: The settings; ``url`` is set.
+        lock: The state lock.
+        events: Where events go.
+        topology: Which rank this is, and how many save together.
+        hooks: Who is called on events.
+        preemption: Knows whether this process was told to stop.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        lock: StateLock,
+        events: EventBus,
+        topology: Topology,
+        hooks: Hooks,
+        preemption: Preemption,
+    ) -> None:
+        self._settings, self._lock, self._events = settings, lock, events
+        self._topology = topology
+        self._site: Site | None = None
+        self._active: dict[Save, anyio.Event] = {}
+        self._next_step = 0
+        self._stop = anyio.Event()
+        self._background: list[Exception] = []
+        self._saved_final = False
+        self._warming = anyio.Lock()
+        self.cadence = Cadence(settings.save_every_steps, settings.save_every_seconds)
+        self.diary = Diary(2 * PATIENCE_SECONDS)
+        self.hooks, self._preemption = hooks, preemption
+
+    @property
+    def site(self) -> Site:
+        """What stages work with; there once the engine serves."""
+        assert self._site is not None
+        return self._site
+
+    async def serve(self, *, task_status: TaskStatus[None]) -> None:
+        """Opens the store and serves until :meth:`stop`."""
+        meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
+        backend = await anyio.to_thread.run_sync(self._create_backend)
+        async with backend:
+            shared = uses_process(self._settings, backend)
+            patient, attempt = await self._enter(backend, meeting)
+            most = max_file_bytes(self._settings, backend)
+            planner = await anyio.to_thread.run_sync(
+                choose_planner, self._topology, self._settings, most
+            )
+            parts = Parts(
+                backend, patient, self._lock, self._events, self._topology, planner, attempt, shared
+            )
+            self._site, worker = make_site(self._settings, parts)
+            self._follower, self._loading = Follower(self._site), Loading(self._site)
+            self._course = Course(attempt)
+            lease = Lease(patient, attempt.partition("Z-")[2])
+            try:
+                async with anyio.create_task_group() as self._tasks:
+                    if not self._settings.read_only:
+                        # Its first object comes with the first renewal: the claim is that new.
+                        self._tasks.start_soon(lease.keep, name="lease of the attempt")
+                    await self._tasks.start(self.hooks.serve, self._background.append)
+                    if self._topology.world_size > 1 and not self._settings.read_only:
+                        told = (self.diary, self.cadence, self._preemption)
+                        self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
+                    if worker is not None:
+                        worker.start(self._tasks)
+                    task_status.started()
+                    await self._stop.wait()
+                    if worker is not None:
+                        await worker.close()
+                    self._tasks.cancel_scope.cancel()
+            finally:
+                self._site.arena.close()
+                with anyio.CancelScope(shield=True):
+                    await lease.release()
+
+    def _create_backend(self) -> Backend:
+        url = self._settings.url
+        assert url is not None
+        create = create_reader if self._settings.read_only else create_backend
+        return create(url, self._settings.backends.get(scheme_of(url), {}))
+
+    async def _enter(self, backend: Backend, meeting: Meeting | None) -> tuple[PatientBackend, str]:
+        """What requests go through, and the name of this launch, claimed if it may write."""
+        settings, policy = self._settings, logging_policy(self._settings.upload)
+        if settings.read_only:
+            return ReadOnlyBackend(backend, policy), unclaimed_attempt()
+        patient = PatientBackend(backend, policy)
+        rank = self._topology.rank
+        return patient, await open_attempt(patient, settings.attempt_id, rank=rank, meeting=meeting)
+
+    # Saves
+
+    async def begin(self, request: SaveRequest, step: int | None) -> Save:
+        """Accepts a save and starts it."""
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        return self._accept(request, await next_name(self.site, self._course, step))
+
+    def begin_at_once(self, request: SaveRequest, step: int | None) -> Save | None:
+        """The same without waiting; None if other ranks have to be asked how to name it."""
+        step = self._next_step if step is None else step
+        name = name_at_once(self.site, self._course, step)
+        if name is None:
+            return None
+        self._next_step = step + 1
+        return self._accept(request, name)
+
+    def _accept(self, request: SaveRequest, name: CheckpointId) -> Save:
+        save, step = Save(name, self.site.rank, request), name.step
+        self.cadence.begin_at(step)
+        self.diary.keep(step)
+        self._events.emit(SaveStarted(save.name, step, save.rank))
+        if self._settings.retention.keep_last == 0 and not request.final:
+            self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
+            self._tell_ended(save)
+            return save
+        self._saved_final |= request.final
+        self._active[save] = anyio.Event()
+        save.head = head_start(save, self.site, look)
+        self._tasks.start_soon(self._run, save, name=f"save {save.name}")
+        return save
+
+    async def _run(self, save: Save) -> None:
+        try:
+            if save.head is not None:
+                await save.head.over()
+            with anyio.CancelScope() as save.scope:
+                if save.cancel_requested:
+                    save.scope.cancel()
+                await self._guarded(save)
+        finally:
+            if save.head is not None:
+                save.head.end()
+            # Cancelled through its handle, or torn down with the pipeline: waiters must know.
+            self._cancelled(save)
+            self._tell_ended(save)
+            self._active.pop(save).set()
+        self.site.trim()
+        async with self._warming:
+            await self.site.warm()
+
+    def _tell_ended(self, save: Save) -> None:
+        report = save.report()
+        self._events.emit(SaveEnded(save.name, save.id.step, save.rank, save.status, report))
+
+    async def _guarded(self, save: Save) -> None:
+        try:
+            if self.site.world_size > 1:
+                self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
+            async with exported(self.site, save):
+                await run_save(save, self.site)
+            if save.unsettled is not None:
+                self._follower.add(save.unsettled)
+        except Exception as group:
+            error = first_error(group)
+            if isinstance(error, CkpipeError):
+                error.located(step=save.id.step, rank=save.rank)
+            if isinstance(error, SkipSave):
+                self._skip(save, str(error))
+            elif save.committed.done():
+                logger.error("What follows the commit of %s failed: %s", save.name, error)
+                self._background.append(error)
+            else:
+                self._failed(save, error)
+
+    async def _look_back(self) -> None:
+        """Looks what became of earlier checkpoints; a store that fails now is asked again."""
+        try:
+            await self._follower.look()
+        except SaveError as error:
+            self._background.append(error)
+        except CkpipeError as error:
+            logger.warning("Earlier checkpoints could not be looked at: %s", error)
+
+    def _skip(self, save: Save, reason: str) -> None:
+        save.status = "skipped"
+        self._events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
+        resolve(save.staged, None)
+        fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
+
+    def _failed(self, save: Save, error: Exception) -> None:
+        save.status = "failed"
+        self._events.emit(SaveFailed(save.name, save.id.step, save.rank, repr(error)))
+        # Before anybody is told, since whoever is told takes it off the list again.
+        self._background.append(error)
+        if isinstance(error, StoreError) and self._settings.on_error == "warn":
+            # Whether a store fails before or after the last copy is chance, and must not decide
+            # whether save() raises where the user asked for warnings.
+            resolve(save.staged, None)
+        self._end(save, error)
+
+    def _cancelled(self, save: Save) -> None:
+        if save.committed.done():
+            return
+        save.status = "cancelled"
+        self._events.emit(SaveFailed(save.name, save.id.step, save.rank, "it was cancelled"))
+        self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
+
+    def _end(self, save: Save, error: Exception) -> None:
+        save.forget_state()
+        fail(save.staged, error)
+        fail(save.committed, error)
+
+    async def cancel(self, save: Save) -> None:
+        """Cancels a save unless it is committed; returns when it has ended."""
+        ended = self._active.get(save)
+        if ended is None or save.committed.done():
+            return
+        save.cancel_requested = True
+        if save.scope is not None:
+            save.scope.cancel()
+        await ended.wait()
+
+    async def hold_staged(self, save: Save) -> list[FilledBlock]:
+        """Keeps the memory that a save was copied to; give it back with :meth:`release_staged`.
+
+        Raises:
+            UsageError: If it is not all copied yet, or some of it has been used again.
+        """
+        try:
+            return save.hold_blocks()
+        except LookupError as error:
+            raise UsageError(
+                f"The staged state cannot be looked at: {error.args[0]}",
+                step=save.id.step,
+                rank=save.rank,
+                hint="Look after the save is staged and before the next save or load begins",
+            ) from None
+
+    async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:
+        """Ends what :meth:`hold_staged` began."""
+        save.release_view(held)
+
+    def take_failures(self) -> list[Exception]:
+        """The failures of the background that nobody has seen yet; they count as seen then."""
+        taken, self._background = self._background, []
+        return taken
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether something failed that nobody has seen yet."""
+        return bool(self._background)
+
+    def see(self, error: Exception) -> None:
+        """Notes that a caller was told of a failure."""
+        self._background = [each for each in self._background if each is not error]
+
+    async def drain(self, *, staged_only: bool, within: float | None = None) -> None:
+        """Waits until all saves have ended, and hooks returned, for ``drain_timeout_seconds``.
+
+        Hooks may begin further saves, which are waited for as well.
+
+        Args:
+            staged_only: Cancels the saves that still need the caller's state.
+            within: Seconds to wait if that is less; None if nothing else bounds it.
+        """
+        if staged_only:
+            for save in [each for each in self._active if not each.safe.done()]:
+                await self.cancel(save)
+        limit = min(self._settings.drain_timeout_seconds, math.inf if within is None else within)
+        with anyio.move_on_after(limit):
+            await self._idle()
+        if late_saves := list(self._active):
+            for save in late_saves:
+                await self._give_up(save, limit)
+            with anyio.move_on_after(limit):
+                await self.hooks.drained()
+        if late := self.hooks.describe_running():
+            logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
+
+    async def _idle(self) -> None:
+        while self._active or self.hooks.describe_running():
+            for ended in list(self._active.values()):
+                await ended.wait()
+            await self.hooks.drained()
+
+    async def _give_up(self, save: Save, limit: float) -> None:
+        if not save.committed.done():
+            error = DrainTimeout(
+                f"The save was not through {limit:g} s after the pipeline began to close",
+                step=save.id.step,
+                rank=save.rank,
+                hint="Raise drain_timeout_seconds, or wait for the handle before closing",
+            )
+            save.status = "failed"
+            self._background.append(error)
+            self._end(save, error)
+        save.cancel_requested = True
+        if save.scope is not None:
+            save.scope.cancel()
+        if save in self._active:
+            await self._active[save].wait()
+
+    async def stop(self) -> None:
+        """Ends :meth:`serve`."""
+        if (
+            self._settings.retention.keep_last == 0
+            and not self._saved_final
+            and self._course.has_saved
+        ):
+            warnings.warn(
+                "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._stop.set()
+
+    # Loads
+
+    async def load(
+        self, which: int | str | None, request: LoadRequest, *, fallback: bool
+    ) -> LoadResult | None:
+        """Loads a checkpoint; None if none was named and there is none."""
+        for save in [each for each in self._active if not each.staged.done()]:
+            await _quietly(save)
+        if which is not None:
+            await self.settled(which)
+        began = time.perf_counter()
+        result = await self._loading.load(which, request, fallback=fallback)
+        if result is not None:
+            if result.report is not None:
+                before = time.perf_counter() - began - result.report.seconds
+                result = replace(result, report=result.report.found_in(before))
+            self._next_step = result.step + 1
+            self._course.has_loaded = True
+            self.cadence.begin_at(result.step)
+        return result
+
+    async def settled(self, which: int | str) -> None:
+        """Waits for saves under way here that a step or id names."""
+        for save, ended in list(self._active.items()):
+            if which in (save.id.step, save.name):
+                await ended.wait()
+
+    def is_writing(self, id: CheckpointId) -> bool:
+        """Whether a save of this checkpoint is under way here."""
+        return any(save.id == id and not save.committed.done() for save in self._active)
+
+    def describe(self) -> str:
+        """What goes on, for a diagnostic."""
+        if self._site is None:
+            return "not open"
+        counts = self.under_way()
+        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        budget = self._site.budget
+        return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
+
+    def under_way(self) -> Counter[SaveStatus]:
+        """How many saves that have not ended stand where; for any thread."""
+        return Counter(save.status for save in list(self._active))
+
+    def budget(self) -> tuple[int, int, int]:
+        """Staging memory used, its capacity, and how many saves wait for it; for any thread."""
+        if self._site is None:
+            return 0, 0, 0
+        budget = self._site.budget
+        return budget.used, budget.capacity, budget.waiting
+
+
+async def _quietly(save: Save) -> None:
+    done, loop = anyio.Event(), asyncio.get_running_loop()
+    save.staged.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    await done.wait()

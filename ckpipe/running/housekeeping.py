@@ -1,0 +1,101 @@
+"""What a pipeline does with checkpoints that are on the store: finds, checks and deletes them."""
+
+from __future__ import annotations
+
+import abc
+from typing import Literal
+
+from ckpipe.checkpoints import pruning
+from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.healing import find_healed, healed, newest_healed
+from ckpipe.checkpoints.protection import remove
+from ckpipe.checkpoints.sweeping import SweepReport, sweep
+from ckpipe.errors import CorruptCheckpoint, UsageError
+from ckpipe.loads.restore import verify
+from ckpipe.retention import Decision
+from ckpipe.saves.following import until_complete
+from ckpipe.saves.site import Site
+from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
+
+
+class Housekeeping(abc.ABC):
+    """Discovery and housekeeping of one pipeline, on its loop."""
+
+    @property
+    @abc.abstractmethod
+    def site(self) -> Site:
+        """What stages work with."""
+
+    @abc.abstractmethod
+    async def settled(self, which: int | str) -> None:
+        """Waits for saves under way here that a step or id names."""
+
+    @abc.abstractmethod
+    def is_writing(self, id: CheckpointId) -> bool:
+        """Whether a save of this checkpoint is under way here."""
+
+    async def steps(self) -> list[CheckpointInfo]:
+        """All checkpoints, the oldest first."""
+        patient = self.site.patient
+        return list(reversed(await healed(patient, await discover(patient))))
+
+    async def latest(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint."""
+        return await newest_healed(self.site.patient)
+
+    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+        """Looks until a checkpoint that this rank has committed is complete."""
+        return await until_complete(self.site, info, timeout)
+
+    async def verify(self, which: int | str) -> VerifyResult:
+        """Reads and checks every byte of a checkpoint."""
+        await self.settled(which)
+        site = self.site
+        info = await find_healed(site.patient, which)
+
+        async def work() -> VerifyResult:
+            bundle = await read_index(site.patient, info.key)
+            lanes = site.settings.load.lanes
+            return await verify(site.patient, bundle, site.arena, lanes=lanes)
+
+        try:
+            return await site.reading(info.key, work)
+        except CorruptCheckpoint as error:
+            raise error.located(step=info.step) from error.__cause__
+
+    async def delete(self, which: int | str, *, force: bool) -> None:
+        """Deletes a checkpoint, also an incomplete one if its exact id is given."""
+        site = self.site
+        id = CheckpointId.parse(which) if isinstance(which, str) else None
+        if id is None:
+            id = (await find_healed(site.patient, which)).key
+        if self.is_writing(id):
+            raise UsageError(
+                f"{id} cannot be deleted now: it is being written",
+                step=id.step,
+                hint="Cancel the save, or wait for it",
+            )
+        await remove(site.patient, str(id), protected=site.protected(), force=force)
+
+    async def pin(self, which: int | str) -> None:
+        """Protects a checkpoint from retention."""
+        await self.settled(which)
+        await pruning.pin(self.site.patient, (await find_healed(self.site.patient, which)).key)
+
+    async def unpin(self, which: int | str) -> None:
+        """Ends the protection."""
+        await pruning.unpin(self.site.patient, (await find_healed(self.site.patient, which)).key)
+
+    async def prune(self, *, dry_run: bool) -> Decision:
+        """Applies the retention rules now, or says what they would do."""
+        return await (self.site.decide() if dry_run else self.site.prune())
+
+    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
+        """The complete checkpoint with the best value of a metric."""
+        return await pruning.best(self.site.patient, metric, mode, self.site.facts)
+
+    async def sweep(self, *, dry_run: bool) -> SweepReport:
+        """Removes what crashed runs left, or says what it would remove."""
+        site = self.site
+        after = site.settings.retention.sweep_after
+        return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)

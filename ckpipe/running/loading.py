@@ -1,0 +1,269 @@
+"""A load from the choice of a checkpoint to its end, and falling back from one that is damaged.
+
+Theory. With many ranks each verifies only what it reads, so that whether a checkpoint is whole is
+known when all have read. For each candidate they hold a ballot (:mod:`ckpipe.ranks.ballots`). Who
+finds damage decides at once, for all: this one not, and that one next. Who sees that all have voted
+decides that it is whole. The first decision stands, and both cannot be proposed: who found damage
+does not vote. Objects get their state only after the decision. Whoever waits for it does so for a
+bounded time, since a rank may have died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import anyio
+
+from ckpipe.checkpoints.discovery import read_index
+from ckpipe.checkpoints.near_reading import read_near
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CorruptCheckpoint,
+    InvalidManifest,
+    UnsupportedTopology,
+)
+from ckpipe.events import CheckpointDamaged
+from ckpipe.format.keys import Json
+from ckpipe.format.manifest import Bundle
+from ckpipe.loads.restore import FittingLoad, LoadRequest, ReadyLoad, fitting, read_all
+from ckpipe.loads.sources import Elsewhere
+from ckpipe.ranks.agreements import agree, agreed
+from ckpipe.ranks.ballots import Ballot
+from ckpipe.running.choosing import first_choice, older_ones
+from ckpipe.saves.site import Site
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+_MOST_NAMED = 20
+
+_FALL_BACK = "Load another checkpoint, or let fallback=True do so"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What the ranks decided on a checkpoint: what is wrong with it, and which is next."""
+
+    damage: str | None = None
+    next: str | None = None
+
+
+class Loading:
+    """The loads of one pipeline.
+
+    Args:
+        site: Where checkpoints lie.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._calls = 0
+
+    async def load(
+        self, which: int | str | None, request: LoadRequest, *, fallback: bool
+    ) -> LoadResult | None:
+        """Loads a checkpoint; None if none was named and there is none.
+
+        Args:
+            which: The step or id that was named; None for the newest.
+            request: What to load, and into what.
+            fallback: Whether to go on to the next older one if one is damaged, on all ranks.
+
+        Raises:
+            CheckpointNotFound: If the one named is absent or incomplete.
+            CorruptCheckpoint: If it is damaged; with a fallback, if all are.
+            UnsupportedTopology: If several ranks may not write, but would have to agree. If, with
+                a fallback, some ranks do not say in time whether the
+                checkpoint is whole for them.
+            CkpipeError: Whatever :func:`ckpipe.loads.restore.read_all` raises.
+        """
+        if self._site.settings.read_only and self._site.world_size > 1:
+            _check_agreed(which, fallback=fallback)
+        question = None
+        if which is None or fallback:
+            # Counted on all ranks alike, since all of them call alike.
+            question = f"load-{self._calls}"
+            self._calls += 1
+        info = await first_choice(self._site, which, question)
+        if info is None:
+            return None
+        if fallback and self._site.world_size > 1:
+            return await self._together(info, request, f"{question}.ranks")
+        try:
+            return await self._alone(info, request, fallback=fallback)
+        except CheckpointIncomplete:
+            if which is not None or self._site.world_size > 1:
+                raise
+            # It was the newest, and was deleted between the list and the lease.
+            return await self.load(None, request, fallback=fallback)
+
+    async def _alone(
+        self, info: CheckpointInfo, request: LoadRequest, *, fallback: bool
+    ) -> LoadResult:
+        damaged: dict[str, str] = {}
+        older: list[CheckpointInfo] | None = None
+        first: CorruptCheckpoint | None = None
+        while True:
+            try:
+                return await self._finish(await self._read(info, request), damaged)
+            except CorruptCheckpoint as error:
+                error.located(step=info.step)
+                if not fallback:
+                    error.hint = error.hint or _FALL_BACK
+                    raise
+                first = first or error
+                self._tell(info, f"{type(error).__name__}: {error}", damaged)
+            older = await older_ones(self._site, info) if older is None else older
+            if not older:
+                raise _none_is_whole(first, damaged)
+            info = older.pop(0)
+
+    async def _together(
+        self, start: CheckpointInfo, request: LoadRequest, question: str
+    ) -> LoadResult:
+        info: CheckpointInfo | None = start
+        damaged: dict[str, str] = {}
+        first: CorruptCheckpoint | None = None
+        while info is not None:
+            ballot = _Round(self._site, info, f"{question}.{len(damaged)}")
+            ready: ReadyLoad | None = None
+            try:
+                ready = await self._read(info, request)
+            except (CorruptCheckpoint, CheckpointIncomplete) as error:
+                first = first or (error if isinstance(error, CorruptCheckpoint) else None)
+                verdict = await ballot.refuse(f"{type(error).__name__}: {error}")
+            except Exception:
+                # Not the checkpoint's fault: it is for this rank's program to handle.
+                await ballot.accept()
+                raise
+            else:
+                verdict = await ballot.accept() or await ballot.wait()
+            if verdict.damage is None:
+                if ready is None:
+                    raise InvalidManifest(
+                        f"The ranks agreed that {info.id} is whole, and it is not"
+                    )
+                return await self._finish(ready, damaged)
+            self._tell(info, verdict.damage, damaged)
+            info = None if verdict.next is None else _info(verdict.next)
+        raise _none_is_whole(first, damaged)
+
+    async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
+        site = self._site
+
+        async def fit(bundle: Bundle) -> FittingLoad:
+            return await fitting(bundle, request, rank=site.rank, world_size=site.world_size)
+
+        async def look() -> FittingLoad:
+            near = await read_near(site.patient, info.key, site.rank, site.world_size)
+            if near is not None:
+                with contextlib.suppress(Elsewhere):
+                    return await fit(near)
+            return await fit(await read_index(site.patient, info.key))
+
+        async def work(found: FittingLoad) -> ReadyLoad:
+            return await read_all(site.patient, found, site.arena, lanes=site.settings.load.lanes)
+
+        return await site.reading_ahead(info.key, look, work)
+
+    async def _finish(self, ready: ReadyLoad, damaged: Mapping[str, str]) -> LoadResult:
+        result = await ready.apply()
+        self._site.resumed_from = result.id
+        assert result.report is not None
+        return replace(result, report=replace(result.report, damaged=damaged))
+
+    def _tell(self, info: CheckpointInfo, how: str, damaged: dict[str, str]) -> None:
+        damaged[info.id] = how
+        self._site.events.emit(CheckpointDamaged(info.id, info.step, self._site.rank, how))
+        warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=2)
+
+
+class _Round:
+    """What the ranks find out about one checkpoint."""
+
+    def __init__(self, site: Site, info: CheckpointInfo, question: str) -> None:
+        self._site, self._info, self._question = site, info, question
+        self._ballot = Ballot(site.patient, site.attempt, question, site.rank, site.world_size)
+
+    async def refuse(self, how: str) -> _Verdict:
+        """Says that it is damaged; returns what was decided."""
+        older = await older_ones(self._site, self._info)
+        how = f"rank {self._site.rank} found {how}"
+        return await self._decide({"damage": how, "next": older[0].id if older else None})
+
+    async def accept(self) -> _Verdict | None:
+        """Says that it is whole for this rank; returns what was decided, if anything was."""
+        if await self._ballot.cast(0) is None:
+            return None
+        verdict = await self._decide({"damage": None, "next": None})
+        await self._ballot.clear()
+        return verdict
+
+    async def wait(self) -> _Verdict:
+        """Waits until it is decided, for a bounded time."""
+        site, pause = self._site, _FIRST_PAUSE_SECONDS
+        until = time.monotonic() + site.settings.load.agreement_timeout_seconds
+        while (decided := await agreed(site.patient, site.attempt, self._question)) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise await self._late()
+            await anyio.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return _verdict(decided[0])
+
+    async def _decide(self, proposal: Json) -> _Verdict:
+        site = self._site
+        return _verdict(await agree(site.patient, site.attempt, self._question, proposal))
+
+    async def _late(self) -> UnsupportedTopology:
+        said = await self._ballot.votes()
+        absent = [rank for rank in range(self._site.world_size) if rank not in said]
+        named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", …" * (len(absent) > _MOST_NAMED))
+        seconds = self._site.settings.load.agreement_timeout_seconds
+        return UnsupportedTopology(
+            f"Ranks {named} did not say within {seconds:g} s whether {self._info.id} is whole",
+            step=self._info.step,
+            rank=self._site.rank,
+            hint="Call load(fallback=True) on all ranks alike, or raise "
+            "load.agreement_timeout_seconds",
+        )
+
+
+def _check_agreed(which: int | str | None, *, fallback: bool) -> None:
+    """Refuses what many ranks would have to agree on, if nothing may be written."""
+    if which is None or fallback:
+        what = "falls back" if fallback else "loads the newest checkpoint"
+        raise UnsupportedTopology(
+            f"A pipeline with read_only=True {what} on one rank only: several agree by writing",
+            hint="Name the same step or id on all ranks; steps() tells what there is",
+        )
+
+
+def _verdict(data: Json) -> _Verdict:
+    try:
+        return _Verdict(data["damage"], data["next"])
+    except (KeyError, TypeError) as error:
+        raise InvalidManifest(f"What the ranks agreed on is unreadable: {data!r:.100}") from error
+
+
+def _info(name: str) -> CheckpointInfo:
+    id = CheckpointId.parse(name)
+    if id is None:
+        raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
+    return CheckpointInfo(name, id.step, id.attempt, id.count, complete=True)
+
+
+def _none_is_whole(
+    first: CorruptCheckpoint | None, damaged: Mapping[str, str]
+) -> CorruptCheckpoint:
+    if first is None:
+        name, how = next(iter(damaged.items()))
+        first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
+    first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
+    return first
+
+
+__all__ = ["Loading"]

@@ -1,0 +1,386 @@
+"""What the awaiting and the blocking pipeline have in common: everything but how they wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from ckpipe.errors import (
+    PermissionDenied,
+    PipelineClosed,
+    SettingsError,
+    UnsupportedTopology,
+    UsageError,
+)
+from ckpipe.events import Event, EventBus
+from ckpipe.format import checksum
+from ckpipe.format.keys import LabelFilter
+from ckpipe.loads.per_rank import PerRankPolicy
+from ckpipe.loads.restore import LoadRequest
+from ckpipe.locking.guard import StepGuard, check_optimizers, guard
+from ckpipe.locking.lock import StateLock
+from ckpipe.memory import cuda
+from ckpipe.ranks.preemption import Preemption, SignalWatch
+from ckpipe.ranks.topology import ALONE, find_topology
+from ckpipe.running.announcing import END
+from ckpipe.running.call_arguments import (
+    check_load,
+    check_step,
+    check_until,
+    plain_metadata,
+    plain_metrics,
+)
+from ckpipe.running.engine import Engine
+from ckpipe.running.hooks import Hooks, in_hook
+from ckpipe.running.ledger import Ledger, Statistics
+from ckpipe.running.unseen_failures import raise_or_warn, tell_forgotten
+from ckpipe.saves.caller import Caller
+from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
+from ckpipe.settings import Settings
+from ckpipe.tasks.loop_thread import LoopThread
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Event)
+Hook = Callable[[E], object]
+"""A function or coroutine function of the user's that takes an event."""
+
+Guarded = Optimizer | Iterable[Optimizer] | None
+
+
+class PipelineCore:
+    """A pipeline's settings, lock and thread.
+
+    Args:
+        url: Where checkpoints lie.
+        guards: The optimizers to guard from the beginning.
+        settings: Settings to start from.
+        fields: Settings that go before those.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None,
+        guards: Guarded,
+        settings: Settings | None,
+        fields: Mapping[str, Any],
+    ) -> None:
+        given = dict(fields) if url is None else {"url": os.fspath(url), **fields}
+        self.settings = Settings(**given) if settings is None else settings.override(**given)
+        if not self.settings.url:
+            raise SettingsError(
+                "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"
+            )
+        self.lock = StateLock()
+        self.events = EventBus()
+        self.hooks = Hooks(self.events)
+        self._ledger = Ledger()
+        self.events.add(self._ledger)
+        self.preemption = Preemption()
+        self._watch: SignalWatch | None = None
+        self._topology = ALONE
+        self._guards: list[StepGuard] = []
+        self._loop: LoopThread | None = None
+        self._engine: Engine | None = None
+        self._served: Future[None] | None = None
+        self._forgotten: weakref.finalize[..., PipelineCore] | None = None
+        self._guarded = _optimizers(guards)
+        self._process = os.getpid()
+        self._closing = False
+
+    # Life
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Watches signals while the pipeline is opened, and from then on if that succeeds.
+
+        Raises:
+            UsageError: If signals are to be watched and this is not the main thread.
+        """
+        chosen = self.settings.preemption
+        if self._engine is None and chosen.enabled:
+            self._watch = SignalWatch(chosen.signals, self.preemption.tell)
+            self._watch.begin()
+        try:
+            yield
+        except BaseException:
+            if self._loop is None:
+                self.unwatch()
+            raise
+
+    def unwatch(self) -> None:
+        """Puts the handlers of signals back."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+
+    def open(self) -> None:
+        """Starts the thread, opens the store and claims the attempt; blocking."""
+        if self._engine is not None:
+            raise PipelineClosed(
+                "A pipeline is entered once", hint="Make a new one to go on saving"
+            )
+        checksum.prepare()
+        topology = self._topology = ALONE if self.settings.solo else find_topology()
+        self._process = os.getpid()
+        self._loop = LoopThread("ckpipe")
+        self.preemption.alone = topology.world_size == 1
+        self._engine = Engine(
+            self.settings, self.lock, self.events, topology, self.hooks, self.preemption
+        )
+        try:
+            self._served, _ = self._loop.portal.start_task(self._engine.serve)
+        except BaseException:
+            self._shut(LoopThread.abandon)
+            raise
+        self._forgotten = weakref.finalize(
+            self, tell_forgotten, str(self.settings.url), self._process, self._engine.under_way
+        )
+        if self._guarded:
+            self.guard(*self._guarded)
+
+    def close(self, *, failed: bool) -> list[Exception]:
+        """Lets saves finish and closes; returns failures that nobody has seen; blocking.
+
+        Args:
+            failed: Whether the caller leaves on an exception: only staged saves finish then.
+        """
+        if self._loop is None or self._engine is None or self._served is None or self._forked:
+            return []
+        self._closing = True
+        try:
+            within = self.preemption.seconds_left(self.settings.preemption.grace_seconds)
+            self.submit(self._engine.drain, staged_only=failed, within=within).result()
+            failures = self._loop.at_once(self._engine.take_failures)
+            self.submit(self._engine.stop).result()
+            self._served.result()
+        except BaseException:
+            # Whoever interrupts the waiting wants no more of it.
+            self._shut(LoopThread.abandon)
+            raise
+        self._shut(LoopThread.close)
+        return failures
+
+    def _shut(self, end: Callable[[LoopThread], None]) -> None:
+        if self._forgotten is not None:
+            self._forgotten.detach()
+        for each in self._guards:
+            each.remove()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            end(loop)
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this process was forked from the pipeline's, whose thread it does not have."""
+        return os.getpid() != self._process
+
+    @property
+    def engine(self) -> Engine:
+        """What lives on the loop.
+
+        Raises:
+            PipelineClosed: If the pipeline is not open.
+        """
+        if self._loop is None or self._engine is None:
+            state = "is not open yet" if self._engine is None else "is closed"
+            raise PipelineClosed(
+                f"The pipeline {state}", hint="Use it inside its (async) with block"
+            )
+        self._check_process()
+        return self._engine
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise PipelineClosed(
+                "The pipeline belongs to the process that this one was forked from",
+                hint="Open another pipeline in this process",
+            )
+
+    def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
+        """Starts a coroutine function on the pipeline's loop, from another thread."""
+        return self._open_loop().submit(function, *args, **kwargs)
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Runs a coroutine function on the pipeline's loop, and awaits it on any."""
+        return await self._open_loop().run(function, *args, **kwargs)
+
+    def begin(self, request: SaveRequest, step: int | None) -> Save:
+        """Has the pipeline accept a save; blocking."""
+        loop = self._open_loop()
+        loop.refuse_here()
+        save = loop.at_once(self.engine.begin_at_once, request, step)
+        return save or loop.call(self.engine.begin, request, step)
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Runs a coroutine function on the pipeline's loop; blocking."""
+        return self._open_loop().call(function, *args, **kwargs)
+
+    def refuse_on_loop(self) -> None:
+        """Raises an error if the caller is on the loop, where waiting would never end."""
+        if self._loop is not None:
+            self._loop.refuse_here()
+
+    def _open_loop(self) -> LoopThread:
+        if self._loop is None:
+            raise PipelineClosed("The pipeline is closed", hint="Make a new one to go on")
+        self._check_process()
+        return self._loop
+
+    def guard(self, *optimizers: Optimizer) -> None:
+        """Has every step of these optimizers hold the lock's mutating side, until closing."""
+        self._guards.append(guard(self.lock, *optimizers))
+
+    def saw(self, error: Exception) -> None:
+        """Notes that a caller was told of a save's failure."""
+        if self._loop is not None and self._engine is not None:
+            self._loop.at_once(self._engine.see, error)
+
+    def report_failures(self) -> None:
+        """Raises, or warns of, failed saves that nobody has been told of."""
+        if self.engine.has_failures:
+            failures = self._open_loop().at_once(self.engine.take_failures)
+            raise_or_warn(failures, self.settings.on_error)
+
+    def give_back(self, save: Save, held: list[FilledBlock]) -> None:
+        """Gives staging memory back that a caller has looked at; blocking."""
+        if self._loop is not None:  # else it went with the pipeline
+            self._loop.submit(self.engine.release_staged, save, held).result()
+
+    # Saves and loads
+
+    def request(
+        self,
+        state: Any,
+        step: int | None,
+        until: str,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        select: LabelFilter,
+        final: bool,
+        caller: Caller | None = None,
+    ) -> SaveRequest:
+        """Checks what ``save`` was given, on the caller's thread, once failures are told."""
+        self.report_failures()
+        if self._closing and not in_hook():  # whose saves are waited for
+            hint = "Make a new one to go on saving"
+            raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
+        if self.settings.read_only:
+            raise PermissionDenied(
+                "The pipeline was opened to read only",
+                step=step,
+                hint="Open one without read_only=True to save",
+            )
+        check_until(until, step)
+        owners = self._owners(step) if until == "captured" else ()
+        if step is not None:
+            check_step(step)
+        self.lock.check_capture_allowed()
+        return SaveRequest(
+            state,
+            select,
+            plain_metrics(metrics or {}, step),
+            plain_metadata(metadata or {}, step),
+            final,
+            threading.get_ident(),
+            cuda.fences(),
+            owners,
+            self.preemption.answer(),
+            caller,
+        )
+
+    def _owners(self, step: int | None) -> tuple[Optimizer, ...]:
+        """The guarded optimizers, whose tensors may be copied while training goes on."""
+        owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
+        if not owners:
+            raise UsageError(
+                "until='captured' needs a guarded optimizer: nothing else keeps a step from "
+                "changing what is still to be copied",
+                step=step,
+                hint="Open the pipeline with guard=optimizer, or save with until='staged'",
+            )
+        return owners
+
+    def should_save(self, step: int) -> bool:
+        """Whether the settings ask for a save at a step."""
+        engine, together = self.engine, self._topology.world_size > 1
+        check_step(step)
+        called = engine.diary.ask(step) if together else frozenset()
+        if END in called:
+            self.preemption.arrive()
+        if self.preemption.told:
+            return self.preemption.wants_save
+        if not engine.cadence.is_set and not self.settings.preemption.enabled:
+            raise SettingsError(
+                "Nothing says when to save",
+                step=step,
+                hint="Set save_every_steps, save_every_seconds or preemption",
+            )
+        if together:  # whose clocks count only as all have agreed
+            return bool(called) or engine.cadence.is_marked(step)
+        return engine.cadence.due(step)
+
+    def preempt(self) -> None:
+        """Has the loop told that this process will be stopped."""
+        if self._topology.world_size > 1 and not self.settings.preemption.enabled:
+            raise UnsupportedTopology(
+                "The other ranks do not look whether one of them is preempted",
+                rank=self._topology.rank,
+                hint="Open the pipeline with preemption=True on all ranks",
+            )
+        self.preemption.tell()
+
+    def load_request(
+        self,
+        into: Any,
+        select: LabelFilter,
+        *,
+        strict: bool,
+        cast: bool,
+        per_rank: PerRankPolicy,
+        pickle: str,
+    ) -> LoadRequest:
+        """Checks what ``load`` was given."""
+        check_load(per_rank, pickle)
+        self.lock.check_capture_allowed()
+        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank)
+
+    def statistics(self) -> Statistics:
+        """What was done so far, in numbers; in any thread and at any time."""
+        engine = self._engine
+        return self._ledger.statistics(
+            engine.under_way() if engine else {},
+            lanes=self.settings.upload.lanes,
+            budget=engine.budget() if engine and self._loop else (0, 0, 0),
+        )
+
+    def __getstate__(self) -> object:
+        """Refuses copies.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "A pipeline can be neither copied nor pickled: it has a thread and files of its own. "
+            "Open another one where it is needed, with the same settings"
+        )
+
+    def __repr__(self) -> str:
+        inside = self._engine.describe() if self._engine and self._loop else "closed"
+        past = str(self._ledger)
+        return f"{self.settings.url} [{inside}{' | ' if past else ''}{past}]"
+
+
+def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:
+    if guards is None:
+        return ()
+    found = tuple(guards) if isinstance(guards, Iterable) else (guards,)
+    if found:
+        check_optimizers(found)
+    return found

@@ -1,0 +1,1 @@
+"""A save as its stages see it."""

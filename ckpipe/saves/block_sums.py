@@ -1,0 +1,121 @@
+"""The checksums of a block, computed once for the two stages that need them.
+
+The manifest has a checksum for each mebibyte of each entry, and a store that verifies what it is
+sent wants one of the whole block. That one follows from the others and from the few bytes that lie
+between entries. Whoever of the two stages comes first computes; the other waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from ckpipe.format.checksum import chunk_spans, combine, crc32c
+
+if TYPE_CHECKING:
+    from ckpipe.saves.delivery import Filled
+
+Piece = tuple[int, int, int, int]
+"""A part of an entry and its checksum: entry, start, end and CRC-32C."""
+
+_ON_LOOP_BYTES, _ON_LOOP_PIECES = 1 << 18, 256
+
+
+class BlockSums:
+    """The checksums of one block; used on one event loop."""
+
+    __slots__ = ("_ready", "began", "ended", "pieces")
+
+    def __init__(self) -> None:
+        self._ready: anyio.Event | None = None
+        self.pieces: list[Piece] = []
+        """The parts of entries in the block, in its order."""
+        self.began = self.ended = 0.0
+        """When they were computed, by ``time.perf_counter``."""
+
+    def claim(self) -> bool:
+        """Whether nobody has begun to compute them; who is told so computes them."""
+        if self._ready is not None:
+            return False
+        self._ready = anyio.Event()
+        return True
+
+    def finish(self) -> None:
+        """Tells who waits that they are computed."""
+        assert self._ready is not None
+        self._ready.set()
+
+    async def wait(self) -> None:
+        """Waits until they are computed."""
+        assert self._ready is not None
+        await self._ready.wait()
+
+
+async def compute(batch: Sequence[Filled]) -> None:
+    """Computes the checksums of some blocks, in one turn of a worker thread.
+
+    Blocks that somebody computes already are waited for instead. If computing fails, so does the
+    save, and with it whoever waits.
+    """
+    mine = [filled for filled in batch if filled.sums.claim()]
+    if mine:
+        await anyio.to_thread.run_sync(_fill, mine)
+        for filled in mine:
+            filled.sums.finish()
+    for filled in batch:
+        await filled.sums.wait()
+
+
+def _fill(batch: list[Filled]) -> None:
+    for filled in batch:
+        sums = filled.sums
+        sums.began = time.perf_counter()
+        sums.pieces = checksum_block(filled)
+        sums.ended = time.perf_counter()
+
+
+def checksum_block(filled: Filled) -> list[Piece]:
+    """The checksums of the pieces of entries in a block: entry, start, end and CRC-32C."""
+    view = filled.data
+    return [
+        (span.entry, lo, hi, crc32c(view[span.at + lo - span.lo : span.at + hi - span.lo]))
+        for span in filled.plan.spans
+        for _, lo, hi in chunk_spans(span.lo, span.hi)
+    ]
+
+
+async def block_checksum(filled: Filled) -> int:
+    """The CRC-32C of a whole block, from those of its pieces."""
+    await compute([filled])
+    between = filled.plan.nbytes - sum(span.hi - span.lo for span in filled.plan.spans)
+    if between > _ON_LOOP_BYTES or len(filled.sums.pieces) > _ON_LOOP_PIECES:
+        return await anyio.to_thread.run_sync(joined, filled)
+    return joined(filled)
+
+
+def joined(filled: Filled) -> int:
+    """The CRC-32C of a whole block whose pieces have theirs."""
+    view, at, total = filled.data, 0, 0
+    for begin, end, value in _placed(filled):
+        if begin < at:  # no plan of ours; the bytes themselves tell in any case
+            return crc32c(view)
+        if begin > at:
+            total = crc32c(view[at:begin], total)
+        total, at = combine(total, value, end - begin), end
+    return crc32c(view[at:], total) if at < len(view) else total
+
+
+def _placed(filled: Filled) -> Iterator[tuple[int, int, int]]:
+    """Where in the block each piece begins and ends, and its checksum."""
+    pieces = iter(filled.sums.pieces)
+    for span in filled.plan.spans:
+        shift = span.at - span.lo
+        for _, lo, hi in chunk_spans(span.lo, span.hi):
+            yield lo + shift, hi + shift, next(pieces)[3]
+
+
+__all__ = ["BlockSums", "Piece", "block_checksum", "checksum_block", "compute", "joined"]

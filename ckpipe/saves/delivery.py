@@ -1,0 +1,228 @@
+"""A save from its copy on, as the stages see it that bring it to the store.
+
+Nothing here refers to the trainer's objects or to torch, so these stages run as well in a process
+that has neither.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+from ckpipe.backend import Backend
+from ckpipe.checkpoints.leases import (
+    live_subjects,
+    protected_subjects,
+    read_leases,
+    store_time,
+    time_now,
+)
+from ckpipe.checkpoints.pruning import Facts, decide_on, prune
+from ckpipe.events import EventBus
+from ckpipe.format.cargo import BlockPlace, Cargo
+from ckpipe.format.keys import Json
+from ckpipe.format.manifest import TensorRow
+from ckpipe.reports import SaveReport
+from ckpipe.retention import Decision, Rule
+from ckpipe.saves.block_sums import BlockSums
+from ckpipe.saves.save_clock import StageClock
+from ckpipe.stores.pace import Pace
+from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+
+class Filled(Protocol):
+    """A block of a data file, in host memory."""
+
+    @property
+    def plan(self) -> BlockPlace:
+        """Where it belongs."""
+        ...
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes."""
+        ...
+
+    @property
+    def sums(self) -> BlockSums:
+        """Its checksums."""
+        ...
+
+
+B = TypeVar("B", bound=Filled)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """All data files are durable.
+
+    Args:
+        header_sums: CRC-32C of each file's header.
+    """
+
+    header_sums: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a manifest says besides where bytes lie.
+
+    Args:
+        tree: The root node of the structure.
+        tensors: The tensors that the tree's numbers point to.
+        values: The inline values, encoded.
+        started: When the save began, ISO 8601 in UTC.
+        writer: Versions of ckpipe, torch and Python, and the class of the planner.
+        metadata: What the user gave to ``save``.
+        metrics: What the user gave to ``save``; non-finite floats encoded.
+        final: Whether it is the run's final checkpoint.
+    """
+
+    tree: list[Any]
+    tensors: tuple[TensorRow, ...]
+    values: tuple[Json, ...]
+    started: str
+    writer: Mapping[str, str]
+    metadata: Mapping[str, Json]
+    metrics: Mapping[str, Json]
+    final: bool
+
+
+class Delivery(abc.ABC, Generic[B]):
+    """One save on its way to the store.
+
+    Args:
+        id: The checkpoint.
+        rank: The rank.
+        began: When ``save`` was called, by ``time.perf_counter``.
+    """
+
+    def __init__(self, id: CheckpointId, rank: int, began: float) -> None:
+        self.id, self.rank, self.began = id, rank, began
+        self.clock = StageClock(began)
+        self.cargo: Cargo | None = None
+        """What is to be stored; None until that is planned."""
+        self.replanned = False
+        """Whether a plan had to be made."""
+        self.captured_seconds: float | None = None
+        self.staged_seconds: float | None = None
+        self.durable_seconds: float | None = None
+        self.unsettled: CheckpointInfo | None = None
+        """The checkpoint, once this rank has committed and while others may not have."""
+
+    @property
+    def name(self) -> str:
+        """The exact name of the checkpoint."""
+        return str(self.id)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since ``save`` was called."""
+        return time.perf_counter() - self.began
+
+    def report(self) -> SaveReport:
+        """How the save has spent its time until now; for any thread."""
+        cargo = self.cargo
+        return SaveReport(
+            stages=self.clock.stages(),
+            staged_seconds=self.staged_seconds,
+            durable_seconds=self.durable_seconds,
+            bytes=cargo.size if cargo else 0,
+            tensors=len(cargo.layout.chunks) if cargo else 0,
+            planned=self.replanned,
+            captured_seconds=self.captured_seconds,
+            blocks=self.clock.blocks(),
+        )
+
+    @abc.abstractmethod
+    def release(self, filled: B) -> None:
+        """Takes a block back from one of the two stages that use it."""
+
+    @abc.abstractmethod
+    def contents(self) -> Contents:
+        """What the manifest says; called in a worker thread once all blocks are there."""
+
+    @abc.abstractmethod
+    def settle(self, info: CheckpointInfo) -> None:
+        """Tells everybody that this rank's part is durable."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Depot:
+    """What the stages work with that bring saves to the store.
+
+    Args:
+        backend: Where checkpoints go; open.
+        patient: The same store, each request tried again after an error that may pass.
+        events: Where events go.
+        rank: This process's rank.
+        world_size: How many ranks save together.
+        block_bytes: The size of all blocks of a file but the last.
+        lanes: Blocks of one save under way to the store at the same time.
+        retry: How often and how long to try.
+        sweep_after: How long the mark of a deleted checkpoint stays.
+        rule: Which checkpoints to keep; None for all.
+        keep_reports: Whether manifests keep the reports of their saves.
+        pace: Gives writes of blocks their turns, of all saves together.
+    """
+
+    backend: Backend
+    patient: Backend
+    events: EventBus
+    rank: int
+    world_size: int
+    block_bytes: int
+    lanes: int
+    retry: RetryPolicy
+    sweep_after: timedelta
+    rule: Rule | None = None
+    keep_reports: bool = True
+    resumed_from: str | None = None
+    facts: Facts = field(default_factory=dict)
+    deleted: set[CheckpointId] = field(default_factory=set)
+    loading: Counter[str] = field(default_factory=Counter)
+    pace: Pace = field(default_factory=Pace)
+
+    def protected(self) -> dict[str, str]:
+        """Ids that retention must not remove, each with its reason."""
+        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
+        if self.resumed_from is not None:
+            kept[self.resumed_from] = "this run resumed from it"
+        return kept
+
+    async def decide(self) -> Decision:
+        """What :meth:`prune` would do, and why.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        now = await time_now(self.patient)
+        protected = await self._protected_by_all(now)
+        return await decide_on(self.patient, self.rule, protected, self.facts, now=now)
+
+    async def prune(self) -> Decision:
+        """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
+
+        Raises:
+            StoreError: If the store failed; pruning again goes on where it stopped.
+        """
+        now = await store_time(self.patient)
+        protected = await self._protected_by_all(now)
+        return await prune(
+            self.patient, self.rule, protected, self.facts, self.deleted,
+            sweep_after=self.sweep_after, now=now,
+        )  # fmt: skip
+
+    async def _protected_by_all(self, now: datetime) -> dict[str, str]:
+        """Ids that retention must not remove, also since others are loading them."""
+        leases = protected_subjects(live_subjects(await read_leases(self.patient), now))
+        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
+
+
+__all__ = ["Contents", "Delivery", "Depot", "Filled", "StoredFiles"]

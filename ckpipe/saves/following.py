@@ -1,0 +1,126 @@
+"""What became of a checkpoint after this rank's commit: looked for, never waited for by a save."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import anyio
+
+from ckpipe.checkpoints.completion import descend
+from ckpipe.checkpoints.discovery import DELETING, NO_INDEX, describe
+from ckpipe.errors import CheckpointIncomplete, SaveError
+from ckpipe.events import Completed, IncompleteCheckpoint
+from ckpipe.saves.site import Site
+from ckpipe.types import CheckpointInfo
+
+_LOOKS = 2
+_MOST_WAITING = 64
+_MOST_HOLES = 4
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 5.0
+
+
+class Follower:
+    """Looks at each save whether earlier checkpoints of this rank have become complete.
+
+    At most two are looked at in a save, the oldest first, so that a save costs the same requests
+    however many ranks there are and however late they are.
+
+    Args:
+        site: Where they were saved.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._open: deque[tuple[CheckpointInfo, float]] = deque(maxlen=_MOST_WAITING)
+        self._incomplete = 0
+
+    def add(self, info: CheckpointInfo) -> None:
+        """Has a checkpoint followed that this rank has committed and not seen complete."""
+        self._open.append((info, time.monotonic()))
+
+    async def look(self) -> None:
+        """Looks at the oldest ones; tells by an event of one that is not complete in time.
+
+        Raises:
+            SaveError: If that was so of too many in a row.
+            CorruptCheckpoint: If one that nobody completed cannot be, since it is damaged.
+            StoreError: If the store failed.
+        """
+        for _ in range(min(_LOOKS, len(self._open))):
+            info, committed_at = self._open.popleft()
+            if not await self._settled(info, time.monotonic() - committed_at):
+                # Not late yet, and those behind it are younger.
+                self._open.appendleft((info, committed_at))
+                return
+
+    async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
+        site = self._site
+        known = await describe(site.patient, info)
+        if known.complete:
+            self._incomplete = 0
+        if known.complete or known.reason == DELETING:
+            return True
+        if seconds < site.settings.incomplete_after_seconds:
+            return False
+        outcome = await descend(site.patient, info.key, site.world_size, most_holes=_MOST_HOLES)
+        if outcome.complete:
+            self._incomplete = 0
+            info = await describe(site.patient, info)
+            site.events.emit(Completed(info.id, info.step, site.rank, info))
+        elif not outcome.deleted:
+            site.events.emit(
+                IncompleteCheckpoint(info.id, info.step, site.rank, outcome.absent, seconds)
+            )
+            self._count(info, outcome.absent)
+        return True
+
+    def _count(self, info: CheckpointInfo, absent: Sequence[int]) -> None:
+        self._incomplete += 1
+        most = self._site.settings.incomplete_in_a_row
+        if most is not None and self._incomplete >= most:
+            self._incomplete = 0
+            named = ", ".join(map(str, absent)) or "unknown"
+            raise SaveError(
+                f"The last {most} checkpoints were not completed; without a commit in the last "
+                f"one: ranks {named}",
+                step=info.step,
+                rank=self._site.rank,
+                hint="Look at those ranks; older checkpoints are intact",
+            )
+
+
+async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+    """Looks again and again, with growing pauses, until a checkpoint is complete.
+
+    Args:
+        site: Where it was saved.
+        info: The checkpoint, which this rank has committed.
+        timeout: Seconds to look; None looks for as long as it takes.
+
+    Raises:
+        CheckpointIncomplete: If it was deleted.
+        TimeoutError: If it is not complete in time; names ranks that have not committed.
+        CorruptCheckpoint: If it cannot be completed, since it is damaged.
+        StoreError: If the store failed.
+    """
+    until = None if timeout is None else time.monotonic() + timeout
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        known = await describe(site.patient, info)
+        if known.complete:
+            return known
+        if site.world_size == 1 or known.reason != NO_INDEX:
+            raise CheckpointIncomplete(
+                f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
+            )
+        outcome = await descend(site.patient, info.key, site.world_size)
+        if outcome.complete:
+            continue
+        left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
+        if left <= 0:
+            named = ", ".join(map(str, outcome.absent)) or "unknown"
+            raise TimeoutError(f"{info.id} is not complete; ranks without a commit: {named}")
+        await anyio.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

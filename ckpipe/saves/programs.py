@@ -1,0 +1,69 @@
+"""What a plan has become for the copy, kept from one save to the next of the same structure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ckpipe.format.cargo import Cargo
+from ckpipe.locking.ownership import OwnedFacts
+from ckpipe.plans.planning import RankPlan
+from ckpipe.saves.copying import BlockPlan
+from ckpipe.state.structure import Captured
+from ckpipe.state.tensors import TensorLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A plan with the blocks that carry it out; serves every save of the same structure.
+
+    Args:
+        plan: The plan.
+        blocks: What fills which block.
+        cargo: What the rank brings to the store.
+        planner: The class of the planner, for the manifest.
+    """
+
+    plan: RankPlan
+    blocks: tuple[BlockPlan, ...]
+    cargo: Cargo
+    planner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What a save copies before it returns, and what it copies while training goes on.
+
+    Args:
+        leaves: The leaves of the state that was divided.
+        program: The program whose blocks were divided.
+        facts: What was known of the tensors that optimizers own; None if not enough.
+        owned: The numbers of the leaves that are copied later, in order.
+        halves: For each block, its work before and after.
+    """
+
+    leaves: list[TensorLeaf]
+    program: Program
+    facts: OwnedFacts | None
+    owned: list[int]
+    halves: list[tuple[BlockPlan, BlockPlan]]
+
+    @property
+    def all_later(self) -> bool:
+        """Whether nothing has to be copied before training goes on."""
+        return not any(at_once.steps for at_once, _ in self.halves)
+
+    def serves(self, captured: Captured, program: Program, tensors: list[torch.Tensor]) -> bool:
+        """Whether another save would be divided just so.
+
+        Args:
+            captured: Its state.
+            program: Its program.
+            tensors: What the optimizers own now.
+        """
+        same = self.leaves is captured.tensors and self.program is program
+        return same and self.facts is not None and self.facts.hold(tensors, captured.memory)
+
+
+__all__ = ["Division", "Program"]

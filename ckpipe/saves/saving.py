@@ -1,0 +1,294 @@
+"""One save as its stages see it: what to save, how far it is, and who waits for it."""
+
+from __future__ import annotations
+
+import platform
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import torch
+from torch.optim import Optimizer
+
+from ckpipe.format.keys import Json, LabelFilter
+from ckpipe.format.manifest import TensorRow
+from ckpipe.locking.lock_turns import Turn
+from ckpipe.locking.watching import Watch
+from ckpipe.memory.arena import Block
+from ckpipe.memory.budget import Ration
+from ckpipe.saves.block_sums import BlockSums
+from ckpipe.saves.caller import Caller
+from ckpipe.saves.copying import BlockPlan
+from ckpipe.saves.delivery import Contents, Delivery
+from ckpipe.saves.programs import Division, Program
+from ckpipe.state.structure import Captured
+from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
+from ckpipe.version import __version__
+
+if TYPE_CHECKING:
+    from ckpipe.saves.head_start import HeadStart
+
+
+class SkipSave(Exception):  # a decision, not an error
+    """The save is to be skipped; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What the caller of ``save`` asked for.
+
+    Args:
+        state: The state.
+        select: Which labels to save.
+        metrics: Metrics, non-finite floats encoded.
+        metadata: Metadata, plain JSON.
+        final: Whether it is the run's final checkpoint.
+        thread: The thread that called.
+        fences: Events on the devices' streams, behind the work that the caller had queued.
+        owners: Guarded optimizers whose tensors are copied while training goes on; none if the
+            caller waits for all copies.
+        urgent: Whether there may be no later one, so that it waits where others are skipped.
+        caller: The thread that called, if it works for the save while it waits.
+    """
+
+    state: Any
+    select: LabelFilter
+    metrics: Mapping[str, Json]
+    metadata: Mapping[str, Json]
+    final: bool
+    thread: int
+    fences: tuple[Any, ...] = ()
+    owners: tuple[Optimizer, ...] = ()
+    urgent: bool = False
+    caller: Caller | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """That a save has let its caller go before anything was copied.
+
+    Args:
+        program: The program that it will be copied by.
+        division: What is copied when; all of it later.
+        watch: What notices if it changes meanwhile.
+    """
+
+    program: Program
+    division: Division
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """What the walk found, and the hold of the lock under which it is true.
+
+    Args:
+        turn: The hold.
+        captured: What was found.
+        deferral: There if the caller is gone already.
+    """
+
+    turn: Turn
+    captured: Captured
+    deferral: Deferral | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedState:
+    """A captured state whose plan and memory are there, so that copying can begin."""
+
+    turn: Turn
+    captured: Captured
+    program: Program
+    deferral: Deferral | None = None
+
+
+@dataclass(eq=False, slots=True)
+class FilledBlock:
+    """A block of a data file, in host memory, which two stages need at the same time.
+
+    Args:
+        plan: What it holds.
+        block: The memory.
+        users: How many stages still need it.
+        began: When the first of it was copied, by ``time.perf_counter``.
+        ended: When all of it was.
+        copier: The thread that copied the last of it.
+        sums: Its checksums.
+    """
+
+    plan: BlockPlan
+    block: Block
+    users: int = 2
+    began: float = 0.0
+    ended: float = 0.0
+    copier: int = 0
+    sums: BlockSums = field(default_factory=BlockSums)
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes."""
+        return self.block.view[: self.plan.nbytes]
+
+
+class Save(Delivery[FilledBlock]):
+    """One save on its way, from the lock on.
+
+    Attributes are set by the stages, on the pipeline's thread; the futures may be waited for on
+    any thread.
+    """
+
+    def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
+        super().__init__(id, rank, time.perf_counter())
+        self.request = request
+        self._copied: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
+        self._in_use: dict[Block, FilledBlock] = {}
+        self._views = 0
+        self.started_at = time.time()
+        self.status: SaveStatus = "queued"
+        self.safe: Future[None] = Future()
+        self.staged: Future[None] = Future()
+        self.staged.add_done_callback(self._staged_is_safe)
+        self.committed: Future[CheckpointInfo] = Future()
+        self.scope: anyio.CancelScope | None = None
+        self.cancel_requested = False
+        self.ration: Ration | None = None
+        self.blocks: list[Block] = []
+        self.captured: Captured | None = None
+        self.program: Program | None = None
+        self.head: HeadStart | None = None
+
+    def _staged_is_safe(self, staged: Future[None]) -> None:
+        error = staged.exception()
+        if error is None:
+            resolve(self.safe, None)
+        else:
+            fail(self.safe, error)
+
+    def take_up(self, state: PlannedState) -> None:
+        """Takes the state and the plan that the copy goes by."""
+        self.captured, self.program = state.captured, state.program
+        self.cargo = state.program.cargo
+
+    def contents(self) -> Contents:
+        """See :class:`~ckpipe.saves.delivery.Delivery`."""
+        captured, program, request = self.captured, self.program, self.request
+        assert captured is not None
+        assert program is not None
+        rows = tuple(
+            TensorRow(
+                leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
+                leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+            )
+            for leaf in captured.tensors
+        )  # fmt: skip
+        return Contents(
+            captured.tree,
+            rows,
+            tuple(captured.values),
+            datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
+            {
+                "ckpipe": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "planner": program.planner,
+            },
+            request.metadata,
+            request.metrics,
+            request.final,
+        )
+
+    def settle(self, info: CheckpointInfo) -> None:
+        """See :class:`~ckpipe.saves.delivery.Delivery`."""
+        self.status = "committed"
+        resolve(self.committed, info)
+
+    def note(self, filled: FilledBlock) -> None:
+        """Notes a block that is filled, and is in use by the stages after the copy."""
+        self._in_use[filled.block] = filled
+        self.clock.copied(filled.plan, filled.began, filled.ended, filled.copier)
+        self._copied.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
+
+    def release(self, filled: FilledBlock) -> None:
+        """Takes a block back from one user; its memory is free once all are through with it."""
+        filled.users -= 1
+        if not filled.users:
+            self._in_use.pop(filled.block, None)
+            if self.ration is not None:
+                self.ration.give(filled.block)
+
+    def hold_blocks(self) -> list[FilledBlock]:
+        """Keeps all blocks of the file image until :meth:`release_view` is called.
+
+        Raises:
+            LookupError: Says why not, if not all of it is there any more, or yet.
+        """
+        if not self.staged.done() or self.program is None:
+            raise LookupError("it is not all copied yet")
+        if len({reference for _, reference, _ in self._copied}) < len(self._copied):
+            raise LookupError("it went through less memory than it has bytes")
+        held: list[FilledBlock] = []
+        try:
+            for plan, reference, uses in self._copied:
+                block = reference()
+                if block is None or block.uses != uses:
+                    raise LookupError(_USED_AGAIN)
+                held.append(self._held_again(plan, block))
+        except LookupError:
+            for each in held:
+                self.release(each)
+            raise
+        self._views += 1
+        return held
+
+    def _held_again(self, plan: BlockPlan, block: Block) -> FilledBlock:
+        filled = self._in_use.get(block)
+        if filled is None:
+            if self.ration is None or not self.ration.take_back(block):
+                raise LookupError(_USED_AGAIN)
+            filled = self._in_use[block] = FilledBlock(plan, block, 0)
+        filled.users += 1
+        return filled
+
+    def release_view(self, held: list[FilledBlock]) -> None:
+        """Gives back what :meth:`hold_blocks` returned."""
+        self._views -= 1
+        for each in held:
+            self.release(each)
+
+    def close_ration(self) -> None:
+        """Gives all memory back but what is looked at; the stages are through with it."""
+        keep = self._in_use if self._views else {}
+        if self.ration is not None:
+            self.ration.close(keep=keep)
+        for filled in keep.values():
+            filled.users = self._views
+        self._in_use = dict(keep)
+        self.blocks.clear()
+
+    def forget_state(self) -> None:
+        """Drops what refers to the caller's objects; nothing needs them once all is copied."""
+        self.request = SaveRequest(
+            None, self.request.select, self.request.metrics, self.request.metadata,
+            self.request.final, self.request.thread,
+        )  # fmt: skip
+
+
+_USED_AGAIN = "its memory serves a later save or load, or was given back"
+
+
+def resolve(future: Future[Any], value: Any) -> None:
+    """Gives a future its value, unless it has one."""
+    if not future.done():
+        future.set_result(value)
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Gives a future its error, unless it is done."""
+    if not future.done():
+        future.set_exception(error)

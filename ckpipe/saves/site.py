@@ -1,0 +1,308 @@
+"""What the stages of all saves of one pipeline work with."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+import torch
+
+from ckpipe.backend import UploadLimits
+from ckpipe.checkpoints.discovery import check_not_deleted
+from ckpipe.checkpoints.leases import reading_ahead
+from ckpipe.errors import PipelineBusy, SaveError, UsageError
+from ckpipe.format.cargo import Cargo
+from ckpipe.locking.lock import StateLock
+from ckpipe.memory.arena import Arena
+from ckpipe.memory.budget import ByteBudget, Ration
+from ckpipe.planner_protocols import JointPlanner, Planner
+from ckpipe.plans.plan_checks import check_plan
+from ckpipe.plans.planners import OWN_PLANNERS
+from ckpipe.plans.planning import RankPlan
+from ckpipe.ranks.agreements import agree
+from ckpipe.saves.carrying import Carrier
+from ckpipe.saves.copying import plan_blocks
+from ckpipe.saves.delivery import Depot
+from ckpipe.saves.programs import Division, Program
+from ckpipe.saves.saving import Save, SkipSave
+from ckpipe.state.structure import Captured
+from ckpipe.state.trail import Trail
+from ckpipe.tasks.ahead import Ahead
+from ckpipe.tasks.collector import collector_paused
+from ckpipe.types import CheckpointId
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
+T = TypeVar("T")
+L = TypeVar("L")
+
+UNKNOWN_BYTES = 1 << 40
+"""What counts as available where the system does not say."""
+
+AVAILABLE_SHARE = 0.4
+"""The largest share of the available host memory that staging takes by itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Site(Depot):
+    """Backend, memory, lock and cached plan of one pipeline.
+
+    Args:
+        settings: The settings.
+        lock: Keeps trainers and copies apart.
+        arena: Host memory.
+        budget: How much of it saves may hold.
+        planner: Makes plans.
+        attempt: The name of this launch.
+        carrier: Brings what is copied to the store.
+    """
+
+    settings: Settings
+    lock: StateLock
+    arena: Arena
+    budget: ByteBudget
+    planner: Planner
+    attempt: str
+    carrier: Carrier
+    program: Program | None = None
+    trail: Trail | None = None
+    division: Division | None = None
+    recent_blocks: list[int] = field(default_factory=list)
+
+    async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
+        """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
+
+        Raises:
+            CheckpointIncomplete: If it is being deleted already.
+            StoreError: If the store failed.
+        """
+
+        async def nothing() -> None:
+            return
+
+        return await self.reading_ahead(id, nothing, lambda _: work())
+
+    async def reading_ahead(
+        self,
+        id: CheckpointId,
+        look: Callable[[], Awaitable[L]],
+        work: Callable[[L], Awaitable[T]],
+    ) -> T:
+        """The same for work on what a first look has found; see :func:`leases.reading_ahead`.
+
+        Raises:
+            CheckpointIncomplete: If it is being deleted already.
+            StoreError: If the store failed.
+        """
+        if self.settings.read_only:  # a lease would be written
+            found = Ahead(look)
+            async with found.started():
+                await check_not_deleted(self.patient, id)
+                return await work(await found.get())
+        self.loading[str(id)] += 1
+        try:
+            return await reading_ahead(self.patient, id, look, work)
+        finally:
+            self.loading[str(id)] -= 1
+
+    @property
+    def reusable_program(self) -> Program | None:
+        """The last program, if it serves another save without anybody being asked."""
+        return None if isinstance(self.planner, JointPlanner) else self.program
+
+    def make_program(self, captured: Captured, save: CheckpointId) -> Program:
+        """Plans a captured state; blocking, for a worker thread.
+
+        Raises:
+            UnsupportedState: If a tensor cannot be saved.
+            UsageError: If the planner is not one of ckpipe's and its plan is not valid.
+            SaveError: If ranks that plan together do not come to a plan.
+        """
+        with collector_paused():
+            plan = self._plan(captured, save)
+            if self.program is not None and self.program.plan is plan:
+                return self.program
+            if type(self.planner) not in OWN_PLANNERS:
+                check_plan(plan, captured, self.planner, rank=self.rank, world_size=self.world_size)
+            blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
+            return Program(
+                plan, blocks, Cargo(plan.files, plan.layout, blocks), type(self.planner).__name__
+            )
+
+    def _plan(self, captured: Captured, save: CheckpointId) -> RankPlan:
+        planner, rank, world_size = self.planner, self.rank, self.world_size
+        if not isinstance(planner, JointPlanner):
+            return planner.plan(captured, rank=rank, world_size=world_size)
+        root = sha256((self.settings.url or "").encode()).hexdigest()[:16]
+        name = f"{root}/{save.attempt}/{save.step}-{save.count}"
+        return planner.plan_save(captured, save=name, rank=rank, world_size=world_size)
+
+    async def reserve(self, save: Save, blocks: int) -> None:
+        """Gives a save its ration of staging memory, for a file image of so many blocks.
+
+        Raises:
+            SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
+            PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
+            UsageError: If it is to be copied beside training and the budget is too small.
+            SaveError: If the system has no memory left; none is held then.
+        """
+        if save.ration is not None:
+            save.ration.close()
+            save.ration = None
+        size = self.arena.block_bytes
+        await self._fit_budget(blocks * size)
+        reserved = max(1, min(blocks, self.budget.capacity // size))
+        await self._take(save, reserved * size)
+        save.ration = self._ration(save, reserved, blocks)
+        if save.request.owners:
+            await self._take_all(save, save.ration)
+
+    def reserve_at_once(self, save: Save, blocks: int) -> bool:
+        """Gives a save its whole ration if that means no waiting, no asking and no fresh memory.
+
+        Returns:
+            Whether it has it now; else nothing has changed.
+        """
+        amount = blocks * self.arena.block_bytes
+        warm = 0 < blocks <= self.arena.touched_blocks and amount <= self.budget.capacity
+        if not warm or (self.world_size > 1 and self._on_busy(save) == "skip"):
+            return False
+        try:
+            self.budget.acquire_nowait(amount)
+        except anyio.WouldBlock:
+            return False
+        save.ration = self._ration(save, blocks, blocks)
+        if save.request.owners:
+            save.blocks = save.ration.take_all()
+        return True
+
+    def _ration(self, save: Save, reserved: int, blocks: int) -> Ration:
+        try:
+            ration = Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
+        except MemoryError as error:
+            size = reserved * self.arena.block_bytes
+            self.budget.release(size)
+            too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
+            raise SaveError(
+                f"The system has no memory for {size >> 20} MiB of staging",
+                step=save.id.step,
+                rank=self.rank,
+                hint="A limit on file sizes (ulimit -f) counts for memory that is shared with a "
+                "worker process too: raise it, or set worker='thread'"
+                if too_large
+                else "Lower staging_bytes; larger states stream through it",
+            ) from error
+        self.recent_blocks = [*self.recent_blocks[-7:], reserved]
+        return ration
+
+    async def _take_all(self, save: Save, ration: Ration) -> None:
+        """Draws all blocks ahead of the copy, so that no step waits for memory.
+
+        Raises:
+            UsageError: If the budget is smaller than the state.
+        """
+        if not ration.is_whole:
+            raise UsageError(
+                f"The state needs more than the {self.budget.capacity >> 20} MiB of staging "
+                'memory, so it cannot be saved with until="captured"',
+                step=save.id.step,
+                rank=self.rank,
+                hint='Raise staging_bytes, or save with until="staged"',
+            )
+        save.blocks = ration.take_all()
+        cold = [block for block in save.blocks if not block.touched]
+        limiter = anyio.CapacityLimiter(max(1, torch.get_num_threads()))
+        async with anyio.create_task_group() as tasks:
+            for block in cold:
+                tasks.start_soon(partial(anyio.to_thread.run_sync, block.touch, limiter=limiter))
+
+    async def _take(self, save: Save, amount: int) -> None:
+        busy = False
+        try:
+            self.budget.acquire_nowait(amount)
+        except anyio.WouldBlock:
+            busy = True
+        try:
+            if self._on_busy(save) == "skip" and await self._skips(save, busy):
+                raise SkipSave("Earlier saves hold the staging memory")
+        except BaseException:
+            if not busy:
+                self.budget.release(amount)
+            raise
+        if busy:
+            await self._wait(save, amount)
+
+    def _on_busy(self, save: Save) -> str:
+        return "wait" if save.request.urgent else self.settings.on_busy
+
+    async def _skips(self, save: Save, busy: bool) -> bool:
+        """Whether a save is skipped: of many ranks the first decides for all."""
+        if self.world_size == 1:
+            return busy
+        question = f"skip-{save.id.step}-{save.id.count}"
+        return bool(await agree(self.patient, self.attempt, question, busy))
+
+    async def _wait(self, save: Save, amount: int) -> None:
+        reason = "Earlier saves hold the staging memory"
+        if self._on_busy(save) == "fail":
+            raise PipelineBusy(
+                reason,
+                step=save.id.step,
+                rank=self.rank,
+                hint='Save less often, raise staging_bytes, or set on_busy to "wait" or "skip"',
+            )
+        with save.clock.timing("wait"):
+            await self.budget.acquire(amount)
+
+    async def _fit_budget(self, wanted: int) -> None:
+        """Without a bound of the user's, lets the budget grow to one whole file image."""
+        if self.settings.staging.bytes is None and wanted > self.budget.capacity:
+            available = await anyio.to_thread.run_sync(available_bytes)
+            most = int(AVAILABLE_SHARE * (available + self.budget.capacity))
+            self.budget.raise_capacity(
+                min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes
+            )
+
+    def trim(self) -> None:
+        """Shrinks the arena to what the last saves needed."""
+        self.arena.trim(max(self.recent_blocks, default=0))
+
+    async def warm(self) -> None:
+        """Touches the memory that later saves will want, block by block, in a worker thread."""
+        while (block := self.arena.next_untouched) is not None:
+            await anyio.to_thread.run_sync(block.touch)
+            self.arena.mark_touched(block)
+        while (block := self.arena.next_scattered) is not None:
+            await anyio.to_thread.run_sync(block.join_pages)
+
+
+PAGE = 4096
+
+
+def block_size(settings: Settings, limits: UploadLimits) -> int:
+    """The size of a block of staging memory, in bytes: what was set, or what the store needs."""
+    least = -(-limits.min_block_bytes // PAGE) * PAGE
+    return max(settings.staging.block_bytes, least)
+
+
+def initial_budget(settings: Settings, block: int) -> int:
+    """What the budget begins with, in bytes, a whole number of blocks."""
+    return max(block, (settings.staging.bytes or 0) // block * block)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, in bytes, as the kernel estimates it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no such file outside Linux
+        return UNKNOWN_BYTES
+    sizes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)

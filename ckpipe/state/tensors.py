@@ -1,0 +1,322 @@
+"""Tensors as leaves of a state: what must be known to save one and to make it again.
+
+Sharing means overlapping bytes: two tensors belong together when the windows of memory that they
+touch overlap, whatever storage objects they hang on. Windows are found by address, so views of
+views, tied weights and numpy arrays over tensors all count, and two views of disjoint halves of
+one buffer do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.errors import UnsupportedState
+from ckpipe.format.dtypes import DTYPES, NAMES
+from ckpipe.state.dtensors import Shardings, is_dtensor_type, local_part
+from ckpipe.state.placements import Sharding
+from ckpipe.state.values import class_path, lasting_path
+
+PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "subclass", "numpy"
+
+
+@dataclass(slots=True)
+class TensorLeaf:
+    """What is known of one tensor of a state; of a DTensor, of its local part on this rank.
+
+    It does not hold the tensor, and is not changed after the walk: captures of states that are
+    alike share their leaves.
+
+    Args:
+        label: Its unique label.
+        dtype: Its dtype's name.
+        shape: Its shape in elements.
+        stride: Its strides in elements.
+        device: Where it was.
+        kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
+        detail: The class of a subclass, the dtype of a numpy array, whether a buffer persists.
+        requires_grad: Whether it collects gradients.
+        lazy: Which lazy bits it carries: any of ``c`` (conjugate) and ``n`` (negative).
+        address: Where its window begins.
+        window: Bytes from its first to behind its last element.
+        nbytes: Bytes of its elements, each counted.
+        contiguous: Whether they lie one behind the other, row by row.
+        attributes: The node of the attributes set on it.
+        sharding: How the whole of a DTensor lies on its mesh; None for any other tensor.
+    """
+
+    label: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str
+    kind: str
+    detail: str | None
+    requires_grad: bool
+    lazy: str
+    address: int
+    window: int
+    nbytes: int
+    contiguous: bool
+    attributes: list[Any] | None = None
+    sharding: Sharding | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole, which for a DTensor is more than this rank's part."""
+        return self.shape if self.sharding is None else self.sharding.shape
+
+    def layout(self) -> tuple[Any, ...]:
+        """All that a plan depends on, except what it shares bytes with."""
+        return (
+            self.label, self.dtype, self.shape, self.stride, self.device,
+            self.kind, self.detail, self.requires_grad, self.lazy, self.sharding,
+        )  # fmt: skip
+
+
+Leaf = tuple[TensorLeaf, torch.Tensor]
+"""What is known of a tensor, and a detached plain tensor on its memory."""
+
+
+def leaf_of(
+    obj: torch.Tensor | np.ndarray[Any, Any], label: str, shardings: Shardings | None = None
+) -> Leaf:
+    """Takes note of a tensor or numpy array; see :func:`tensor_leaf` and :func:`numpy_leaf`."""
+    if isinstance(obj, np.ndarray):
+        return numpy_leaf(obj, label)
+    return tensor_leaf(obj, label, shardings)
+
+
+def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
+    """What a program has set on a tensor besides what the leaf says."""
+    attributes = getattr(obj, "__dict__", None)
+    if not attributes:
+        return {}
+    if leaf.sharding is None:
+        return dict(attributes)
+    return {name: each for name, each in attributes.items() if name not in WRAPPER_MARKS}
+
+
+def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = None) -> Leaf:
+    """Takes note of a tensor.
+
+    Args:
+        tensor: The tensor; of a DTensor, the local part is taken, without a collective.
+        label: Its label.
+        shardings: What reads the shardings of DTensors, one for each walk.
+
+    Raises:
+        UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
+            than DTensor, or a DTensor with a placement such as ``Partial``.
+    """
+    if type(tensor) not in PLAIN_TYPES and is_dtensor_type(type(tensor)):
+        return _dtensor_leaf(tensor, label, shardings or Shardings())
+    dtype, device = NAMES.get(tensor.dtype), tensor.device
+    refused = _why_refused(tensor, dtype)
+    if refused or dtype is None:
+        raise UnsupportedState(
+            f"This tensor {refused}", key=label, hint="Save a plain dense tensor, or leave it out"
+        )
+    kind, detail = _kind(tensor)
+    requires_grad = tensor.requires_grad
+    plain = tensor.detach() if kind != PLAIN or requires_grad else tensor
+    if type(plain) is not torch.Tensor:
+        plain = plain.as_subclass(torch.Tensor)
+    lazy = ("c" if plain.is_conj() else "") + ("n" if plain.is_neg() else "")
+    shape, stride = tuple(plain.shape), plain.stride()
+    nbytes, contiguous = plain.nbytes, plain.is_contiguous()
+    window = nbytes if contiguous else _window(shape, stride, plain.itemsize)
+    leaf = TensorLeaf(
+        label, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
+        requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
+    )  # fmt: skip
+    return leaf, plain
+
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> Leaf:
+    sharding = shardings.of(tensor, label)
+    leaf, memory = tensor_leaf(local_part(tensor), label)
+    leaf.sharding, leaf.requires_grad = sharding, tensor.requires_grad
+    # Of a class that is no plain tensor, parameters and buffers are told by these marks alone.
+    if getattr(tensor, "_is_param", False):
+        leaf.kind = PARAMETER
+    elif getattr(tensor, "_is_buffer", False):
+        leaf.kind, leaf.detail = BUFFER, _persistence(tensor)
+    return leaf, memory
+
+
+WRAPPER_MARKS = frozenset(("_is_param", "_is_buffer", "persistent"))
+"""Attributes by which torch marks a DTensor as a parameter or buffer."""
+
+
+def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    if tensor.is_nested:
+        return "is nested"
+    if dtype is None:
+        return f"has the quantized dtype {tensor.dtype}"
+    if tensor.is_meta:
+        return "is on the meta device and has no bytes"
+    if type(tensor) is torch.Tensor:
+        return ""
+    if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
+        return f"wraps others in the class {class_path(type(tensor))}"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet"
+    return ""
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, str | None]:
+    cls = type(tensor)
+    if cls is torch.Tensor:
+        return PLAIN, None
+    if cls is torch.nn.Parameter:
+        return PARAMETER, None
+    if isinstance(tensor, torch.nn.Buffer):
+        return BUFFER, _persistence(tensor)
+    return SUBCLASS, lasting_path(cls)
+
+
+def _persistence(tensor: torch.Tensor) -> str:
+    return "persistent" if getattr(tensor, "persistent", True) else "transient"
+
+
+def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
+    """Takes note of a numpy array; a dtype that torch lacks is seen as bytes.
+
+    Raises:
+        UnsupportedState: If it holds Python objects, or is of a subclass.
+    """
+    if type(array) is not np.ndarray or array.dtype.hasobject or array.dtype.fields:
+        raise UnsupportedState(
+            f"This numpy array is a {type(array).__name__} of {array.dtype}",
+            key=label,
+            hint="Save plain arrays of numbers, strings or times",
+        )
+    tensor = _as_tensor(array)
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    leaf = TensorLeaf(
+        label, NAMES[tensor.dtype], shape, stride, "cpu", NUMPY, array.dtype.str,
+        False, "", tensor.data_ptr(), _window(shape, stride, tensor.itemsize),
+        tensor.numel() * tensor.itemsize, tensor.is_contiguous(),
+    )  # fmt: skip
+    return leaf, tensor
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # torch refuses negative strides and warns of read-only memory; both are copied here, which
+    # gives up sharing for arrays that cannot be shared with torch anyway.
+    if any(stride < 0 for stride in array.strides) or not array.flags.writeable:
+        array = np.ascontiguousarray(array).reshape(array.shape).copy()
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        contiguous = np.ascontiguousarray(array).reshape(array.shape)
+        raw = np.frombuffer(bytearray(contiguous.tobytes()), dtype=np.uint8)
+        if not raw.size:
+            return torch.empty((*array.shape, array.dtype.itemsize), dtype=torch.uint8)
+        return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
+
+
+def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """The numpy array over a tensor's memory that :func:`numpy_leaf` took note of.
+
+    Raises:
+        ValueError: If the tensor cannot be seen so.
+    """
+    array = tensor.numpy()
+    if array.dtype == dtype:
+        return array
+    if array.dtype != np.uint8 or array.ndim == 0 or array.shape[-1] != dtype.itemsize:
+        raise ValueError(f"bytes of shape {array.shape} are no array of {dtype}")
+    if not array.size:
+        return np.empty(array.shape[:-1], dtype=dtype)
+    viewed: np.ndarray[Any, Any] = array.view(dtype).reshape(array.shape[:-1])
+    return viewed
+
+
+def _window(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
+    if 0 in shape:
+        return 0
+    return (sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * itemsize
+
+
+def alias_groups(leaves: list[TensorLeaf]) -> list[list[int]]:
+    """The connected components of overlapping windows, each as numbers of leaves.
+
+    A tensor whose own elements overlap (an expanded one) is a group even if it is alone.
+
+    Returns:
+        Groups of two or more, and overlapping ones, each ordered as the walk met them; a leaf
+        that stands in none shares no byte.
+    """
+    found: list[list[int]] = []
+    order = sorted((leaf.device, leaf.address, n) for n, leaf in enumerate(leaves) if leaf.window)
+    group: list[int] = []
+    device, end = "", -1
+    for where, address, number in order:
+        leaf = leaves[number]
+        if group and where == device and address < end:
+            group.append(number)
+            end = max(end, address + leaf.window)
+            continue
+        if len(group) != 1 or not leaves[group[0]].contiguous:
+            _close(group, leaves, found)
+        group, device, end = [number], where, address + leaf.window
+    _close(group, leaves, found)
+    return sorted(found)
+
+
+def _close(group: list[int], leaves: list[TensorLeaf], found: list[list[int]]) -> None:
+    if len(group) > 1 or (group and leaves[group[0]].window < leaves[group[0]].nbytes):
+        found.append(sorted(group))
+    elif group and overlaps_itself(leaves[group[0]].shape, leaves[group[0]].stride):
+        found.append(list(group))
+
+
+def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements of a strided tensor may share bytes; exact for all that torch's views make.
+
+    Sorted by stride, each dimension must step over all that the smaller ones reach.
+    """
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1):
+        if step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor's elements fill their window, each byte once, in whatever order."""
+    reach = 1
+    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1):
+        if n and step != reach:
+            return False
+        reach *= n
+    return True
+
+
+def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether strides are those of a row-major layout without holes."""
+    expected = 1
+    for n, step in zip(reversed(shape), reversed(stride), strict=True):
+        if n == 0:
+            return True
+        if n != 1:
+            if step != expected:
+                return False
+            expected *= n
+    return True

@@ -1,0 +1,293 @@
+"""The way a walk took through a state, kept so that the next save can go the same way faster.
+
+Theory. From one save to the next a training state hardly ever changes but for the bytes of its
+tensors and some numbers. A trail is a walk written down: each container with its class and its
+keys, each leaf with all that the walk found out about it, but none of the objects themselves.
+Following it looks at everything that the walk would look at: every container is opened, every
+``state_dict`` is called, and of every tensor address, shape, strides, dtype and so on are read.
+The difference is that they are read in bulk and compared with what was found before, instead of
+being worked out one by one. Any difference that could change the tree, a leaf or the plan ends the
+attempt, and the state is walked as if for the first time. Two things may differ: inline values,
+which are encoded anew, and where tensors lie, which makes their leaves anew.
+
+What makes this exact: two walks have the same result if they meet containers of the same kinds
+with the same keys, leaves of which they find out the same, and the same objects in the same
+places. The last is so if every object is met once, or again where the trail says; a state in
+which a container stands in two places has no trail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+
+from ckpipe.format.canonical_json import canonical
+from ckpipe.format.keys import LabelFilter, encode_key
+from ckpipe.format.trees import Node
+from ckpipe.state.containers import IMMUTABLE, contents_of, kind_of
+from ckpipe.state.dtensors import is_dtensor_type
+from ckpipe.state.leaf_facts import Differs, LeafFacts, check
+from ckpipe.state.replication import replicated_test
+from ckpipe.state.structure import Captured, Passage, Walked
+from ckpipe.state.tensors import PLAIN_TYPES, attributes_of
+from ckpipe.state.values import PLAIN_VALUES, NotInline, encode_value
+
+
+def trail_of(walked: Walked, select: LabelFilter) -> Trail | None:
+    """The trail of a walk whose objects are still alive and unchanged; None if there can be none.
+
+    Args:
+        walked: The walk.
+        select: Which labels it kept.
+    """
+    return Trail(walked, select) if walked.repeatable else None
+
+
+class Trail:
+    """What is needed to take a state apart that is like one that was walked.
+
+    Holds no tensor, no array and no container of that state, and never changes, so that several
+    threads may follow it.
+
+    Args:
+        walked: The walk; it is repeatable.
+        select: Which labels it kept.
+    """
+
+    def __init__(self, walked: Walked, select: LabelFilter) -> None:
+        self._patterns = select.patterns
+        self._like = walked.captured.again([], [])
+        places = _PlacesBuilder()
+        self._root = places.enter(walked.root)
+        attributes = sorted(walked.attributes, key=lambda each: each[0])
+        self._attributes = [(number, places.enter(passage)) for number, passage in attributes]
+        self._places = places.finished()
+        self._leaves = LeafFacts(walked.captured.tensors, walked.objects, walked.attached)
+        self._bound = [n for n in range(len(walked.objects)) if n not in walked.attached]
+
+    def follow(self, state: Any, select: LabelFilter) -> Captured | None:
+        """What the walk over a state would find; None if it has to be walked.
+
+        Args:
+            state: The state.
+            select: Which labels to keep.
+
+        Raises:
+            UnsupportedState: If a part of it cannot be saved.
+        """
+        if select.patterns != self._patterns:
+            return None
+        try:
+            return self._followed(state)
+        except (Differs, NotInline, RecursionError):
+            return None
+
+    def _followed(self, state: Any) -> Captured:
+        way, places, like = _Way([state]), self._places, self._like
+        for _, stop in self._root.onward:
+            way.go(stop, state)
+        for number, stop in self._attributes:
+            place = places.tensors[number]
+            way.go(stop, attributes_of(way.met[place], like.tensors[number]))
+        check(list(map(type, way.met)) == places.types)
+        check(all(kind_of(way.met[place]) is None for place in places.odd))
+        check(way.replicated == like.replicated)
+        objects = [way.met[place] for place in places.tensors]
+        self._check_identities(way, objects)
+        values = [encode_value(way.met[place]) for place in places.values]
+        memory, moved = self._leaves.look_at(objects)
+        if not moved:
+            return like.again(values, memory)
+        leaves = [moved.get(number, leaf) for number, leaf in enumerate(like.tensors)]
+        return Captured(like.tree, leaves, values, like.replicated, memory)
+
+    def _check_identities(self, way: _Way, objects: list[Any]) -> None:
+        """Finds what stands in other places than before, or in one more or one less."""
+        check(len(set(map(id, way.once))) == len(way.once))
+        # Of an attached tensor a new one would have been made, which stands nowhere else.
+        bound = [objects[number] for number in self._bound]
+        ids = set(map(id, bound))
+        check(len(ids) == len(bound))
+        check(all(way.met[place] is objects[number] for place, number in self._places.repeats))
+        check(ids.isdisjoint(id(way.met[place]) for place in self._places.left_out))
+
+
+@dataclass(slots=True)
+class _Stop:
+    """A container on the way.
+
+    Args:
+        passage: How the walk went through it.
+        type: Its class.
+        size: How many children it has.
+        keys: Their keys.
+        onward: The places among its children of those that are containers themselves.
+        key_types: The classes of its keys.
+        odd_keys: Its keys as text, if comparing them does not tell them apart.
+        head: What else belongs to it, as text.
+    """
+
+    passage: Passage
+    type: type[Any]
+    size: int
+    keys: list[Any]
+    onward: list[tuple[int, _Stop]]
+    key_types: list[Any]
+    odd_keys: str | None
+    head: str
+
+
+_PLAIN_KEYS = frozenset((str, int, bool, type(None)))
+
+
+def _stop(passage: Passage, onward: list[tuple[int, _Stop]]) -> _Stop:
+    keys = passage.keys or []
+    types = list(map(type, keys))
+    odd = None if _PLAIN_KEYS.issuperset(types) else _key_text(keys)
+    head = canonical(passage.head)
+    return _Stop(passage, passage.type, len(passage.met), keys, onward, types, odd, head)
+
+
+def _key_text(keys: Iterable[Any]) -> str:
+    return canonical([encode_key(key) for key in keys])
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where in the list of all that is met the leaves stand.
+
+    Args:
+        types: The class of everything that is met.
+        tensors: For each tensor, where it stands.
+        values: For each inline value, where it stands.
+        repeats: Where else tensors stand, with their numbers.
+        left_out: Where leaves stand that were not selected.
+        odd: Where leaves stand that only a closer look tells from containers.
+    """
+
+    types: list[type[Any]]
+    tensors: list[int]
+    values: list[int]
+    repeats: list[tuple[int, int]]
+    left_out: list[int]
+    odd: list[int]
+
+
+class _PlacesBuilder:
+    """Goes through passages in the order in which :class:`_Way` goes through containers."""
+
+    def __init__(self) -> None:
+        self._types: list[type[Any]] = []
+        self._tensors: dict[int, int] = {}
+        self._values: dict[int, int] = {}
+        self._repeats: list[tuple[int, int]] = []
+        self._left_out: list[int] = []
+        self._odd: list[int] = []
+
+    def enter(self, passage: Passage) -> _Stop:
+        first = len(self._types)
+        self._types += [each.type if isinstance(each, Passage) else each[0] for each in passage.met]
+        further: list[tuple[int, Passage]] = []
+        for index, each in enumerate(passage.met):
+            if isinstance(each, Passage):
+                further.append((index, each))
+            else:
+                self._leaf(first + index, *each, attached=passage.attached)
+        return _stop(passage, [(index, self.enter(each)) for index, each in further])
+
+    def _leaf(self, place: int, kind: type[Any], node: Node | None, *, attached: bool) -> None:
+        if kind not in _SURE_LEAVES and not is_dtensor_type(kind):
+            self._odd.append(place)
+        match node:
+            case ["tensor", number] if number in self._tensors:
+                self._repeats.append((place, number))
+            case ["tensor", number]:
+                self._tensors[number] = place
+            case ["value", number]:
+                self._values[number] = place
+            case _ if not attached:
+                self._left_out.append(place)
+
+    def finished(self) -> _Places:
+        return _Places(
+            self._types,
+            [self._tensors[number] for number in range(len(self._tensors))],
+            [self._values[number] for number in range(len(self._values))],
+            self._repeats,
+            self._left_out,
+            self._odd,
+        )
+
+
+_SURE_LEAVES = PLAIN_VALUES.union(PLAIN_TYPES, (np.ndarray,))
+
+
+class _Way:
+    """What is met on the way through a state that may be like the one that was walked.
+
+    Args:
+        met: What is met; all of it is kept alive, so that ids name it.
+    """
+
+    def __init__(self, met: list[Any]) -> None:
+        self.met = met
+        self.once: list[Any] = []
+        self.replicated: set[int] = set()
+
+    def go(self, stop: _Stop, obj: Any) -> None:
+        """Goes into a container and all that are in it.
+
+        Raises:
+            Differs: If it is not like the one at this stop.
+        """
+        kind = stop.type
+        if type(obj) is not kind:
+            raise Differs
+        children: Sequence[Any]
+        if kind is dict:
+            if not _same_keys(obj, stop):
+                raise Differs
+            children = list(obj.values())
+        elif kind is list or kind is tuple:
+            children = obj
+        else:
+            children = self._contents(stop, obj)
+        if len(children) != stop.size:
+            raise Differs
+        if kind not in IMMUTABLE:
+            self.once.append(obj)
+        self.met += children
+        for index, further in stop.onward:
+            self.go(further, children[index])
+
+    def _contents(self, stop: _Stop, obj: Any) -> list[Any]:
+        passage = stop.passage
+        check(kind_of(obj) == passage.kind)
+        is_replicated = replicated_test(obj) if passage.kind == "stateful" else None
+        check((is_replicated is not None) == passage.replicas)
+        contents = contents_of(passage.kind, obj, passage.label)
+        check(passage.kind != "stateful" or contents.attached == passage.attached)
+        check(contents.keys is None or _same_keys(contents.keys, stop))
+        check(canonical(contents.head) == stop.head)
+        if is_replicated is not None:
+            asked = passage.claimed
+            self.replicated.update(number for label, number in asked if is_replicated(label))
+        return contents.children
+
+
+def _same_keys(keys: Collection[Any], stop: _Stop) -> bool:
+    known = stop.keys
+    if len(keys) != len(known):
+        return False
+    if all(map(is_, keys, known)):
+        return True
+    if stop.odd_keys is not None:
+        return _key_text(keys) == stop.odd_keys
+    return list(map(type, keys)) == stop.key_types and list(keys) == known
+
+
+__all__ = ["Trail", "trail_of"]

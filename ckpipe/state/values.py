@@ -1,0 +1,256 @@
+"""Values that are kept inline in a manifest: their JSON form, and back.
+
+A value is a JSON scalar where JSON has it, else a list whose first item says what it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime as dt
+import enum
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.errors import InvalidManifest, StructureMismatch
+from ckpipe.format.dtypes import DTYPES, NAMES
+from ckpipe.format.keys import MAX_SAFE_INT, Json, decode_float, decode_int, encode_float
+
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    "path": pathlib.Path,
+    "pure_posix_path": pathlib.PurePosixPath,
+    "pure_windows_path": pathlib.PureWindowsPath,
+}
+
+
+class NotInline(Exception):
+    """The object is no inline value."""
+
+
+def encode_value(value: Any) -> Json:
+    """The JSON form of an inline value.
+
+    Raises:
+        NotInline: If the value is of no kind that is kept inline.
+    """
+    encode = _ENCODERS.get(type(value))
+    if encode is not None:
+        return encode(value)
+    for kind, encode in _BASES:
+        if isinstance(value, kind):
+            return encode(value)
+    raise NotInline
+
+
+def _encode_int(value: int) -> Json:
+    return value if abs(value) < MAX_SAFE_INT else ["int", str(value)]
+
+
+def _encode_plain_float(value: float) -> Json:
+    data = encode_float(value)
+    return data if isinstance(data, float) else ["float", data]
+
+
+def _encode_bytes(value: bytes | bytearray) -> Json:
+    return [type(value).__name__, base64.b64encode(value).decode()]
+
+
+def _encode_enum(value: enum.Enum) -> Json:
+    name = value.name
+    if isinstance(value, enum.Flag) and name not in type(value).__members__:
+        name = "|".join(str(bit.name) for bit in value)
+    data = ["enum", class_path(type(value)), name]
+    try:
+        same = decode_value(data) is value
+    except (InvalidManifest, StructureMismatch):
+        same = False
+    if not same:  # such as a member of a class that is defined inside a function
+        raise NotInline
+    return data
+
+
+def _encode_path(value: pathlib.PurePath) -> Json:
+    for name, kind in _PATHS.items():
+        if isinstance(value, kind):
+            return [name, str(value)]
+    raise NotInline
+
+
+def _encode_numpy_scalar(value: np.generic) -> Json:
+    if value.dtype.hasobject or value.dtype.fields:
+        raise NotInline
+    return ["numpy", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+
+
+_ENCODERS: dict[type[Any], Callable[[Any], Json]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    str: lambda value: value,
+    int: _encode_int,
+    float: _encode_plain_float,
+    complex: lambda value: ["complex", encode_float(value.real), encode_float(value.imag)],
+    bytes: _encode_bytes,
+    bytearray: _encode_bytes,
+    torch.dtype: lambda value: ["dtype", NAMES.get(value) or str(value).removeprefix("torch.")],
+    torch.device: lambda value: ["device", str(value)],
+    torch.Size: lambda value: ["size", list(value)],
+    torch.layout: lambda value: ["layout", str(value).removeprefix("torch.")],
+    torch.memory_format: lambda value: ["memory_format", str(value).removeprefix("torch.")],
+    dt.datetime: lambda value: ["datetime", value.isoformat(), value.fold],
+    dt.date: lambda value: ["date", value.isoformat()],
+    dt.time: lambda value: ["time", value.isoformat(), value.fold],
+    dt.timedelta: lambda value: ["timedelta", value.days, value.seconds, value.microseconds],
+    range: lambda value: ["range", value.start, value.stop, value.step],
+    type(Ellipsis): lambda value: ["ellipsis"],
+}
+
+PLAIN_VALUES = frozenset(_ENCODERS)
+"""The types that are always inline values."""
+
+_BASES: tuple[tuple[type[Any], Callable[[Any], Json]], ...] = (
+    (enum.Enum, _encode_enum),
+    (np.generic, _encode_numpy_scalar),
+    (pathlib.PurePath, _encode_path),
+)
+
+
+_MALFORMED = (
+    AttributeError, TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError,
+    binascii.Error,
+)  # fmt: skip
+
+
+def decode_value(data: Json) -> Any:
+    """The value that :func:`encode_value` encoded.
+
+    Raises:
+        InvalidManifest: If the data is no such form.
+        StructureMismatch: If it needs a class that this program has not imported.
+    """
+    if not isinstance(data, list):
+        if data is None or type(data) in (str, bool, int, float):
+            return data
+        raise InvalidManifest(f"This is not an inline value: {data!r:.100}")
+    try:
+        return _DECODERS[data[0]](*data[1:])
+    except _MALFORMED as error:
+        raise InvalidManifest(f"This is not an inline value: {data!r:.100}") from error
+
+
+def _decode_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _decode_enum(path: str, name: str) -> enum.Enum:
+    kind = resolve_class(path, enum.Enum)
+    members = kind.__members__
+    names = name.split("|") if name and name not in members else [name]
+    if issubclass(kind, enum.Flag) and not name:
+        names = []
+    for each in names:
+        if each not in members:
+            raise StructureMismatch(f"The enum {path} has no member {each!r:.100}")
+    member: enum.Enum = members[names[0]] if names else kind(0)
+    for each in names[1:]:
+        member |= members[each]
+    return member
+
+
+def _decode_numpy(dtype: str, text: str) -> np.generic:
+    array = np.frombuffer(_decode_bytes(text), dtype=plain_numpy_dtype(dtype))
+    scalar: np.generic = array[0]
+    if array.size != 1:
+        raise ValueError(dtype)
+    return scalar
+
+
+def plain_numpy_dtype(text: str) -> np.dtype[Any]:
+    """The numpy dtype that a manifest names, if it is one without Python objects in it."""
+    dtype = np.dtype(text)
+    if dtype.hasobject or dtype.fields or dtype.itemsize == 0:
+        raise ValueError(f"{text!r} is not a plain numpy dtype")
+    return dtype
+
+
+def _torch_constant(name: str, kind: type[Any]) -> Any:
+    value = getattr(torch, name)
+    if not isinstance(value, kind):
+        raise ValueError(f"torch.{name} is no {kind.__name__}")
+    return value
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "int": decode_int,
+    "float": decode_float,
+    "complex": lambda real, imag: complex(decode_float(real), decode_float(imag)),
+    "bytes": _decode_bytes,
+    "bytearray": lambda text: bytearray(_decode_bytes(text)),
+    "dtype": lambda name: DTYPES.get(name) or _torch_constant(name, torch.dtype),
+    "device": torch.device,
+    "size": torch.Size,
+    "layout": lambda name: _torch_constant(name, torch.layout),
+    "memory_format": lambda name: _torch_constant(name, torch.memory_format),
+    "datetime": lambda text, fold: dt.datetime.fromisoformat(text).replace(fold=fold),
+    "date": dt.date.fromisoformat,
+    "time": lambda text, fold: dt.time.fromisoformat(text).replace(fold=fold),
+    "timedelta": lambda days, seconds, micros: dt.timedelta(days, seconds, micros),
+    "range": range,
+    "ellipsis": lambda: ...,
+    "enum": _decode_enum,
+    "numpy": _decode_numpy,
+    **_PATHS,
+}
+
+
+def class_path(cls: type[Any]) -> str:
+    """How a manifest names a class: its module and qualified name."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def lasting_path(cls: type[Any]) -> str:
+    """The same for a class whose objects are to be made again, with a warning if none can be.
+
+    That is so for one that is defined in a function, which is another one in every call.
+    """
+    path = class_path(cls)
+    if _at(path) is not cls:
+        warnings.warn(
+            f"The class {path} is not found by that name: objects of it load only into a state "
+            "that has such objects already, never as a fresh one. Define it in a module",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return path
+
+
+def _at(path: str) -> Any:
+    """What a path names, of what is imported; None if there is no such thing."""
+    module_name, _, qualname = path.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def resolve_class(path: str, base: type[Any]) -> Any:
+    """The class that a manifest names, if this program has imported it and it fits.
+
+    Nothing is imported and no constructor runs: a manifest can only name what is already there.
+
+    Raises:
+        StructureMismatch: If the class is not there, or is no subclass of ``base``.
+    """
+    module_name, _, _ = path.partition(":")
+    found = _at(path)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise StructureMismatch(
+            f"The checkpoint holds an object of the class {path!r:.200}, which is not defined here",
+            hint=f"Import {module_name!r:.200} before loading",
+        )
+    return found

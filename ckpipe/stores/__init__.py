@@ -1,0 +1,1 @@
+"""Stores below a URL: found, opened, asked again, spared."""

@@ -1,0 +1,1 @@
+"""The trainer's side of the worker process."""

@@ -1,0 +1,101 @@
+"""What of a pipeline can cross to a worker process, and whether it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ckpipe._worker.forms import is_plain, plain
+from ckpipe._worker.messages import Hello
+from ckpipe.backend import Backend
+from ckpipe.errors import SettingsError
+from ckpipe.saves.delivery import Depot
+from ckpipe.stores.registry import is_registered_here, scheme_of
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
+logger = logging.getLogger("ckpipe")
+
+
+def uses_process(settings: Settings, backend: Backend) -> bool:
+    """Whether a worker process brings the saves of a pipeline to the store.
+
+    Args:
+        settings: The settings; ``url`` is set.
+        backend: The store, which says whether it gains by it.
+
+    Raises:
+        SettingsError: If the settings ask for a process and something cannot cross to it.
+    """
+    mode = settings.worker.mode
+    if mode == "thread" or (mode == "auto" and not backend.prefers_worker) or settings.read_only:
+        return False
+    reason = obstacle(settings)
+    if reason is None:
+        return True
+    if mode == "process":
+        raise SettingsError(
+            f"worker='process' cannot be had: {reason}",
+            hint="Set worker='thread', or 'auto' to have a process where there can be one",
+        )
+    logger.info("Saves are brought to the store by a thread: %s", reason)
+    return False
+
+
+def obstacle(settings: Settings) -> str | None:
+    """Why another process could not bring the saves of a pipeline to the store; None if it can."""
+    url, rule = settings.url or "", settings.retention.rule
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return "this system has no memory that processes can share by a descriptor"
+    if not sys.executable:
+        return "this program does not know its own interpreter"
+    if is_registered_here(url):
+        return (
+            f"the backend for {scheme_of(url)!r} was registered in this process only, "
+            "and not by an entry point of an installed package"
+        )
+    if not is_plain(plain(settings.backends.get(scheme_of(url), {}))):
+        return f"an option of the backend for {scheme_of(url)!r} is an object of this process"
+    try:
+        if rule is not None:
+            rule.to_data()
+    except SettingsError:
+        return "a retention rule holds a Python function of this process"
+    return None
+
+
+def make_hello(settings: Settings, depot: Depot) -> Hello:
+    """All that a worker has to know."""
+    url, upload = settings.url or "", settings.upload
+    return Hello(
+        trainer=os.getpid(),
+        path=[os.path.abspath(each) for each in sys.path],
+        directory=_directory(),
+        environment=dict(os.environ),
+        url=url,
+        options=plain(settings.backends.get(scheme_of(url), {})),
+        rank=depot.rank,
+        world_size=depot.world_size,
+        block_bytes=depot.block_bytes,
+        lanes=depot.lanes,
+        retry=(
+            upload.retries, upload.backoff_seconds, upload.backoff_max_seconds,
+            upload.attempt_timeout_seconds, upload.deadline_seconds,
+        ),
+        sweep_after=depot.sweep_after.total_seconds(),
+        rule=None if depot.rule is None else depot.rule.to_data(),
+        keep_reports=depot.keep_reports,
+        survive=settings.worker.survive,
+        heartbeat=settings.worker.heartbeat_seconds,
+        niceness=settings.worker.niceness,
+    )  # fmt: skip
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return "/"

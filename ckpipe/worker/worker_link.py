@@ -1,0 +1,357 @@
+"""The trainer's end of one worker process: what it is told, and how its end is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from copy import copy
+
+import anyio
+import anyio.to_thread
+
+from ckpipe._worker.channel import Channel
+from ckpipe._worker.messages import (
+    Begin,
+    Block,
+    Dropped,
+    Ended,
+    Finish,
+    Free,
+    GiveUp,
+    Handed,
+    Hello,
+    Logged,
+    Message,
+    NewCargo,
+    NewShape,
+    Ready,
+    Segment,
+    Settled,
+    Stop,
+    Told,
+    Unable,
+    Use,
+    encode,
+)
+from ckpipe._worker.service import MOST_CARGOES
+from ckpipe.errors import WorkerDied
+from ckpipe.format.cargo import Cargo
+from ckpipe.memory.arena import Segment as ArenaSegment
+from ckpipe.saves.delivery import Contents, Depot
+from ckpipe.saves.saving import FilledBlock, Save
+from ckpipe.worker.worker_process import WorkerProcess
+from ckpipe.worker.worker_state import ProcessState, hangs
+
+logger = logging.getLogger("ckpipe")
+
+ANNOUNCE_SECONDS = 0.002
+"""How long a block that is filled waits for others to be announced with: much less than it takes
+the store to have written those before it."""
+
+REAP_SECONDS = 5.0
+"""How long the end of a process that was killed is waited for."""
+
+
+class Errand:
+    """One save that a worker has to bring to the store.
+
+    Args:
+        save: The save.
+        number: Its number on the socket.
+        places: The number of each block, by file and offset.
+    """
+
+    def __init__(self, save: Save, number: int, places: dict[tuple[int, int], int]) -> None:
+        self.save, self.number, self.places = save, number, places
+        self.blocks: dict[int, FilledBlock] = {}
+        self.error: Exception | None = None
+        self.ended = anyio.Event()
+
+    def end(self, error: Exception | None) -> None:
+        """Lets those go on who wait for its end."""
+        self.error = error
+        self.ended.set()
+
+
+class Link:
+    """One worker process, from its start to its end. All of it is used on the pipeline's loop.
+
+    Args:
+        process: The process, just started.
+        hello: What it is told first.
+        depot: Where its events go.
+        start_seconds: How long it may take to be ready.
+    """
+
+    def __init__(
+        self, process: WorkerProcess, hello: Hello, depot: Depot, start_seconds: float
+    ) -> None:
+        self.process, self._depot, self._hello = process, depot, hello
+        self._start_seconds = start_seconds
+        self._channel = Channel(process.socket)
+        self._errands: dict[int, Errand] = {}
+        self._begun = 0
+        self._segments: set[int] = set()
+        self._cargoes: dict[int, tuple[Cargo, dict[tuple[int, int], int]]] = {}
+        self._cargo_number = 0
+        self._shape: tuple[object, object] | None = None
+        self._shaping = anyio.Lock()
+        self._ready = self._closing = False
+        self._heard = time.monotonic()
+        self._failure: Exception | None = None
+        self.ending = False
+        self.over = anyio.Event()
+        self._channel.post(hello)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way."""
+        return not self._errands
+
+    # What the worker is told
+
+    def begin(self, save: Save) -> Errand:
+        """Announces a save, of which it is known what it stores."""
+        assert save.cargo is not None
+        cargo, places = self._cargo(save.cargo)
+        self._begun += 1
+        errand = self._errands[self._begun] = Errand(save, self._begun, places)
+        waits = save.ration is None or save.ration.waits
+        resumed_from = self._depot.resumed_from
+        self._channel.post(Begin(errand.number, save.id, save.began, cargo, resumed_from, waits))
+        return errand
+
+    def _cargo(self, cargo: Cargo) -> tuple[int, dict[tuple[int, int], int]]:
+        for number, (known, places) in self._cargoes.items():
+            if known is cargo:
+                return number, places
+        self._cargo_number += 1
+        places = {(each.file, each.offset): n for n, each in enumerate(cargo.blocks)}
+        self._cargoes[self._cargo_number] = (cargo, places)
+        while len(self._cargoes) > MOST_CARGOES:  # the worker forgets the same one
+            del self._cargoes[min(self._cargoes)]
+        self._channel.post(NewCargo(self._cargo_number, cargo))
+        return self._cargo_number, places
+
+    def announce(self, errand: Errand, filled: FilledBlock, use: Use) -> None:
+        """Says that one stage may have a block."""
+        segment = filled.block.segment
+        if segment.number not in self._segments:
+            assert segment.descriptor is not None
+            self._segments.add(segment.number)
+            message = Segment(segment.number, len(segment.memory), segment.offset)
+            self._channel.post(message, segment.descriptor)
+        number = errand.places[filled.plan.file, filled.plan.offset]
+        errand.blocks[number] = filled
+        at = filled.block.at
+        block = Block(errand.number, number, segment.number, at, use)
+        self._channel.post_soon(block, ANNOUNCE_SECONDS)
+
+    def drop(self, segment: ArenaSegment) -> None:
+        """Says that a piece of memory was given back."""
+        if segment.number in self._segments:
+            self._segments.remove(segment.number)
+            self._channel.post(Dropped(segment.number))
+
+    async def hand_over(self, errand: Errand) -> None:
+        """Says that all blocks were announced, and returns when the worker will get to know it."""
+        async with self._shaping:  # the shape that was sent last is that of the save sent next
+            frames = await anyio.to_thread.run_sync(self._last_words, errand)
+            for frame in frames:
+                self._channel.post(frame)
+        await self._channel.flush()
+
+    def _last_words(self, errand: Errand) -> list[bytes]:
+        save = errand.save
+        contents = save.contents()
+        handed = Handed(
+            errand.number, contents.values, contents.started, contents.writer,
+            contents.metadata, contents.metrics, contents.final,
+            save.clock.to_data(), save.replanned, save.captured_seconds, save.elapsed,
+        )  # fmt: skip
+        shape = (contents.tree, contents.tensors)
+        frames = [] if shape == self._shape else [encode(_new_shape(contents))]
+        self._shape = shape
+        return [*frames, encode(handed)]
+
+    def give_up(self, errand: Errand) -> None:
+        """Says that a save is not wanted any more; its end is told as ever."""
+        self._channel.post(GiveUp(errand.number))
+
+    # What the worker says
+
+    async def run(self) -> None:
+        """Listens until the worker has ended; no errand is left open then.
+
+        Cancelled, it leaves the worker to itself, which finishes what is staged and ends.
+        """
+        left = True
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._channel.serve, name="worker channel")
+                tasks.start_soon(self._watch, name="watch of the worker")
+                await self._listen()
+                left = False
+                tasks.cancel_scope.cancel()
+        finally:
+            self.ending = True
+            self._channel.close()
+            if left:
+                self.process.leave()
+                self._end_all(WorkerDied("The worker process was left to itself"))
+            else:
+                with anyio.CancelScope(shield=True):
+                    await self._bury()
+            self.over.set()
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(anyio.EndOfStream):
+            while True:
+                message = await self._channel.receive()
+                self._heard = time.monotonic()
+                self._hear(message)
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Free():
+                self._free(message)
+            case Told():
+                self._depot.events.emit(message.event)
+            case Settled():
+                self._settle(message)
+            case Ended():
+                errand = self._errands.pop(message.save)
+                errand.save.clock.absorb(message.clock)
+                if not message.unsettled:
+                    errand.save.unsettled = None
+                errand.end(message.error)
+            case Logged():
+                logger.log(message.level, "The worker says: %s", message.text)
+            case Ready():
+                self._ready = True
+            case Unable():
+                self._failure = message.error
+
+    def _free(self, free: Free) -> None:
+        errand = self._errands.get(free.save)
+        if errand is not None:
+            filled = errand.blocks.pop(free.number)
+            errand.save.release(filled)
+            errand.save.release(filled)  # of both stages
+
+    def _settle(self, settled: Settled) -> None:
+        save = self._errands[settled.save].save
+        save.durable_seconds = settled.seconds
+        save.clock.absorb(settled.clock)
+        save.unsettled = settled.info if settled.unsettled else None
+        save.settle(settled.info)
+
+    # How its end is noticed
+
+    async def _watch(self) -> None:
+        """Kills a worker that hangs; one that is gone is noticed by its socket."""
+        before = None
+        while True:
+            limit = self._hello.heartbeat
+            if not self._ready:
+                limit = min(limit, self._start_seconds)
+            silent = time.monotonic() - self._heard
+            if silent < limit:
+                before = None
+                await self._sleep(limit - silent)
+                continue
+            now = await anyio.to_thread.run_sync(self.process.state)
+            heard = self._heard
+            silent = time.monotonic() - heard
+            if now is None or silent < limit:
+                await anyio.sleep(limit)  # it is gone, or has spoken while we looked
+            elif self._is_lost(before, now, silent):
+                self._failure = _silent(silent, ready=self._ready)
+                self.process.kill()
+                return
+            else:
+                before = now
+                await self._sleep(limit / 2)
+
+    def _is_lost(self, before: ProcessState | None, now: ProcessState, silent: float) -> bool:
+        if self._ready:
+            return hangs(before, now, silent, self._hello.heartbeat)
+        # One that starts says nothing, and may sleep until a slow disk has its modules. Whoever
+        # traces it stops it all the time, but it gets on then.
+        return (now.stopped and now == before) or silent >= self._start_seconds
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleeps; if this loop itself had no time meanwhile, that is not the worker's silence."""
+        began = time.monotonic()
+        await anyio.sleep(seconds)
+        late = time.monotonic() - began - seconds
+        if late > seconds / 2:
+            self._heard += late
+
+    async def _bury(self) -> None:
+        """Sees to it that the process is gone, and fails what it left undone."""
+        process = self.process
+        gone = await anyio.to_thread.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0)
+        if not gone:
+            process.kill()
+            if not await anyio.to_thread.run_sync(process.ended, REAP_SECONDS):
+                process.leave()
+        if self._closing and not self._errands and self._failure is None:
+            await anyio.to_thread.run_sync(process.forget_log)
+            return
+        error = await self._obituary()
+        if not self._errands:
+            logger.warning("%s", error)
+        self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
+        for errand in self._errands.values():
+            errand.end(copy(error))  # each gets the step of its own save
+        self._errands.clear()
+
+    async def _obituary(self) -> Exception:
+        """The error of whoever still wanted something of it."""
+        failure = self._failure
+        if failure is not None and not isinstance(failure, WorkerDied):
+            return failure
+        lines = await anyio.to_thread.run_sync(self.process.last_lines)
+        said = f"; its log ends with:\n{lines}" if lines else ", and logged nothing"
+        what = "it is gone" if failure is None else failure.message
+        return WorkerDied(
+            f"The worker process {self.process.id} is dead: {what}, exit code "
+            f"{self.process.exit_code}{said}",
+            hint=f"The next save starts another. The whole log is {self.process.log}",
+        )
+
+    # How it is ended
+
+    async def close(self, seconds: float) -> None:
+        """Ends the worker: lets it finish for so long, then has it give up, then kills it."""
+        self._closing = True
+        if self.idle:
+            self.process.kill()  # it has nothing to lose
+        else:
+            self._channel.post(Finish())
+        if not await self._over_within(seconds):
+            self._channel.post(Stop())
+            if not await self._over_within(seconds):
+                self.process.kill()
+        await self.over.wait()
+
+    async def _over_within(self, seconds: float) -> bool:
+        with anyio.move_on_after(seconds):
+            await self.over.wait()
+        return self.over.is_set()
+
+
+def _new_shape(contents: Contents) -> NewShape:
+    return NewShape(contents.tree, contents.tensors)
+
+
+def _silent(seconds: float, *, ready: bool) -> WorkerDied:
+    done = "it hung" if ready else "it did not get ready"
+    return WorkerDied(f"{done} ({seconds:.1f} s without a sign of life) and was killed")
+
+
+__all__ = ["Errand", "Link"]

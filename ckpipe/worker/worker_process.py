@@ -1,0 +1,149 @@
+"""Starting, looking at and ending a worker process: everything of it that blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import site
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import ckpipe
+from ckpipe._worker.channel import close_socket, socket_pair
+from ckpipe.worker.worker_state import ProcessState, parse_state
+
+logger = logging.getLogger("ckpipe")
+
+SHOWN_LINES = 12
+"""How many of the last lines of its log the error about a dead worker shows."""
+
+_OLD_SECONDS = 7 * 86_400.0
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "VIRTUAL_ENV")
+_KEPT_PREFIXES = ("LC_", "LD_", "PYTHON")
+
+
+class WorkerProcess:
+    """A worker process, from its start to its end. Its methods block, but for a moment only.
+
+    Args:
+        log_dir: Where its log goes; None for a private directory of temporary files.
+
+    Raises:
+        OSError: If it cannot be started.
+    """
+
+    def __init__(self, log_dir: str | None) -> None:
+        self.log = _new_log(log_dir)
+        self.socket, theirs = socket_pair()
+        try:
+            with open(self.log, "wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "ckpipe._worker", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=first_environment(),
+                )
+        except BaseException:
+            close_socket(self.socket)
+            raise
+        finally:
+            close_socket(theirs)
+        self.id = self._process.pid
+
+    def state(self) -> ProcessState | None:
+        """What the system says of it; None if it is gone."""
+        try:
+            return parse_state(Path(f"/proc/{self.id}/stat").read_bytes())
+        except OSError:
+            return None
+
+    def kill(self) -> None:
+        """Ends it at once: no instruction of it runs after this, though it may not be gone yet."""
+        self._process.kill()
+
+    def ended(self, seconds: float) -> bool:
+        """Waits for its end for so long; whether it has ended."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal; None if it is not known to have ended."""
+        return self._process.returncode
+
+    def leave(self) -> None:
+        """Lets it go on without us; it is buried by whoever is here when it ends."""
+        threading.Thread(target=self._process.wait, name="ckpipe worker's end", daemon=True).start()
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-SHOWN_LINES:])
+
+    def forget_log(self) -> None:
+        """Removes the log, of which nobody needs a word."""
+        with contextlib.suppress(OSError):
+            self.log.unlink()
+
+
+def first_environment() -> dict[str, str]:
+    """What the interpreter itself needs; all else, which may be secret, goes over the socket."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    }
+    home = str(Path(ckpipe.__path__[0]).parent)
+    if home not in site.getsitepackages():
+        # Behind all that is there: it must not hide a module of the standard library.
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH"), home]))
+    return kept
+
+
+def _new_log(directory: str | None) -> Path:
+    if directory is None:
+        folder = _private_folder()
+    else:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+    _remove_old(folder)
+    path = folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.log"
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    return path
+
+
+def _private_folder() -> Path:
+    """A directory that nobody else can write to, the same for all processes of this user."""
+    folder = Path(tempfile.gettempdir()) / f"ckpipe-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+        return folder
+    return Path(tempfile.mkdtemp(prefix="ckpipe-"))  # somebody else has made that name theirs
+
+
+def _remove_old(folder: Path) -> None:
+    for path in folder.glob("worker-*.log"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+                path.unlink()
+
+
+__all__ = ["WorkerProcess", "first_environment"]
