@@ -108,3 +108,13 @@ def test_a_torch_that_misses_a_difference_is_not_asked(monkeypatch: pytest.Monke
         assert not Looks([one]).are_those_of([one])
     finally:
         tensor_looks._is_reliable.cache_clear()
+
+
+def test_a_release_that_no_test_has_run_with_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_looks._is_reliable.cache_clear()
+    monkeypatch.setattr(tensor_looks, "RELEASES", ("1.0.",))
+    try:
+        one = torch.ones(3, 2)
+        assert not Looks([one]).are_those_of([one])
+    finally:
+        tensor_looks._is_reliable.cache_clear()
