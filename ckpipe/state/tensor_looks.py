@@ -16,7 +16,6 @@ from functools import cache
 
 import torch
 
-
 RELEASES = ("2.13.",)
 """How the versions of torch begin that are asked."""
 
