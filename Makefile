@@ -68,7 +68,7 @@ bench-stall: $(READY)  ## Measure what saves cost the loop that trains (three mi
 bench-gpu: $(READY)  ## Measure copies from a GPU and what steps lose beside them (needs CUDA)
 	@$(BIN)/python benchmarks/gpu.py
 
-bench: $(BENCH)/.ready  ## Measure against every peer, in half an hour; CONTINUE=1 takes up a run
+bench: $(BENCH)/.ready  ## Measure against every peer, in about an hour; CONTINUE=1 takes up a run
 	@mkdir -p .bench
 	@$(BENCH)/bin/python benchmarks/compare.py $(if $(CONTINUE),--continue) --json .bench/compare.json --plots .bench
 

@@ -76,13 +76,13 @@ _GPT2, _TINY, _LARGE = states.GPT2, states.TINY, states.LARGE
 LOOPS = ("python", "matmul")
 FULL = Extent(
     (
-        Part("times", _GPT2, "", 7, 330),
-        Part("times", _TINY, "", 7, 345),
+        Part("times", _GPT2, "", 7, 400),
+        Part("times", _TINY, "", 7, 770),
         Part("times", _LARGE, "", 7, 240),
         *(Part("peaks", name, "", 1, 80) for name in (_GPT2, _TINY, _LARGE)),
-        *(Part("loop", name, loop, 7, 100) for name in (_GPT2, _TINY, _LARGE) for loop in LOOPS),
+        *(Part("loop", name, loop, 7, 300) for name in (_GPT2, _TINY, _LARGE) for loop in LOOPS),
     ),
-    28.0,
+    70.0,
     120.0,
 )
 QUICK = Extent(

@@ -29,8 +29,8 @@ from contenders import Contender
 Turn = Callable[[Contender], dict[str, float]]
 PYTHON_ROUNDS, MATRIX = 30_000, 320
 UNDISTURBED_STEPS = 100
-SLOW_SECONDS, LATE_SECONDS = 30.0, 60.0
-"""Whose turn takes longer is measured in few rounds; and how late even few rounds may be."""
+SLOW_SECONDS = 30.0
+"""Whose turn takes longer is measured in few rounds."""
 
 
 def progress(text: str) -> None:
@@ -135,10 +135,9 @@ class Referee:
 
     def _over(self, number: int, longest: float) -> bool:
         """Rounds beside a loop come to an end with the time; a few are always measured."""
-        if not self.part.loop or number < 1:
+        if not self.part.loop or number < comparison_parts.FEWEST_ROUNDS:
             return False
-        late = time.monotonic() + longest - self._ends
-        return late > (0.0 if number >= comparison_parts.FEWEST_ROUNDS else LATE_SECONDS)
+        return time.monotonic() + longest > self._ends
 
     def _tell(self, number: int, longest: float) -> None:
         if self.part.rounds == 1 and number < 0:
