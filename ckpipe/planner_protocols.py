@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from ckpipe.plans.planning import RankPlan
-    from ckpipe.state.structure import Captured
+    from ckpipe.state.captured import Captured
 
 
 class Planner(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ckpipe.planner_protocols import JointPlanner, Planner
 from ckpipe.plans.division import Piece, Share, Unit, shares
 from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 
 __all__ = [
     "Captured",

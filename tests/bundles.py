@@ -14,7 +14,8 @@ from ckpipe.format.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
 from ckpipe.format.sealed_json import seal, unseal
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import LocalPlanner, RankPlan
-from ckpipe.state.structure import Captured, capture
+from ckpipe.state.captured import Captured
+from ckpipe.state.structure import capture
 from ckpipe.types import CheckpointId
 
 ID = CheckpointId("20261121T034205123Z-golden", 500, 0)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.state.captured import Captured
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
-from ckpipe.state.structure import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 GAP = 64

@@ -14,7 +14,7 @@ from ckpipe.plans.global_planner import GlobalPlanner
 from ckpipe.plans.offers import Offer, offered_shares, private_bytes
 from ckpipe.plans.planning import RankPlan, assemble
 from ckpipe.plans.shared_plan import divide, shared_plan
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 
 State = Callable[[int], Sequence[Tensor]]
 """The tensors of each rank."""

@@ -18,7 +18,8 @@ from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner, RankPlan
 from ckpipe.saves.copying import fill_block, plan_blocks
-from ckpipe.state.structure import Captured, capture
+from ckpipe.state.captured import Captured
+from ckpipe.state.structure import capture
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, LoadResult
 

@@ -19,8 +19,8 @@ from ckpipe.plans.balancing import in_rows, poured
 from ckpipe.plans.division import MIN_PIECE_BYTES
 from ckpipe.plans.offers import decode_offer, encode_offer, offered_shares
 from ckpipe.plans.planning import RankPlan
+from ckpipe.state.captured import Captured
 from ckpipe.state.placements import Mesh, Sharding, sharding
-from ckpipe.state.structure import Captured
 
 ALIKE = ("alike", "scalar", "some")
 

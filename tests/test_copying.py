@@ -16,7 +16,8 @@ from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner, RankPlan
 from ckpipe.saves import copying
 from ckpipe.saves.copying import CopyWindow, Gather, fill_block, plan_blocks
-from ckpipe.state.structure import Captured, capture
+from ckpipe.state.captured import Captured
+from ckpipe.state.structure import capture
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
 ARENA = Arena(max(BLOCK_BYTES))

@@ -20,8 +20,9 @@ from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.manifest import ChunkRow
 from ckpipe.plans import division
 from ckpipe.plans.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.state.captured import Captured
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
-from ckpipe.state.structure import Captured, capture
+from ckpipe.state.structure import capture
 
 WORLD = 12
 

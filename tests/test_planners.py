@@ -20,7 +20,7 @@ from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, Usage
 from ckpipe.format.manifest import Layout
 from ckpipe.plans.division import Unit, shares
 from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 
 
 class LastWrites:

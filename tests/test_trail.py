@@ -26,7 +26,8 @@ import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter
 from ckpipe.plans.planning import fingerprint
-from ckpipe.state.structure import Captured, capture, walk
+from ckpipe.state.captured import Captured
+from ckpipe.state.structure import capture, walk
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.state.trail import Trail, trail_of
 

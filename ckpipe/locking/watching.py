@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import torch
 
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 

@@ -20,7 +20,7 @@ from ckpipe.plans.planning import (
 )
 from ckpipe.plans.shared_plan import SharedPlan, divide, fits
 from ckpipe.ranks.meeting import default_store
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from ckpipe.planner_protocols import Planner
 from ckpipe.plans.division import whole_of
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import RankPlan, fingerprint
+from ckpipe.state.captured import Captured
 from ckpipe.state.placements import HeldBox
-from ckpipe.state.structure import Captured
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId
 

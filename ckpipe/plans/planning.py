@@ -22,7 +22,7 @@ from ckpipe.planner_protocols import JointPlanner as JointPlanner
 from ckpipe.planner_protocols import Planner as Planner
 from ckpipe.plans.division import Unit, units
 from ckpipe.plans.drafting import Draft, Source, draft_entry, foreign_chunks
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import alias_groups
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 import anyio
 from anyio.abc import TaskStatus
 
-from ckpipe.backend import Backend
 from ckpipe.checkpoints.leases import Lease
 from ckpipe.errors import (
     CkpipeError,
@@ -29,21 +28,20 @@ from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.loads.restore import LoadRequest
 from ckpipe.locking.lock import StateLock
-from ckpipe.plans.planners import choose_planner
 from ckpipe.ranks.appointments import Diary
-from ckpipe.ranks.attempts import open_attempt, unclaimed_attempt
 from ckpipe.ranks.cadence import Cadence
 from ckpipe.ranks.course import Course
-from ckpipe.ranks.meeting import Meeting, arrange_meeting
+from ckpipe.ranks.meeting import arrange_meeting
 from ckpipe.ranks.preemption import Preemption
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.announcing import PATIENCE_SECONDS, Announcer
+from ckpipe.running.entering import enter, store_of
 from ckpipe.running.final_export import exported
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.loading import Loading
 from ckpipe.running.rollbacks import name_at_once, next_name
-from ckpipe.running.site_making import Parts, make_site, max_file_bytes
+from ckpipe.running.site_making import make_site
 from ckpipe.save_run import run_save
 from ckpipe.saves.following import Follower
 from ckpipe.saves.head_start import head_start
@@ -51,12 +49,7 @@ from ckpipe.saves.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, 
 from ckpipe.saves.site import Site
 from ckpipe.settings import Settings
 from ckpipe.stages.stage import look
-from ckpipe.stores.patient_backend import PatientBackend
-from ckpipe.stores.read_only_backend import ReadOnlyBackend
-from ckpipe.stores.registry import create_backend, create_reader, scheme_of
-from ckpipe.stores.retrying import logging_policy
 from ckpipe.types import CheckpointId, LoadResult, SaveStatus
-from ckpipe.worker.crossing import uses_process
 
 logger = logging.getLogger("ckpipe")
 
@@ -104,21 +97,13 @@ class Engine(Housekeeping):
     async def serve(self, *, task_status: TaskStatus[None]) -> None:
         """Opens the store and serves until :meth:`stop`."""
         meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
-        backend = await anyio.to_thread.run_sync(self._create_backend)
+        backend = await anyio.to_thread.run_sync(store_of, self._settings)
         async with backend:
-            shared = uses_process(self._settings, backend)
-            patient, attempt = await self._enter(backend, meeting)
-            most = max_file_bytes(self._settings, backend)
-            planner = await anyio.to_thread.run_sync(
-                choose_planner, self._topology, self._settings, most
-            )
-            parts = Parts(
-                backend, patient, self._lock, self._events, self._topology, planner, attempt, shared
-            )
-            self._site, worker = make_site(self._settings, parts)
+            entry = await enter(backend, self._settings, self._topology, meeting)
+            self._site, worker = make_site(self._settings, entry, self._lock, self._events)
             self._follower, self._loading = Follower(self._site), Loading(self._site)
-            self._course = Course(attempt)
-            lease = Lease(patient, attempt.partition("Z-")[2])
+            self._course = Course(entry.attempt)
+            lease = Lease(entry.patient, entry.attempt.partition("Z-")[2])
             try:
                 async with anyio.create_task_group() as self._tasks:
                     if not self._settings.read_only:
@@ -139,21 +124,6 @@ class Engine(Housekeeping):
                 self._site.arena.close()
                 with anyio.CancelScope(shield=True):
                     await lease.release()
-
-    def _create_backend(self) -> Backend:
-        url = self._settings.url
-        assert url is not None
-        create = create_reader if self._settings.read_only else create_backend
-        return create(url, self._settings.backends.get(scheme_of(url), {}))
-
-    async def _enter(self, backend: Backend, meeting: Meeting | None) -> tuple[PatientBackend, str]:
-        """What requests go through, and the name of this launch, claimed if it may write."""
-        settings, policy = self._settings, logging_policy(self._settings.upload)
-        if settings.read_only:
-            return ReadOnlyBackend(backend, policy), unclaimed_attempt()
-        patient = PatientBackend(backend, policy)
-        rank = self._topology.rank
-        return patient, await open_attempt(patient, settings.attempt_id, rank=rank, meeting=meeting)
 
     # Saves
 

@@ -28,7 +28,7 @@ from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Watch
 from ckpipe.saves.copying import BlockPlan, fill_block, tensors_of
 from ckpipe.saves.saving import FilledBlock
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 

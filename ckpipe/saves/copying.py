@@ -22,7 +22,7 @@ from ckpipe.memory.arena import Block
 from ckpipe.memory.raw_memory import copy_bytes
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import RankPlan
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 SMALL_ELEMENTS = 32 << 10

@@ -10,7 +10,7 @@ from ckpipe.format.cargo import Cargo
 from ckpipe.locking.ownership import OwnedFacts
 from ckpipe.plans.planning import RankPlan
 from ckpipe.saves.copying import BlockPlan
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 

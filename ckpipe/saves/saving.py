@@ -26,7 +26,7 @@ from ckpipe.saves.caller import Caller
 from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.delivery import Contents, Delivery
 from ckpipe.saves.programs import Division, Program
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
 

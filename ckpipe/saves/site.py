@@ -32,7 +32,7 @@ from ckpipe.saves.copying import plan_blocks
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import Save, SkipSave
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.trail import Trail
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused

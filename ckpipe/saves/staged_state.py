@@ -19,7 +19,7 @@ from ckpipe.loads.sources import Sources
 from ckpipe.loads.stored_tensors import StoredTensor, StoredTensors
 from ckpipe.loads.targets import Targets
 from ckpipe.saves.saving import FilledBlock, Save
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 
 _MAX_ITEM = 16
 

@@ -9,7 +9,7 @@ from ckpipe.plans.planning import fingerprint
 from ckpipe.saves.programs import Program
 from ckpipe.saves.saving import CapturedState, PlannedState, Save
 from ckpipe.saves.site import Site
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 
 
 async def run(

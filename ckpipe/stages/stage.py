@@ -24,7 +24,7 @@ from ckpipe.saves.copying import BlockPlan, split_block
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.saves.site import Site
-from ckpipe.state.structure import Captured
+from ckpipe.state.captured import Captured
 from ckpipe.state.structure import walk as walk_state
 from ckpipe.state.trail import trail_of
 from ckpipe.tasks.collector import collector_paused

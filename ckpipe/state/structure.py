@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,54 +30,14 @@ import torch
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.format.trees import Node
+from ckpipe.state.captured import Captured, Met, Passage, Walked
 from ckpipe.state.containers import IMMUTABLE, Contents, contents_of, kind_of
 from ckpipe.state.dtensors import Shardings, is_dtensor_type
 from ckpipe.state.replication import ReplicatedTest, replicated_test
 from ckpipe.state.tensors import TensorLeaf, attributes_of, leaf_of
 from ckpipe.state.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
-T = TypeVar("T")
 ABSENT: Node = ["absent"]
-
-
-@dataclass(slots=True)
-class Captured:
-    """A state taken apart: its structure, and what only this save has.
-
-    Args:
-        tree: The root node.
-        tensors: The leaves that hold bytes, in the order of the walk; labels are unique.
-        values: The inline values, encoded.
-        replicated: The numbers of the plain tensors of which an object in the state says that
-            all ranks hold them alike; see :mod:`ckpipe.state.replication`.
-        memory: For each leaf its bytes, as a plain tensor on the same memory.
-    """
-
-    tree: Node
-    tensors: list[TensorLeaf]
-    values: list[Json]
-    replicated: frozenset[int] = frozenset()
-    memory: list[torch.Tensor] = field(default_factory=list)
-    _derived: dict[Hashable, Any] = field(default_factory=dict)
-
-    def derived(self, make: Callable[[Captured], T]) -> T:
-        """What a function makes of the structure, made once for all captures that share it.
-
-        Args:
-            make: A function of tree, leaves and replicas alone.
-        """
-        if make not in self._derived:
-            self._derived[make] = make(self)
-        made: T = self._derived[make]
-        return made
-
-    def again(self, values: list[Json], memory: list[torch.Tensor]) -> Captured:
-        """A state of the very same structure, with other values and perhaps other bytes."""
-        return Captured(self.tree, self.tensors, values, self.replicated, memory, self._derived)
-
-    def forget_memory(self) -> None:
-        """Lets go of the tensors; what was made of them stays."""
-        self.memory = []
 
 
 def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
@@ -92,60 +52,6 @@ def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = F
         UnsupportedState: Names the first object that cannot be saved, by its label.
     """
     return walk(state, select or LabelFilter(), pickling=pickling).captured
-
-
-Met = tuple[type[Any], Node | None]
-
-
-@dataclass(slots=True)
-class Passage:
-    """A container as the walk went through it.
-
-    Args:
-        kind: Its kind.
-        type: Its class.
-        label: Its label.
-        keys: The keys of its children; None where they are counted.
-        head: What else belongs to it.
-        met: For each child the passage through it, or if it is a leaf its class and its node,
-            which is None if it was left out.
-        replicas: Whether it says which tensors are replicated.
-        claimed: What it was asked of: labels from it on, and the numbers of the tensors.
-        attached: Whether the tensors right in it, or if it is an object in what its
-            ``state_dict`` returned, stand for what ``detach`` makes of them.
-    """
-
-    kind: str
-    type: type[Any]
-    label: str
-    keys: list[Any] | None
-    head: Json
-    met: list[Passage | Met] = field(default_factory=list)
-    replicas: bool = False
-    claimed: list[tuple[str, int]] = field(default_factory=list)
-    attached: bool = False
-
-
-@dataclass(slots=True)
-class Walked:
-    """A walk that is over.
-
-    Args:
-        captured: What it found.
-        root: Stands around the state, which is its only child.
-        attributes: Of tensors that have attributes, the number and the passage through those.
-        objects: For each leaf, the tensor or array as it stands in the state.
-        attached: The numbers of those that stand for what ``detach`` makes of them.
-        repeatable: Whether a state that is met in the same way has the same tree: no container
-            stands in two places, and nothing was pickled.
-    """
-
-    captured: Captured
-    root: Passage
-    attributes: list[tuple[int, Passage]]
-    objects: list[Any]
-    attached: frozenset[int]
-    repeatable: bool
 
 
 def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
@@ -442,4 +348,4 @@ _BUILDERS: dict[str, _Builder] = {
 }
 
 
-__all__ = ["ABSENT", "Captured", "Node", "Passage", "Walked", "capture", "walk"]
+__all__ = ["ABSENT", "Node", "capture", "walk"]

@@ -28,11 +28,11 @@ import numpy as np
 from ckpipe.format.canonical_json import canonical
 from ckpipe.format.keys import LabelFilter, encode_key
 from ckpipe.format.trees import Node
+from ckpipe.state.captured import Captured, Passage, Walked
 from ckpipe.state.containers import IMMUTABLE, contents_of, kind_of
 from ckpipe.state.dtensors import is_dtensor_type
 from ckpipe.state.leaf_facts import Differs, LeafFacts, check
 from ckpipe.state.replication import replicated_test
-from ckpipe.state.structure import Captured, Passage, Walked
 from ckpipe.state.tensors import PLAIN_TYPES, attributes_of
 from ckpipe.state.values import PLAIN_VALUES, NotInline, encode_value
 

@@ -1,0 +1,91 @@
+"""Entering a store: its backend, the name of this launch there, and who plans for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import anyio
+
+from ckpipe.backend import Backend
+from ckpipe.planner_protocols import Planner
+from ckpipe.plans.planners import choose_planner
+from ckpipe.ranks.attempts import open_attempt, unclaimed_attempt
+from ckpipe.ranks.meeting import Meeting
+from ckpipe.ranks.topology import Topology
+from ckpipe.saves.site import block_size
+from ckpipe.settings import Settings
+from ckpipe.stores.patient_backend import PatientBackend
+from ckpipe.stores.read_only_backend import ReadOnlyBackend
+from ckpipe.stores.registry import create_backend, create_reader, scheme_of
+from ckpipe.stores.retrying import logging_policy
+from ckpipe.worker.crossing import uses_process
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A store that a pipeline has entered.
+
+    Args:
+        backend: The store; open.
+        patient: The same store, each request tried again after an error that may pass.
+        topology: Which rank this is, and how many save together.
+        planner: Makes plans.
+        attempt: The name of this launch.
+        shared: Whether a worker process brings saves to the store.
+    """
+
+    backend: Backend
+    patient: PatientBackend
+    topology: Topology
+    planner: Planner
+    attempt: str
+    shared: bool
+
+
+def store_of(settings: Settings) -> Backend:
+    """The backend of the settings' URL, not open yet; blocks, since it may be imported first.
+
+    Raises:
+        BackendNotFound: If nobody has registered the scheme.
+        SettingsError: If the backend does not take its options.
+    """
+    assert settings.url is not None
+    create = create_reader if settings.read_only else create_backend
+    return create(settings.url, settings.backends.get(scheme_of(settings.url), {}))
+
+
+async def enter(
+    backend: Backend, settings: Settings, topology: Topology, meeting: Meeting | None
+) -> Entry:
+    """Finds the name of this launch, claimed if it may write, and who plans.
+
+    Args:
+        backend: The store; open.
+        settings: The settings.
+        topology: Which rank this is, and how many save together.
+        meeting: Where ranks meet to agree on the name; None if they need not.
+
+    Raises:
+        AttemptReused: If the launch has a name that was used here before.
+        SettingsError: If the planner or the worker asked for cannot be had.
+        StoreError: If the store failed.
+    """
+    shared, policy = uses_process(settings, backend), logging_policy(settings.upload)
+    patient = PatientBackend(backend, policy)
+    if settings.read_only:
+        patient, attempt = ReadOnlyBackend(backend, policy), unclaimed_attempt()
+    else:
+        named, rank = settings.attempt_id, topology.rank
+        attempt = await open_attempt(patient, named, rank=rank, meeting=meeting)
+    most = _max_file_bytes(settings, backend)
+    planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, most)
+    return Entry(backend, patient, topology, planner, attempt, shared)
+
+
+def _max_file_bytes(settings: Settings, backend: Backend) -> int | None:
+    """The largest data file that the store takes, in blocks of the size that will be used."""
+    most = backend.limits.max_blocks
+    return None if most is None else most * block_size(settings, backend.limits)
+
+
+__all__ = ["Entry", "enter", "store_of"]
