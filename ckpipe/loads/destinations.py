@@ -54,11 +54,7 @@ class Elements:
     tensor: torch.Tensor
 
     def put(self, source: int, lo: int, hi: int) -> None:
-        first, last = max(lo, self.start), min(hi, self.stop)
-        if first >= last:
-            return
-        values = bytes_at(source + first - lo, last - first).view(self.dtype)
-        begin = (first - self.start) // self.dtype.itemsize
+        begin, values = _elements(self, source, lo, hi)
         end, at = begin + values.numel(), 0
         for starts, sizes in flat_range_boxes(self.tensor.shape, begin, end):
             part = narrowed(self.tensor, starts, sizes)
@@ -81,11 +77,7 @@ class BoxElements:
     tensor: torch.Tensor
 
     def put(self, source: int, lo: int, hi: int) -> None:
-        first, last = max(lo, self.start), min(hi, self.stop)
-        if first >= last:
-            return
-        values = bytes_at(source + first - lo, last - first).view(self.dtype)
-        begin = (first - self.start) // self.dtype.itemsize
+        begin, values = _elements(self, source, lo, hi)
         end, at = begin + values.numel(), 0
         for starts, sizes in flat_range_boxes(self.shape, begin, end):
             box = (starts, tuple([n + size for n, size in zip(starts, sizes, strict=True)]))
@@ -95,6 +87,17 @@ class BoxElements:
                 given = boxed(values[at : at + count].view(sizes), moved(common, starts))
                 boxed(self.tensor, moved(common, self.inside[0])).copy_(given)
             at += count
+
+
+def _elements(
+    of: Elements | BoxElements, source: int, lo: int, hi: int
+) -> tuple[int, torch.Tensor]:
+    """Those elements that lie in the bytes ``[lo, hi)``, and how many lie before them."""
+    first, last = max(lo, of.start), min(hi, of.stop)
+    if first >= last:
+        return 0, torch.empty(0, dtype=of.dtype)
+    values = bytes_at(source + first - lo, last - first).view(of.dtype)
+    return (first - of.start) // of.dtype.itemsize, values
 
 
 def narrowed(tensor: torch.Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
