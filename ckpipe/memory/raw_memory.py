@@ -13,19 +13,23 @@ import ctypes
 import numpy as np
 import torch
 
+from ckpipe.memory.streaming import streaming_copy
+
 _SMALL_BYTES = 64 << 10
 
 _move_small = ctypes.PyDLL(None).memmove
-_move_large = ctypes.CDLL(None).memmove
-for _move in (_move_small, _move_large):
+_move_any = ctypes.CDLL(None).memmove
+for _move in (_move_small, _move_any):
     _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     _move.restype = None
+_move_large = streaming_copy() or _move_any
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copies bytes from address to address.
+    """Copies bytes from address to address; the ranges must not overlap.
 
-    The interpreter's lock is let go only for copies that outlast getting it back.
+    The interpreter's lock is let go only for copies that outlast getting it back, and these go
+    past the processor's cache.
     """
     if nbytes < _SMALL_BYTES:
         _move_small(target, source, nbytes)

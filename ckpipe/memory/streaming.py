@@ -1,0 +1,97 @@
+"""Copies whose bytes go past the processor's cache: a third faster for what is not read again soon.
+
+Theory. An ordinary store first fetches the line that it writes to, so a copy moves three bytes for
+each byte copied, and two where its stores are *non-temporal*. The C library knows that, and takes
+them from a size on that it derives from the third level of cache: on servers that is more than any
+block or chunk here (240 MB where this was measured), so it never does. Torch does not at all. What
+a save stages and what a load delivers is much larger than caches, and is next read by a device, or
+not for a long time.
+
+No package has such a copy, and there is no compiler at installation. So the loop is given to the
+processor as it is: 27 instructions that every x86-64 has (SSE2), in memory of their own that may be
+executed and no longer written. They keep to the C calling convention (System V ABI, AMD64
+supplement), call nothing, and use no stack. Elsewhere, or where the system allows no such memory,
+the C library copies.
+
+Measured on two cores, 1.5 GB in pieces of 16 MiB: 43 ms where the C library takes 62, and 65 in a
+phase of a shared machine where it takes 95.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import sys
+from collections.abc import Callable
+
+Move = Callable[[int, int, int], object]
+"""Copies bytes: to an address, from an address, so many."""
+
+LEAST_BYTES = 64
+"""A streaming copy must not be asked for fewer bytes."""
+
+# On entry rdi is the target, rsi the source and rdx the number of bytes. First the target is
+# brought to the beginning of a cache line, then 64 bytes are moved at a time, then the rest.
+_INSTRUCTIONS = (
+    "f3 0f 1e fa",  #           endbr64
+    "89 f9",  #                 mov ecx, edi
+    "f7 d9",  #                 neg ecx
+    "83 e1 3f",  #              and ecx, 63
+    "48 29 ca",  #              sub rdx, rcx
+    "f3 a4",  #                 rep movsb
+    "48 89 d1",  #              mov rcx, rdx
+    "83 e2 3f",  #              and edx, 63
+    "48 c1 e9 06",  #           shr rcx, 6
+    "74 3a",  #                 jz past the loop
+    "0f 18 86 00 04 00 00",  #  prefetchnta [rsi + 1024]; beyond the end it does nothing
+    "f3 0f 6f 06",  #           movdqu xmm0, [rsi]
+    "f3 0f 6f 4e 10",  #        movdqu xmm1, [rsi + 16]
+    "f3 0f 6f 56 20",  #        movdqu xmm2, [rsi + 32]
+    "f3 0f 6f 5e 30",  #        movdqu xmm3, [rsi + 48]
+    "66 0f e7 07",  #           movntdq [rdi], xmm0
+    "66 0f e7 4f 10",  #        movntdq [rdi + 16], xmm1
+    "66 0f e7 57 20",  #        movntdq [rdi + 32], xmm2
+    "66 0f e7 5f 30",  #        movntdq [rdi + 48], xmm3
+    "48 83 c6 40",  #           add rsi, 64
+    "48 83 c7 40",  #           add rdi, 64
+    "48 ff c9",  #              dec rcx
+    "75 c6",  #                 jnz to the prefetch
+    "0f ae f8",  #              sfence: what was streamed is seen before what is stored later
+    "89 d1",  #                 mov ecx, edx
+    "f3 a4",  #                 rep movsb
+    "c3",  #                    ret
+)
+
+
+def streaming_copy() -> Move | None:
+    """Makes a copy that lets the interpreter's lock go; None where there can be none."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
+        return None
+    code = bytes.fromhex("".join(_INSTRUCTIONS))
+    try:
+        address = _executable(code)
+    except OSError:  # a policy of the system, such as SELinux's, does not allow it
+        return None
+    return _PROTOTYPE(address)
+
+
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_kept: list[mmap.mmap] = []
+"""What holds code, for as long as the process lives: a copy may be called at any time."""
+
+
+def _executable(code: bytes) -> int:
+    memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if _libc.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
+        raise OSError(ctypes.get_errno(), "no memory to execute")
+    _kept.append(memory)
+    return address
+
+
+__all__ = ["LEAST_BYTES", "Move", "streaming_copy"]

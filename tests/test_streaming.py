@@ -1,0 +1,94 @@
+"""Copies past the processor's cache: every byte, no other byte, and where there can be none."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy
+
+copy = streaming_copy()
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="there is none elsewhere"
+)
+
+GUARD = 0xA5
+
+
+def test_there_is_a_copy_on_this_processor() -> None:
+    assert copy is not None
+
+
+@given(
+    nbytes=st.integers(LEAST_BYTES, 3 * LEAST_BYTES) | st.integers(LEAST_BYTES, 100_000),
+    source_shift=st.integers(0, 70),
+    target_shift=st.integers(0, 70),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_copies_every_byte_and_no_other(
+    nbytes: int, source_shift: int, target_shift: int, seed: int
+) -> None:
+    assert copy is not None
+    source = np.random.default_rng(seed).integers(0, 256, nbytes + 160, np.uint8)
+    target = np.full(nbytes + 160, GUARD, np.uint8)
+    before = source.copy()
+    copy(target.ctypes.data + target_shift, source.ctypes.data + source_shift, nbytes)
+    end = target_shift + nbytes
+    assert (target[target_shift:end] == source[source_shift : source_shift + nbytes]).all()
+    assert (target[:target_shift] == GUARD).all()
+    assert (target[end:] == GUARD).all()
+    assert (source == before).all()
+
+
+def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None:
+    assert copy is not None
+    source, target = _before_a_wall(b"\x11"), _before_a_wall(b"\x22")
+    for nbytes in (LEAST_BYTES, 1000, mmap.PAGESIZE - 1, 2 * mmap.PAGESIZE):
+        copy(target - nbytes, source - nbytes, nbytes)
+        assert ctypes.string_at(target - nbytes, nbytes) == b"\x11" * nbytes
+
+
+_walls: list[mmap.mmap] = []
+
+
+def _before_a_wall(value: bytes) -> int:
+    """The address behind two pages of memory, where a page begins that nobody may touch."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 3 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(value * 2 * page)
+    _walls.append(memory)
+    wall = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 2 * page
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(wall, page, 0) == 0
+    return wall
+
+
+STRICT = """
+import ctypes
+refuse_new_code, option = 1, 65  # PR_MDWE_REFUSE_EXEC_GAIN of PR_SET_MDWE, <linux/prctl.h>
+if ctypes.CDLL(None).prctl(option, refuse_new_code, 0, 0, 0):
+    raise SystemExit("no such policy")
+from ckpipe.memory.raw_memory import copy_bytes
+from ckpipe.memory.streaming import streaming_copy
+assert streaming_copy() is None
+source, target = (ctypes.c_char * 300_000)(*b"abc" * 100_000), (ctypes.c_char * 300_000)()
+copy_bytes(ctypes.addressof(target), ctypes.addressof(source), 300_000)
+assert target.raw == source.raw
+"""
+
+
+def test_the_c_library_copies_where_the_system_allows_no_new_code() -> None:
+    run = subprocess.run([sys.executable, "-c", STRICT], capture_output=True, text=True)
+    if "no such policy" in run.stderr:
+        pytest.skip("the kernel has no such policy, which came with Linux 6.3")
+    assert run.returncode == 0, run.stderr
