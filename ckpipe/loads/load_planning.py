@@ -61,6 +61,22 @@ class Piece(NamedTuple):
     checksum: int
 
 
+class Fragment(NamedTuple):
+    """A part of a chunk in a read that does not bring all of it.
+
+    Args:
+        piece: The chunk; where it is in a read says nothing.
+        begin: Where the part begins in the chunk.
+        at: Where it is in the read's bytes.
+        size: Its length in bytes.
+    """
+
+    piece: Piece
+    begin: int
+    at: int
+    size: int
+
+
 # Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
 _piece = partial(tuple.__new__, Piece)
 
@@ -74,12 +90,14 @@ class Read:
         offset: Where the range begins in the file, in bytes.
         size: Its length in bytes.
         pieces: The chunks in it, by position.
+        fragments: The parts of chunks in it, whose rest other reads bring.
     """
 
     file: int
     offset: int
     size: int
     pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

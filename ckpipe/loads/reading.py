@@ -20,13 +20,9 @@ import os
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 
 import anyio
-import anyio.from_thread
 import anyio.to_thread
-import torch
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -40,6 +36,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.object_names import data_file_key
+from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shown
 from ckpipe.loads.destinations import Destination
 from ckpipe.loads.load_planning import (
     EntryTable,
@@ -50,71 +47,17 @@ from ckpipe.loads.load_planning import (
     batched,
     plan_reads,
 )
+from ckpipe.loads.read_parts import in_parts
 from ckpipe.loads.read_queue import ReadQueue
-from ckpipe.loads.read_tail import with_finer_tail
 from ckpipe.memory.arena import Arena
-from ckpipe.memory.raw_memory import address_of
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
 _VIEW_BYTES = 128 << 20
 """Of how many bytes together the store is asked whether it has them in memory, if not of all."""
 
-_RUNS = 4
-"""Of how many parts a deliverer takes one at a time of a read that is in memory already. They are
-small, so that all deliverers end at about the same time."""
-
 DELIVERERS = min(8, len(os.sched_getaffinity(0)))
 """Worker threads that verify and deliver."""
-
-
-@dataclass(slots=True)
-class ReadTally:
-    """How much was read so far, and whether anything was delivered.
-
-    Args:
-        bytes: Bytes read.
-        reads: Requests made.
-        seconds: Time spent.
-        delivered: Whether verified bytes have left the buffers.
-    """
-
-    bytes: int = 0
-    reads: int = 0
-    seconds: float = 0.0
-    delivered: bool = False
-
-
-_Run = tuple[int, Sequence[Piece]]
-"""Chunks that a deliverer takes together, and where the read that they are of begins."""
-
-
-@dataclass(slots=True)
-class _Arrived:
-    """Bytes of reads of one file that follow one another.
-
-    Args:
-        file: The number of the file.
-        source: The bytes.
-        runs: What nobody has taken yet. Deliverers draw from it at the same time, which the
-            interpreter's lock makes safe for the iterator of a list.
-        buffer: The buffer that the bytes are in, if any.
-    """
-
-    file: int
-    source: memoryview
-    runs: Iterator[_Run]
-    buffer: memoryview | None = None
-
-
-def _shown(reads: list[Read], source: memoryview) -> _Arrived:
-    """What is delivered from where it is, by several deliverers."""
-    begin, runs = reads[0].offset, list[_Run]()
-    for read in reads:
-        count = -(-len(read.pieces) // _RUNS)
-        for first in range(0, len(read.pieces), count):
-            runs.append((read.offset - begin, read.pieces[first : first + count]))
-    return _Arrived(reads[0].file, source, iter(runs))
 
 
 class Reader:
@@ -163,10 +106,11 @@ class Reader:
         reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
         pending = ReadQueue(batched(reads))
         free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
-        arrived_out, arrived = create_memory_object_stream[_Arrived](0)
+        arrived_out, arrived = create_memory_object_stream[Arrived](0)
         for buffer in self._buffers:
             free_out.send_nowait(buffer)
         failures: list[Exception] = []
+        delivery = Delivery(destinations, self.tally)
 
         async def attempt(work: Awaitable[None]) -> None:
             try:
@@ -180,7 +124,7 @@ class Reader:
                 lane = self._lane(data, pending, free, arrived_out.clone())
                 group.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
             for number in range(min(DELIVERERS, len(reads))):
-                deliverer = self._deliverer(data, arrived.clone(), free_out, destinations)
+                deliverer = self._deliverer(data, arrived.clone(), free_out, delivery)
                 group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
         self.tally.seconds += time.perf_counter() - started
         if failures:
@@ -192,16 +136,16 @@ class Reader:
         data: EntryTable,
         pending: ReadQueue,
         free: MemoryObjectReceiveStream[memoryview],
-        out: MemoryObjectSendStream[_Arrived],
+        out: MemoryObjectSendStream[Arrived],
     ) -> None:
         async with out:
             while (found := await pending.next()) is not None:
                 if isinstance(found, Read):
                     read = found
-                elif (shown := await self._view(data, found)) is not None:
+                elif (seen := await self._view(data, found)) is not None:
                     pending.settle()
                     for _ in range(min(DELIVERERS, len(found))):
-                        await out.send(shown)
+                        await out.send(seen)
                     continue
                 elif len(smaller := list(batched(found, _VIEW_BYTES))) > 1:
                     pending.divide(smaller)
@@ -212,19 +156,21 @@ class Reader:
                 buffer = await free.receive()
                 rank, name = data.ranks[read.file], data.files[read.file].name
                 source = await self._filled(rank, name, read.offset, buffer[: read.size])
-                await out.send(_Arrived(read.file, source, iter([(0, read.pieces)]), buffer))
+                run = (0, read.pieces, read.fragments)
+                await out.send(Arrived(read.file, source, iter([run]), buffer))
 
     async def _deliverer(
         self,
         data: EntryTable,
-        inbox: MemoryObjectReceiveStream[_Arrived],
+        inbox: MemoryObjectReceiveStream[Arrived],
         free: MemoryObjectSendStream[memoryview],
-        destinations: Mapping[int, Sequence[Destination]],
+        delivery: Delivery,
     ) -> None:
         async with inbox:
             async for arrived in inbox:
-                put = partial(_put, arrived, destinations, self.tally)
-                self._check(data, arrived.file, await anyio.to_thread.run_sync(put))
+                self._check(
+                    data, arrived.file, await anyio.to_thread.run_sync(delivery.put, arrived)
+                )
                 if arrived.buffer is not None:
                     free.send_nowait(arrived.buffer)
 
@@ -268,7 +214,7 @@ class Reader:
                 key=key,
             )
 
-    async def _view(self, data: EntryTable, batch: list[Read]) -> _Arrived | None:
+    async def _view(self, data: EntryTable, batch: list[Read]) -> Arrived | None:
         """What reads bring where it is in memory already, if it is and the store shows it."""
         first, last = batch[0], batch[-1]
         size = last.offset + last.size - first.offset
@@ -280,7 +226,7 @@ class Reader:
         self.tally.reads += 1
         self.tally.bytes += size
         self.views.append(view)
-        return _shown(batch, view)
+        return shown(batch, view)
 
     async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
         """The buffer, filled with a range of a file."""
@@ -343,29 +289,4 @@ def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: in
     with collector_paused():
         reads = plan_reads(data, needs, limits)
         # Where reads are to be aligned there is a disk, which all lanes share to the end.
-        return reads if limits.alignment > 1 else list(with_finer_tail(reads, lanes))
-
-
-def _put(
-    arrived: _Arrived, destinations: Mapping[int, Sequence[Destination]], tally: ReadTally
-) -> Piece | None:
-    """Verifies the chunks of what arrived and delivers each; stops at a bad one, and returns it.
-
-    Args:
-        arrived: What arrived, of which others may deliver a part meanwhile.
-        destinations: Who takes the bytes of an entry.
-        tally: Is told that something was delivered.
-    """
-    source = arrived.source
-    address = address_of(source)
-    with torch.no_grad():
-        for shift, pieces in arrived.runs:
-            anyio.from_thread.check_cancelled()
-            for entry, lo, hi, at, checksum in pieces:
-                begin = shift + at
-                if crc32c(source[begin : begin + hi - lo]) != checksum:
-                    return Piece(entry, lo, hi, at, checksum)
-                for destination in destinations.get(entry, ()):
-                    tally.delivered = True
-                    destination.put(address + begin, lo, hi)
-    return None
+        return reads if limits.alignment > 1 else list(in_parts(reads, limits.read_bytes, lanes))

@@ -21,11 +21,12 @@ from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, Usa
 from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.trees import children_of, shared_containers
+from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.load_planning import EntryTable, PartData, entry_table
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
 from ckpipe.loads.per_rank import PerRankPolicy
-from ckpipe.loads.reading import Reader, ReadTally, lane_buffers
+from ckpipe.loads.reading import Reader, lane_buffers
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.saved_state import fitted, labels_of, lacks, state_for, without
 from ckpipe.loads.selecting import pruned, unmatched

@@ -1,0 +1,126 @@
+"""What deliverers do, in threads: verify what arrived, and hand it to its destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio.from_thread
+import torch
+
+from ckpipe.format.checksum import crc32c
+from ckpipe.loads.destinations import Destination
+from ckpipe.loads.load_planning import Fragment, Piece, Read
+from ckpipe.loads.seams import Seams
+from ckpipe.memory.raw_memory import address_of
+
+_RUNS = 4
+"""Of how many parts a deliverer takes one at a time of a read that is in memory already. They are
+small, so that all deliverers end at about the same time."""
+
+
+@dataclass(slots=True)
+class ReadTally:
+    """How much was read so far, and whether anything was delivered.
+
+    Args:
+        bytes: Bytes read.
+        reads: Requests made.
+        seconds: Time spent.
+        delivered: Whether verified bytes have left the buffers.
+    """
+
+    bytes: int = 0
+    reads: int = 0
+    seconds: float = 0.0
+    delivered: bool = False
+
+
+_Run = tuple[int, Sequence[Piece], Sequence[Fragment]]
+"""Chunks that a deliverer takes together, and parts of chunks; and where their read begins."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """Bytes of reads of one file that follow one another.
+
+    Args:
+        file: The number of the file.
+        source: The bytes.
+        runs: What nobody has taken yet. Deliverers draw from it at the same time, which the
+            interpreter's lock makes safe for the iterator of a list.
+        buffer: The buffer that the bytes are in, if any.
+    """
+
+    file: int
+    source: memoryview
+    runs: Iterator[_Run]
+    buffer: memoryview | None = None
+
+
+def shown(reads: list[Read], source: memoryview) -> Arrived:
+    """What is delivered from where it is, by several deliverers."""
+    begin, runs = reads[0].offset, list[_Run]()
+    for read in reads:
+        count = max(1, -(-len(read.pieces) // _RUNS))
+        for first in range(0, len(read.pieces), count):
+            runs.append((read.offset - begin, read.pieces[first : first + count], ()))
+        if read.fragments:
+            runs.append((read.offset - begin, (), read.fragments))
+    return Arrived(reads[0].file, source, iter(runs))
+
+
+class Delivery:
+    """One delivery, by several threads at a time.
+
+    Args:
+        destinations: Who takes the bytes of an entry.
+        tally: Is told that something was delivered.
+    """
+
+    def __init__(self, destinations: Mapping[int, Sequence[Destination]], tally: ReadTally) -> None:
+        self._destinations, self._tally, self._seams = destinations, tally, Seams()
+
+    def put(self, arrived: Arrived) -> Piece | None:
+        """Verifies the chunks of what arrived and delivers each; blocks.
+
+        Args:
+            arrived: What arrived, of which others may deliver a part meanwhile.
+
+        Returns:
+            The first bad chunk, behind which nothing is delivered; None if there is none.
+        """
+        address = address_of(arrived.source)
+        with torch.no_grad():
+            for shift, pieces, fragments in arrived.runs:
+                anyio.from_thread.check_cancelled()
+                for piece in pieces:
+                    begin = shift + piece.at
+                    chunk = arrived.source[begin : begin + piece.hi - piece.lo]
+                    if not self._take(piece, chunk, address + begin):
+                        return piece
+                for fragment in fragments:
+                    if not self._join(fragment, address + shift + fragment.at):
+                        return fragment.piece
+        return None
+
+    def _join(self, fragment: Fragment, source: int) -> bool:
+        """Takes the chunk of a fragment, if the rest of it is there."""
+        chunk = self._seams.add(fragment, source)
+        if chunk is None:
+            return True
+        taken = self._take(fragment.piece, chunk, address_of(chunk))
+        self._seams.give_back(chunk)
+        return taken
+
+    def _take(self, piece: Piece, chunk: memoryview, address: int) -> bool:
+        """Verifies a chunk and hands it on; whether it is what was saved."""
+        if crc32c(chunk) != piece.checksum:
+            return False
+        for destination in self._destinations.get(piece.entry, ()):
+            self._tally.delivered = True
+            destination.put(address, piece.lo, piece.hi)
+        return True
+
+
+__all__ = ["Arrived", "Delivery", "ReadTally", "shown"]
