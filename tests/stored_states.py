@@ -10,7 +10,7 @@ import torch
 
 from ckpipe.backend import Backend
 from ckpipe.format.cargo import file_rows
-from ckpipe.format.checksum import ChunkSums, crc32c
+from ckpipe.format.checksum import ChunkSums, SumTable, crc32c
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure, TensorRow
 from ckpipe.format.object_names import data_file_key
@@ -34,7 +34,7 @@ async def store(
     """Writes the data files of a rank's state and returns what its manifest would say."""
     captured = capture(state, pickling=pickling)
     plan = LocalPlanner().plan(captured, rank=rank, world_size=world_size)
-    sums = ChunkSums([entry.nbytes for entry in plan.layout.entries])
+    sums = ChunkSums(SumTable([entry.nbytes for entry in plan.layout.entries]))
     images = _images(captured, plan, sums)
     for file, image in zip(plan.files, images, strict=True):
         upload = await backend.open_upload(

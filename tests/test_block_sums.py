@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import torch
@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe.backend import Upload
-from ckpipe.format.cargo import BlockPlace, Span
+from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.saves.block_sums import BlockSums, block_checksum, checksum_block, compute, joined
+from ckpipe.format.manifest import EntryRow, Layout
+from ckpipe.saves.block_sums import BlockSums, block_checksum, compute, joined
 from ckpipe.testing import MemoryBackend
 
 
@@ -41,45 +42,58 @@ def block(parts: list[tuple[int, int, int]]) -> Filled:
     return Filled(BlockPlace(0, 0, at, tuple(spans)), memoryview(data))
 
 
+def cargo_of(*blocks: Filled) -> Cargo:
+    """What blocks are of whose pieces end their entries."""
+    sizes = {span.entry: span.hi for filled in blocks for span in filled.plan.spans}
+    entries = [EntryRow(f"{n}", "U8", (size,), 0, 0, size) for n, size in sorted(sizes.items())]
+    size = sum(filled.plan.nbytes for filled in blocks)
+    file = FilePlan("rank-00000.safetensors", b"", range(len(entries)), size)
+    return Cargo((file,), Layout(tuple(entries), ()), tuple(filled.plan for filled in blocks))
+
+
 near_a_chunk = st.integers(CHUNK_BYTES - 40, CHUNK_BYTES + 5)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), near_a_chunk, st.integers(1, 90)), max_size=9))
-def test_the_checksum_of_a_block_follows_from_those_of_its_pieces(
+async def test_the_checksum_of_a_block_follows_from_those_of_its_pieces(
     parts: list[tuple[int, int, int]],
 ) -> None:
     filled = block(parts)
-    filled.sums.pieces = checksum_block(filled)
-    assert joined(filled) == crc32c(filled.data)
+    cargo = cargo_of(filled)
+    await compute(cargo, [filled])
+    assert joined(cargo, filled) == crc32c(filled.data)
 
 
-def test_pieces_in_another_order_do_as_well() -> None:
+async def test_pieces_in_another_order_do_as_well() -> None:
     filled = block([(1, 0, 20), (2, 0, 30)])
     plan = filled.plan
     turned = Filled(BlockPlace(0, 0, plan.nbytes, plan.spans[::-1]), filled.data)
-    turned.sums.pieces = checksum_block(turned)
-    assert joined(turned) == crc32c(filled.data)
+    cargo = cargo_of(turned)
+    await compute(cargo, [turned])
+    assert joined(cargo, turned) == crc32c(filled.data)
 
 
 async def test_who_comes_second_waits_and_finds_them() -> None:
     blocks = [block([(4, 0, 100)]), block([(5, CHUNK_BYTES - 7, 300)])]
+    blocks[1].plan = replace(blocks[1].plan, offset=4096)
+    cargo = cargo_of(*blocks)
     found: list[int] = []
 
     async def ask(filled: Filled) -> None:
-        found.append(await block_checksum(filled))
+        found.append(await block_checksum(cargo, filled))
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(compute, blocks)
+        tasks.start_soon(compute, cargo, blocks)
         tasks.start_soon(ask, blocks[0])
         tasks.start_soon(ask, blocks[1])
-        tasks.start_soon(compute, blocks[::-1])
+        tasks.start_soon(compute, cargo, blocks[::-1])
     assert sorted(found) == sorted(crc32c(filled.data) for filled in blocks)
-    assert [len(filled.sums.pieces) for filled in blocks] == [1, 2]
+    assert [len(filled.sums.values) for filled in blocks] == [1, 2]
 
 
 async def test_large_gaps_are_summed_beside_the_loop() -> None:
     filled = block([(1 << 19, 0, 10)])
-    assert await block_checksum(filled) == crc32c(filled.data)
+    assert await block_checksum(cargo_of(filled), filled) == crc32c(filled.data)
 
 
 class _Told(Upload):

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.format import checksum
-from ckpipe.format.checksum import ChunkSums, chunk_count, chunk_spans, combine, crc32c
+from ckpipe.format.checksum import (
+    ChunkSums,
+    SumTable,
+    chunk_count,
+    chunk_spans,
+    combine,
+    crc32c,
+    crc32c_of_each,
+)
 
 
 def slow_crc32c(data: bytes) -> int:
@@ -67,7 +75,7 @@ def test_sums_come_out_the_same_however_blocks_are_cut(data: st.DataObject) -> N
             bounds = sorted({0, size, *cuts})
             for begin, stop in itertools.pairwise(bounds):
                 pieces += [(entry, lo, hi) for _, lo, hi in chunk_spans(begin, stop)]
-        sums = ChunkSums(sizes)
+        sums = ChunkSums(SumTable(sizes))
         for entry, lo, hi in data.draw(st.permutations(pieces)):
             sums.add(entry, lo, hi, crc32c(content[entry][lo:hi]))
         assert sums.finished() == [
@@ -76,8 +84,34 @@ def test_sums_come_out_the_same_however_blocks_are_cut(data: st.DataObject) -> N
         assert len(sums.finished()) == sum(map(chunk_count, sizes))
 
 
+@given(st.data())
+def test_sums_of_blocks_are_those_of_their_pieces(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksum, "CHUNK_BYTES", 16)
+        sizes = data.draw(st.lists(st.integers(0, 70), max_size=6))
+        block_bytes = data.draw(st.integers(1, 90))
+        image = random.Random(len(sizes)).randbytes(sum(sizes))
+        begins = [0, *itertools.accumulate(sizes)]
+        table = SumTable(sizes)
+        sums = ChunkSums(table)
+        offsets = list(range(0, len(image), block_bytes))
+        for offset in data.draw(st.permutations(offsets)):
+            block = memoryview(image)[offset : offset + block_bytes]
+            spans = []
+            for entry, (begin, end) in enumerate(itertools.pairwise(begins)):
+                lo, hi = max(begin, offset), min(end, offset + len(block))
+                if lo < hi:
+                    spans.append((entry, lo - begin, hi - begin, lo - offset))
+            cuts = table.cuts(spans)
+            sums.add_block(cuts, crc32c_of_each(block, cuts.begins, cuts.ends))
+        whole = [image[begin:end] for begin, end in itertools.pairwise(begins)]
+        assert sums.finished() == [
+            crc32c(each[lo : lo + 16]) for each in whole for lo in range(0, len(each), 16)
+        ]
+
+
 def test_missing_piece_is_noticed() -> None:
-    sums = ChunkSums([(1 << 20) + 8])
+    sums = ChunkSums(SumTable([(1 << 20) + 8]))
     sums.add(0, 0, 1 << 20, 1)
     sums.add(0, 1 << 20, (1 << 20) + 4, 2)
     with pytest.raises(AssertionError, match="never checksummed"):

@@ -33,7 +33,7 @@ from ckpipe._worker.messages import (
 )
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
-from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, TensorRow
+from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 from ckpipe.worker.worker_state import ProcessState, hangs, parse_state
 
@@ -60,7 +60,9 @@ PLAIN = st.recursive(
     [
         NewCargo(3, CARGO),
         Begin(1, ID, 12.5, 3, None, False),
-        NewShape(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),)),
+        NewShape(
+            Structure(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),), 2)
+        ),
         Told(Completed(str(ID), 7, 0, INFO)),
         Told(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
         Ended(1, None, True, {"zero": 1.0}),
@@ -83,10 +85,12 @@ def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
     class Text(str):
         __slots__ = ()
 
-    again = decode(encode(NewShape([Text("dict"), {Text("k"): (Text("v"),)}], ()))[8:])
-    assert again == NewShape(["dict", {"k": ("v",)}], ())
+    again = decode(
+        encode(NewShape(Structure([Text("dict"), {Text("k"): (Text("v"),)}], (), 0)))[8:]
+    )
+    assert again == NewShape(Structure(["dict", {"k": ("v",)}], (), 0))
     assert isinstance(again, NewShape)
-    assert type(again.tree[0]) is str
+    assert type(again.structure.tree[0]) is str
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +124,7 @@ def test_an_error_of_a_plugin_is_of_the_kind_that_it_extends() -> None:
 async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     left, right = (Channel(each) for each in socket_pair())
     read, write = os.pipe()
-    shape = NewShape(["x" * 3_000_000], ())
+    shape = NewShape(Structure(["x" * 3_000_000], (), 0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(left.serve)
         left.post(shape)

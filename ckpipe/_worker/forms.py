@@ -19,7 +19,7 @@ from ckpipe import errors, events
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
-from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, TensorRow
+from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ TIME: Part = (datetime.isoformat, datetime.fromisoformat)
 
 ID = Form(CheckpointId)
 INFO = Form(CheckpointInfo, saved_at=optional(TIME))
-TENSORS = Form(TensorRow)
+STRUCTURE = Form(Structure, tensors=Form(TensorRow).rows)
 LAYOUT = Form(Layout, entries=Form(EntryRow).rows, chunks=Form(ChunkRow).rows)
 CARGO = Form(
     Cargo,
@@ -201,7 +201,7 @@ __all__ = [
     "EVENT",
     "ID",
     "INFO",
-    "TENSORS",
+    "STRUCTURE",
     "Form",
     "Part",
     "is_plain",

@@ -11,10 +11,11 @@ import anyio
 from anyio import create_memory_object_stream
 
 from ckpipe._worker.channel import Channel
-from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, NewShape, Segment, Settled
+from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, Segment, Settled
 from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.format.cargo import BlockPlace, Cargo
+from ckpipe.format.manifest import Structure
 from ckpipe.memory.shared_mapping import map_to_read
 from ckpipe.saves.block_sums import BlockSums
 from ckpipe.saves.delivery import Contents, Delivery, Depot
@@ -105,14 +106,14 @@ class Job(Delivery[SharedBlock]):
             known = self._blocks[block.number] = SharedBlock(block.number, plan, view)
         (self._filled if block.use == "upload" else self._unsummed).send_nowait(known)
 
-    def seal(self, handed: Handed, shape: NewShape) -> None:
+    def seal(self, handed: Handed, structure: Structure) -> None:
         """Takes what the manifest says; no blocks come after it."""
         self.clock.absorb(handed.clock)
         self.replanned = handed.planned
         self.captured_seconds, self.staged_seconds = handed.captured_seconds, handed.staged_seconds
         self._contents = Contents(
-            shape.tree, shape.tensors, handed.values, handed.started, handed.writer,
-            handed.metadata, handed.metrics, handed.final,
+            structure, handed.values, handed.started, handed.writer, handed.metadata,
+            handed.metrics, handed.final,
         )  # fmt: skip
         self._unsummed.close()
         self._filled.close()

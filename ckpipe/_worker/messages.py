@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckpipe._worker.forms import CARGO, ERROR, EVENT, ID, INFO, TENSORS, Form, optional, plain
+from ckpipe._worker.forms import CARGO, ERROR, EVENT, ID, INFO, STRUCTURE, Form, optional, plain
 from ckpipe.events import Event
 from ckpipe.format.cargo import Cargo
 from ckpipe.format.keys import Json
-from ckpipe.format.manifest import TensorRow
+from ckpipe.format.manifest import Structure
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 VERSION = 1
@@ -142,8 +142,7 @@ class Block:
 class NewShape:
     """What the structures of states look like from now on, until there is another."""
 
-    tree: list[Any]
-    tensors: tuple[TensorRow, ...]
+    structure: Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ Message = (
 _NESTED: dict[type[Any], dict[str, Any]] = {
     NewCargo: {"cargo": CARGO.part},
     Begin: {"id": ID.part},
-    NewShape: {"tensors": TENSORS.rows},
+    NewShape: {"structure": STRUCTURE.part},
     Unable: {"error": ERROR},
     Told: {"event": EVENT},
     Settled: {"info": INFO.part},

@@ -40,6 +40,7 @@ from ckpipe.checkpoints.leases import Lease
 from ckpipe.errors import first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.format.cargo import Cargo
+from ckpipe.format.manifest import Structure
 from ckpipe.format.object_names import launch_id
 from ckpipe.retention import from_data
 from ckpipe.saves.delivery import Depot
@@ -68,7 +69,7 @@ class Service:
         self._channel, self._hello = channel, hello
         self._memory = SharedMemory()
         self._cargoes: dict[int, Cargo] = {}
-        self._shape: NewShape | None = None
+        self._structure: Structure | None = None
         self._jobs: dict[int, Job] = {}
         self._listening = anyio.CancelScope()
         self._stopped = False
@@ -142,15 +143,16 @@ class Service:
                 while len(self._cargoes) > MOST_CARGOES:
                     del self._cargoes[min(self._cargoes)]
             case NewShape():
-                self._shape = message
+                self._structure = message.structure
             case Begin():
                 self._begin(message, jobs)
             case Block():
                 if (job := self._jobs.get(message.save)) is not None:
                     job.take(message, self._memory)
             case Handed():
-                if (job := self._jobs.get(message.save)) is not None and self._shape is not None:
-                    job.seal(message, self._shape)
+                job, structure = self._jobs.get(message.save), self._structure
+                if job is not None and structure is not None:
+                    job.seal(message, structure)
             case GiveUp():
                 if (job := self._jobs.get(message.save)) is not None:
                     job.give_up()

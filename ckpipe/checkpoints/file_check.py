@@ -11,7 +11,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpipe.format.checksum import CHUNK_BYTES, ChunkSums, chunk_count, chunk_spans, combine, crc32c
+from ckpipe.format.checksum import (
+    CHUNK_BYTES,
+    ChunkSums,
+    SumTable,
+    chunk_count,
+    chunk_spans,
+    combine,
+    crc32c,
+)
 from ckpipe.loads.load_planning import PartData
 
 
@@ -50,7 +58,7 @@ class FileCheck:
         self._expected = [
             data.checksums[data.first_sums[n] : data.first_sums[n + 1]] for n in numbers
         ]
-        self._sums = ChunkSums(self._sizes)
+        self._sums = ChunkSums(SumTable(self._sizes))
 
     @property
     def size(self) -> int:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from ckpipe.format.checksum import BlockCuts, SumTable, crc32c
 from ckpipe.format.manifest import FileRow, Layout
 
 
@@ -62,9 +64,11 @@ class BlockPlace:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cargo:
     """All that one rank stores in a save; the same for every save of one structure.
+
+    What follows from it alone is worked out once, and kept for as long as the cargo is.
 
     Args:
         files: The data files.
@@ -76,15 +80,32 @@ class Cargo:
     layout: Layout
     blocks: Sequence[BlockPlace]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of all data files."""
         return sum(file.size for file in self.files)
 
-    @property
-    def entry_sizes(self) -> list[int]:
-        """Bytes of each entry."""
-        return [entry.nbytes for entry in self.layout.entries]
+    @cached_property
+    def header_sums(self) -> list[int]:
+        """CRC-32C of each file's header."""
+        return [crc32c(file.header) for file in self.files]
+
+    @cached_property
+    def sum_table(self) -> SumTable:
+        """Where the checksums of its entries stand."""
+        return SumTable([entry.nbytes for entry in self.layout.entries])
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[int, int], BlockCuts]:
+        return {}
+
+    def cuts(self, block: BlockPlace) -> BlockCuts:
+        """How one of its blocks is checksummed; for any thread."""
+        known = self._cuts.get((block.file, block.offset))
+        if known is None:
+            spans = ((span.entry, span.lo, span.hi, span.at) for span in block.spans)
+            known = self._cuts[block.file, block.offset] = self.sum_table.cuts(spans)
+        return known
 
 
 def file_rows(files: Sequence[FilePlan], header_sums: list[int]) -> tuple[FileRow, ...]:

@@ -8,7 +8,10 @@ first use, since importing it costs as much as the rest of ckpipe.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 CHUNK_BYTES = 1 << 20
 """Every entry has one checksum for each mebibyte, counted from the entry's own start."""
@@ -36,6 +39,15 @@ def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
     return value
 
 
+def crc32c_of_each(data: memoryview, begins: Iterable[int], ends: Iterable[int]) -> list[int]:
+    """The CRC-32C of each of some parts of ``data``.
+
+    The loop is one of Python, so that another thread gets the interpreter between two parts.
+    """
+    compute = _runtime()[0]
+    return [compute(data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+
+
 def combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC-32C of two pieces joined, from the sums of both and the length of the second."""
     value: int = _runtime()[1](first, second, second_bytes)
@@ -60,37 +72,113 @@ def chunk_spans(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         lo = end
 
 
-class ChunkSums:
-    """The checksums of one data file's entries, put together from pieces in any order.
+@dataclass(frozen=True, slots=True)
+class BlockCuts:
+    """Which checksums are computed of a block, and where they stand among those of all entries.
 
-    A chunk that straddles two blocks arrives as two pieces, perhaps the second first; the sums
-    of the pieces are combined once both are there.
+    Args:
+        begins: Where each piece begins in the block, in bytes.
+        ends: Where it ends.
+        runs: Pieces that are whole chunks and stand behind each other: where the first stands, its
+            number among the pieces, and how many they are.
+        parts: All other pieces: the number, the entry, and where they begin and end in that.
+    """
+
+    begins: Sequence[int]
+    ends: Sequence[int]
+    runs: tuple[tuple[int, int, int], ...]
+    parts: tuple[tuple[int, int, int, int], ...]
+
+
+class SumTable:
+    """Where the checksums of each entry stand in the list of all.
+
+    It follows from the sizes of the entries alone, so that saves of one structure share it.
 
     Args:
         sizes: Bytes of each entry.
     """
 
-    def __init__(self, sizes: list[int]) -> None:
-        self._first: list[int] = []
-        total = 0
-        for size in sizes:
-            self._first.append(total)
-            total += chunk_count(size)
-        self._sums: list[int | None] = [None] * total
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self._first = list(accumulate(map(chunk_count, sizes), initial=0))
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def slot(self, entry: int, lo: int, hi: int) -> tuple[int, int, bool]:
+        """Where the sum of a piece belongs: its place, its chunk's size, whether it is all of it.
+
+        Args:
+            entry: The entry.
+            lo: Where the piece begins in it.
+            hi: Where it ends, in the same chunk.
+        """
+        chunk = lo // CHUNK_BYTES
+        start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.sizes[entry])
+        return self._first[entry] + chunk, end - start, (lo, hi) == (start, end)
+
+    def cuts(self, spans: Iterable[tuple[int, int, int, int]]) -> BlockCuts:
+        """How a block is checksummed.
+
+        Args:
+            spans: The parts of entries in it: the entry, where they begin and end in that, and
+                where they begin in the block.
+        """
+        begins, ends = array("q"), array("q")
+        runs: list[tuple[int, int, int]] = []
+        parts: list[tuple[int, int, int, int]] = []
+        for entry, first, last, at in spans:
+            for _, lo, hi in chunk_spans(first, last):
+                number = len(begins)
+                begins.append(at + lo - first)
+                ends.append(at + hi - first)
+                slot, _, whole = self.slot(entry, lo, hi)
+                if not whole:
+                    parts.append((number, entry, lo, hi))
+                elif runs and _follows(runs[-1], slot, number):
+                    runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+                else:
+                    runs.append((slot, number, 1))
+        return BlockCuts(begins, ends, tuple(runs), tuple(parts))
+
+
+def _follows(run: tuple[int, int, int], slot: int, number: int) -> bool:
+    first, at, count = run
+    return (first + count, at + count) == (slot, number)
+
+
+class ChunkSums:
+    """The checksums of one rank's entries, put together from pieces in any order.
+
+    A chunk that straddles two blocks arrives as two pieces, perhaps the second first; the sums
+    of the pieces are combined once both are there.
+
+    Args:
+        table: Where they stand.
+    """
+
+    def __init__(self, table: SumTable) -> None:
+        self._table = table
+        self._sums = [_ABSENT] * len(table)
         self._partial: dict[int, dict[int, tuple[int, int]]] = {}
-        self._sizes = sizes
+
+    def add_block(self, cuts: BlockCuts, values: Sequence[int]) -> None:
+        """Takes the sums of a block's pieces, in their order."""
+        for slot, at, count in cuts.runs:
+            self._sums[slot : slot + count] = values[at : at + count]
+        for at, entry, lo, hi in cuts.parts:
+            self.add(entry, lo, hi, values[at])
 
     def add(self, entry: int, lo: int, hi: int, value: int) -> None:
         """Takes the sum of the piece ``[lo, hi)`` of an entry, which lies in one chunk."""
-        chunk = lo // CHUNK_BYTES
-        start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._sizes[entry])
-        slot = self._first[entry] + chunk
-        if (lo, hi) == (start, end):
+        slot, size, whole = self._table.slot(entry, lo, hi)
+        if whole:
             self._sums[slot] = value
             return
         pieces = self._partial.setdefault(slot, {})
         pieces[lo] = (hi, value)
-        if sum(piece_end - piece_lo for piece_lo, (piece_end, _) in pieces.items()) == end - start:
+        if sum(piece_end - piece_lo for piece_lo, (piece_end, _) in pieces.items()) == size:
             self._sums[slot] = _join(pieces)
             del self._partial[slot]
 
@@ -100,10 +188,13 @@ class ChunkSums:
         Raises:
             AssertionError: If a piece never came.
         """
-        found = [value for value in self._sums if value is not None]
-        if len(found) < len(self._sums):  # no assert: this must hold under python -O too
+        if _ABSENT in self._sums:  # no assert: this must hold under python -O too
             raise AssertionError("a chunk of the data file was never checksummed")
-        return found
+        return self._sums
+
+
+_ABSENT = -1
+"""Stands where there is no checksum yet."""
 
 
 def _join(pieces: dict[int, tuple[int, int]]) -> int:

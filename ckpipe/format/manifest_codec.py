@@ -7,7 +7,7 @@ such things are the same if their JSON is the same text; Python's ``==`` would t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpipe.errors import (
@@ -17,6 +17,7 @@ from ckpipe.errors import (
     UnsupportedState,
     UnsupportedVersion,
 )
+from ckpipe.format.bundle_texts import Texts
 from ckpipe.format.canonical_json import Numbering
 from ckpipe.format.columns import MAX_NUMBER, make_rows, number_lists
 from ckpipe.format.keys import Json
@@ -31,17 +32,15 @@ from ckpipe.format.manifest import (
     Structure,
 )
 from ckpipe.format.manifest_checks import check_bundle, check_dtypes
-from ckpipe.format.manifest_tables import CHUNKS, FILES, PARTS, SHARED, TENSORS, structure_form
+from ckpipe.format.manifest_tables import CHUNKS, FILES, PARTS, SHARED, TENSORS
 from ckpipe.format.sealed_json import Element, seal, unseal
 from ckpipe.format.stored_layouts import (
     LayoutText,
     chunk_rows,
     entry_rows,
-    layout_text,
     lazy_layout,
     read_entries,
     with_names,
-    with_structure,
     without_structure,
 )
 from ckpipe.types import CheckpointId
@@ -55,8 +54,12 @@ MOST_ROWS = 1 << 18
 """Of how many entries and chunks rows are made at once when a bundle is read."""
 
 
-def encode_bundle(bundle: Bundle) -> bytes:
+def encode_bundle(bundle: Bundle, texts: Texts | None = None) -> bytes:
     """The stored form of a bundle: equal bundles make equal bytes.
+
+    Args:
+        bundle: The bundle.
+        texts: Makes, or knows, the texts of structures and layouts.
 
     Raises:
         OversizedMetadata: If it is more than a reader accepts.
@@ -74,8 +77,9 @@ def encode_bundle(bundle: Bundle) -> bytes:
     }
     if bundle.group is not None:
         document["group"] = bundle.group
-    document["structures"] = [structure_form(each) for each in bundle.structures]
-    document["layouts"] = _encode_layouts(bundle)
+    texts = texts or Texts()
+    document["structures"] = texts.structures(bundle)
+    document["layouts"] = texts.layouts(bundle)
     try:
         document.update(_encode_parts(bundle.parts))
         if bundle.kind == "index":
@@ -93,27 +97,17 @@ def encode_bundle(bundle: Bundle) -> bytes:
         ) from None
 
 
-def _encode_layouts(bundle: Bundle) -> Iterator[str]:
-    structure_of: dict[int, int] = {}
-    for part in bundle.parts:
-        structure_of.setdefault(part.layout, part.structure)
-    labels_of = [tuple(row.label for row in each.tensors) for each in bundle.structures]
-    numbers_of = [{label: n for n, label in enumerate(labels)} for labels in labels_of]
-    for number, layout in enumerate(bundle.layouts):
-        structure = structure_of.get(number, 0)
-        labels = labels_of[structure] if labels_of else ()
-        numbers = numbers_of[structure] if numbers_of else {}
-        yield with_structure(layout_text(layout, numbers, labels), structure)
-
-
 def _encode_parts(parts: tuple[Part, ...]) -> dict[str, Json]:
     table = PARTS.encode(parts)
     data: dict[str, Json] = {}
     for name in SHARED:
+        table.pop(name, None)
+        if len(parts) == 1:  # it shares with nobody
+            data[name] = [getattr(parts[0], name)]
+            continue
         numbering = Numbering()
         cells = [numbering.number(getattr(part, name)) for part in parts]
         data[name] = numbering.items
-        table.pop(name, None)
         if any(cells):
             table[name] = cells
     table["files"] = [FILES.encode(files) for files in table["files"]]

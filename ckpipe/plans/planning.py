@@ -75,7 +75,11 @@ def _fingerprint(captured: Captured) -> Hashable:
         groups.append(
             (low % _MAX_ITEM, tuple((number, leaves[number].address - low) for number in group))
         )
-    return (tuple(leaf.layout() for leaf in leaves), tuple(groups), captured.replicated)
+    return (captured.described(_layouts), tuple(groups), captured.replicated)
+
+
+def _layouts(captured: Captured) -> tuple[Hashable, ...]:
+    return tuple(leaf.layout() for leaf in captured.tensors)
 
 
 _MAX_ITEM = 16

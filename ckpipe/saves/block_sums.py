@@ -8,19 +8,17 @@ between entries. Whoever of the two stages comes first computes; the other waits
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
-from ckpipe.format.checksum import chunk_spans, combine, crc32c
+from ckpipe.format.cargo import Cargo
+from ckpipe.format.checksum import combine, crc32c, crc32c_of_each
 
 if TYPE_CHECKING:
     from ckpipe.saves.delivery import Filled
-
-Piece = tuple[int, int, int, int]
-"""A part of an entry and its checksum: entry, start, end and CRC-32C."""
 
 _ON_LOOP_BYTES, _ON_LOOP_PIECES = 1 << 18, 256
 
@@ -28,12 +26,12 @@ _ON_LOOP_BYTES, _ON_LOOP_PIECES = 1 << 18, 256
 class BlockSums:
     """The checksums of one block; used on one event loop."""
 
-    __slots__ = ("_ready", "began", "ended", "pieces")
+    __slots__ = ("_ready", "began", "ended", "values")
 
     def __init__(self) -> None:
         self._ready: anyio.Event | None = None
-        self.pieces: list[Piece] = []
-        """The parts of entries in the block, in its order."""
+        self.values: list[int] = []
+        """Those of the pieces that its cuts name, in their order."""
         self.began = self.ended = 0.0
         """When they were computed, by ``time.perf_counter``."""
 
@@ -55,7 +53,7 @@ class BlockSums:
         await self._ready.wait()
 
 
-async def compute(batch: Sequence[Filled]) -> None:
+async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
     """Computes the checksums of some blocks, in one turn of a worker thread.
 
     Blocks that somebody computes already are waited for instead. If computing fails, so does the
@@ -63,44 +61,35 @@ async def compute(batch: Sequence[Filled]) -> None:
     """
     mine = [filled for filled in batch if filled.sums.claim()]
     if mine:
-        await anyio.to_thread.run_sync(_fill, mine)
+        await anyio.to_thread.run_sync(_fill, cargo, mine)
         for filled in mine:
             filled.sums.finish()
     for filled in batch:
         await filled.sums.wait()
 
 
-def _fill(batch: list[Filled]) -> None:
+def _fill(cargo: Cargo, batch: list[Filled]) -> None:
     for filled in batch:
         sums = filled.sums
         sums.began = time.perf_counter()
-        sums.pieces = checksum_block(filled)
+        cuts = cargo.cuts(filled.plan)
+        sums.values = crc32c_of_each(filled.data, cuts.begins, cuts.ends)
         sums.ended = time.perf_counter()
 
 
-def checksum_block(filled: Filled) -> list[Piece]:
-    """The checksums of the pieces of entries in a block: entry, start, end and CRC-32C."""
-    view = filled.data
-    return [
-        (span.entry, lo, hi, crc32c(view[span.at + lo - span.lo : span.at + hi - span.lo]))
-        for span in filled.plan.spans
-        for _, lo, hi in chunk_spans(span.lo, span.hi)
-    ]
-
-
-async def block_checksum(filled: Filled) -> int:
+async def block_checksum(cargo: Cargo, filled: Filled) -> int:
     """The CRC-32C of a whole block, from those of its pieces."""
-    await compute([filled])
+    await compute(cargo, [filled])
     between = filled.plan.nbytes - sum(span.hi - span.lo for span in filled.plan.spans)
-    if between > _ON_LOOP_BYTES or len(filled.sums.pieces) > _ON_LOOP_PIECES:
-        return await anyio.to_thread.run_sync(joined, filled)
-    return joined(filled)
+    if between > _ON_LOOP_BYTES or len(filled.sums.values) > _ON_LOOP_PIECES:
+        return await anyio.to_thread.run_sync(joined, cargo, filled)
+    return joined(cargo, filled)
 
 
-def joined(filled: Filled) -> int:
+def joined(cargo: Cargo, filled: Filled) -> int:
     """The CRC-32C of a whole block whose pieces have theirs."""
-    view, at, total = filled.data, 0, 0
-    for begin, end, value in _placed(filled):
+    view, cuts, at, total = filled.data, cargo.cuts(filled.plan), 0, 0
+    for begin, end, value in zip(cuts.begins, cuts.ends, filled.sums.values, strict=True):
         if begin < at:  # no plan of ours; the bytes themselves tell in any case
             return crc32c(view)
         if begin > at:
@@ -109,13 +98,4 @@ def joined(filled: Filled) -> int:
     return crc32c(view[at:], total) if at < len(view) else total
 
 
-def _placed(filled: Filled) -> Iterator[tuple[int, int, int]]:
-    """Where in the block each piece begins and ends, and its checksum."""
-    pieces = iter(filled.sums.pieces)
-    for span in filled.plan.spans:
-        shift = span.at - span.lo
-        for _, lo, hi in chunk_spans(span.lo, span.hi):
-            yield lo + shift, hi + shift, next(pieces)[3]
-
-
-__all__ = ["BlockSums", "Piece", "block_checksum", "checksum_block", "compute", "joined"]
+__all__ = ["BlockSums", "block_checksum", "compute", "joined"]

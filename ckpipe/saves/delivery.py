@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.leases import (
@@ -24,9 +24,10 @@ from ckpipe.checkpoints.leases import (
 )
 from ckpipe.checkpoints.pruning import Facts, decide_on, prune
 from ckpipe.events import EventBus
+from ckpipe.format.bundle_texts import SteadyTexts
 from ckpipe.format.cargo import BlockPlace, Cargo
 from ckpipe.format.keys import Json
-from ckpipe.format.manifest import TensorRow
+from ckpipe.format.manifest import Structure
 from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.saves.block_sums import BlockSums
@@ -74,8 +75,7 @@ class Contents:
     """What a manifest says besides where bytes lie.
 
     Args:
-        tree: The root node of the structure.
-        tensors: The tensors that the tree's numbers point to.
+        structure: What the state looks like; the same object in every save of one structure.
         values: The inline values, encoded.
         started: When the save began, ISO 8601 in UTC.
         writer: Versions of ckpipe, torch and Python, and the class of the planner.
@@ -84,8 +84,7 @@ class Contents:
         final: Whether it is the run's final checkpoint.
     """
 
-    tree: list[Any]
-    tensors: tuple[TensorRow, ...]
+    structure: Structure
     values: tuple[Json, ...]
     started: str
     writer: Mapping[str, str]
@@ -170,6 +169,7 @@ class Depot:
         rule: Which checkpoints to keep; None for all.
         keep_reports: Whether manifests keep the reports of their saves.
         pace: Gives writes of blocks their turns, of all saves together.
+        texts: What manifests said last that did not change from the one before.
     """
 
     backend: Backend
@@ -188,6 +188,7 @@ class Depot:
     deleted: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
     pace: Pace = field(default_factory=Pace)
+    texts: SteadyTexts = field(default_factory=SteadyTexts)
 
     def protected(self) -> dict[str, str]:
         """Ids that retention must not remove, each with its reason."""

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
-from ckpipe.format.manifest import TensorRow
+from ckpipe.format.manifest import Structure, TensorRow
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Watch
 from ckpipe.memory.arena import Block
@@ -180,16 +180,8 @@ class Save(Delivery[FilledBlock]):
         captured, program, request = self.captured, self.program, self.request
         assert captured is not None
         assert program is not None
-        rows = tuple(
-            TensorRow(
-                leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
-                leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
-            )
-            for leaf in captured.tensors
-        )  # fmt: skip
         return Contents(
-            captured.tree,
-            rows,
+            captured.described(_structure),
             tuple(captured.values),
             datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
             {
@@ -280,6 +272,18 @@ class Save(Delivery[FilledBlock]):
 
 
 _USED_AGAIN = "its memory serves a later save or load, or was given back"
+
+
+def _structure(captured: Captured) -> Structure:
+    """The structure of a state as its manifest has it."""
+    rows = tuple(
+        TensorRow(
+            leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
+            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )  # fmt: skip
+    return Structure(captured.tree, rows, len(captured.values))
 
 
 def resolve(future: Future[Any], value: Any) -> None:

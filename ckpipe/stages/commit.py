@@ -17,7 +17,7 @@ from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotF
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.cargo import file_rows
 from ckpipe.format.keys import Json, decode_float
-from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure
+from ckpipe.format.manifest import Bundle, BundleKind, Part
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.object_names import index_key, manifest_key
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
@@ -137,14 +137,13 @@ def _drawn_up(
         resumed_from=depot.resumed_from,
         final=contents.final,
     )
-    structure = Structure(contents.tree, contents.tensors, len(contents.values))
     report = save.report().to_data() if depot.keep_reports else None
     bundle = Bundle(
-        _kind(depot), save.id, depot.world_size, (structure,), (cargo.layout,), (part,),
+        _kind(depot), save.id, depot.world_size, (contents.structure,), (cargo.layout,), (part,),
         report=report,
     )  # fmt: skip
     with collector_paused():
-        return part, encode_bundle(bundle)
+        return part, encode_bundle(bundle, depot.texts)
 
 
 async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> None:

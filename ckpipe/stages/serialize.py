@@ -9,6 +9,7 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from ckpipe.format.cargo import Cargo
 from ckpipe.format.checksum import ChunkSums
 from ckpipe.saves.block_sums import compute
 from ckpipe.saves.delivery import B, Delivery
@@ -31,12 +32,11 @@ async def run(
             sums = sums or _sums_of(save)
             batch = [filled, *_there_already(inbox)]
             with save.clock.timing("serialize", sum(each.plan.nbytes for each in batch)):
-                await compute(batch)
+                await compute(_cargo(save), batch)
             for each in batch:
                 save.clock.summed(each.plan, each.sums.began, each.sums.ended)
                 save.release(each)
-                for piece in each.sums.pieces:
-                    sums.add(*piece)
+                sums.add_block(_cargo(save).cuts(each.plan), each.sums.values)
         await checkpoint_if_cancelled()  # the stream ends early if the copy failed
         if save.cargo is not None:
             sums = sums or _sums_of(save)
@@ -44,8 +44,12 @@ async def run(
 
 
 def _sums_of(save: Delivery[B]) -> ChunkSums:
+    return ChunkSums(_cargo(save).sum_table)
+
+
+def _cargo(save: Delivery[B]) -> Cargo:
     assert save.cargo is not None
-    return ChunkSums(save.cargo.entry_sizes)
+    return save.cargo
 
 
 def _there_already(inbox: MemoryObjectReceiveStream[B]) -> Iterator[B]:

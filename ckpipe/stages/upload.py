@@ -18,7 +18,6 @@ from ckpipe.backend import Upload
 from ckpipe.errors import CkpipeError, ObjectExists, StoreError
 from ckpipe.events import BlockUploaded
 from ckpipe.format.cargo import Cargo
-from ckpipe.format.checksum import crc32c
 from ckpipe.format.object_names import data_file_key
 from ckpipe.saves.block_sums import block_checksum
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
@@ -52,7 +51,7 @@ async def run(
             if save.cargo is None:
                 return  # the save was given up before there was a plan
             await files.complete()
-            await out.send(StoredFiles([crc32c(file.header) for file in save.cargo.files]))
+            await out.send(StoredFiles(save.cargo.header_sums))
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await files.abort()
@@ -91,7 +90,7 @@ class _Files(Generic[B]):
         plan, save = filled.plan, self._save
         upload = await self._upload(plan.file)
         if upload.takes_checksums:
-            checksum = await block_checksum(filled)
+            checksum = await block_checksum(self._cargo, filled)
 
         async def attempt() -> None:
             if upload.takes_checksums:

@@ -39,6 +39,18 @@ class Captured:
     replicated: frozenset[int] = frozenset()
     memory: list[torch.Tensor] = field(default_factory=list)
     _derived: dict[Hashable, Any] = field(default_factory=dict)
+    _described: dict[Hashable, Any] = field(default_factory=dict)
+
+    def described(self, make: Callable[[Captured], T]) -> T:
+        """What a function makes of the structure wherever its tensors lie, made once.
+
+        Args:
+            make: A function of the tree, the number of values, and the leaves but for addresses.
+        """
+        if make not in self._described:
+            self._described[make] = make(self)
+        made: T = self._described[make]
+        return made
 
     def derived(self, make: Callable[[Captured], T]) -> T:
         """What a function makes of the structure, made once for all captures that share it.
@@ -53,7 +65,17 @@ class Captured:
 
     def again(self, values: list[Json], memory: list[torch.Tensor]) -> Captured:
         """A state of the very same structure, with other values and perhaps other bytes."""
-        return Captured(self.tree, self.tensors, values, self.replicated, memory, self._derived)
+        return Captured(
+            self.tree, self.tensors, values, self.replicated, memory, self._derived, self._described
+        )
+
+    def moved(
+        self, leaves: list[TensorLeaf], values: list[Json], memory: list[torch.Tensor]
+    ) -> Captured:
+        """The same of which some tensors lie elsewhere; their leaves differ by the address."""
+        return Captured(
+            self.tree, leaves, values, self.replicated, memory, _described=self._described
+        )
 
     def forget_memory(self) -> None:
         """Lets go of the tensors; what was made of them stays."""

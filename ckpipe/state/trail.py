@@ -103,7 +103,7 @@ class Trail:
         if not moved:
             return like.again(values, memory)
         leaves = [moved.get(number, leaf) for number, leaf in enumerate(like.tensors)]
-        return Captured(like.tree, leaves, values, like.replicated, memory)
+        return like.moved(leaves, values, memory)
 
     def _check_identities(self, way: _Way, objects: list[Any]) -> None:
         """Finds what stands in other places than before, or in one more or one less."""

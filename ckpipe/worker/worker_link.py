@@ -37,8 +37,9 @@ from ckpipe._worker.messages import (
 from ckpipe._worker.service import MOST_CARGOES
 from ckpipe.errors import WorkerDied
 from ckpipe.format.cargo import Cargo
+from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
-from ckpipe.saves.delivery import Contents, Depot
+from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
 from ckpipe.worker.worker_process import WorkerProcess
 from ckpipe.worker.worker_state import ProcessState, hangs
@@ -95,7 +96,7 @@ class Link:
         self._segments: set[int] = set()
         self._cargoes: dict[int, tuple[Cargo, dict[tuple[int, int], int]]] = {}
         self._cargo_number = 0
-        self._shape: tuple[object, object] | None = None
+        self._structure: Structure | None = None
         self._shaping = anyio.Lock()
         self._ready = self._closing = False
         self._heard = time.monotonic()
@@ -170,10 +171,12 @@ class Link:
             contents.metadata, contents.metrics, contents.final,
             save.clock.to_data(), save.replanned, save.captured_seconds, save.elapsed,
         )  # fmt: skip
-        shape = (contents.tree, contents.tensors)
-        frames = [] if shape == self._shape else [encode(_new_shape(contents))]
-        self._shape = shape
-        return [*frames, encode(handed)]
+        frames = [encode(handed)]
+        # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
+        if contents.structure is not self._structure:
+            frames.insert(0, encode(NewShape(contents.structure)))
+            self._structure = contents.structure
+        return frames
 
     def give_up(self, errand: Errand) -> None:
         """Says that a save is not wanted any more; its end is told as ever."""
@@ -343,10 +346,6 @@ class Link:
         with anyio.move_on_after(seconds):
             await self.over.wait()
         return self.over.is_set()
-
-
-def _new_shape(contents: Contents) -> NewShape:
-    return NewShape(contents.tree, contents.tensors)
 
 
 def _silent(seconds: float, *, ready: bool) -> WorkerDied:

@@ -1,0 +1,129 @@
+"""What saves keep from one to the next changes none of their bytes, and is never stale."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from bundles import manifest_of
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling import EVERY, SEED
+
+import ckpipe
+from ckpipe.format.bundle_texts import SteadyTexts
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
+from ckpipe.format.merging import merge
+from ckpipe.types import CheckpointId
+
+SAVES = 60 if EVERY else 14
+
+
+def _bundles() -> list[Bundle]:
+    """Manifests and indexes: of one structure, of equal ones, and of ones that only look equal."""
+    states: list[dict[Any, Any]] = [
+        {"w": torch.ones(2), "n": 1},
+        {"w": torch.ones(2), "n": 2},
+        {"w": torch.ones(2), 1: "one"},
+        {"w": torch.ones(2), True: "one"},
+        {"v": torch.ones(2), "n": 1},
+    ]
+    manifests = [manifest_of(state)[0] for state in states]
+    several = [manifest_of({"w": torch.ones(rank)}, rank, 2)[0] for rank in (0, 1)]
+    return [*manifests, *(merge([each], "index") for each in manifests), merge(several, "index")]
+
+
+@given(st.lists(st.integers(0, 10), max_size=30))
+def test_kept_texts_change_no_byte(order: list[int]) -> None:
+    bundles, texts = _bundles(), SteadyTexts()
+    for number in order:
+        bundle = bundles[number]
+        assert encode_bundle(bundle, texts) == encode_bundle(bundle)
+
+
+def test_texts_of_one_structure_are_made_once() -> None:
+    texts, bundle = SteadyTexts(), _bundles()[0]
+    first = [*texts.structures(bundle), *texts.layouts(bundle)]
+    again = [*texts.structures(bundle), *texts.layouts(bundle)]
+    assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+class _Training:
+    """A state that changes in every way that matters, and mostly only in its values."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.state: dict[Any, Any] = {
+            "w": torch.zeros(300), "moves": torch.zeros(5), "count": 0, "rates": [0.1, 0.2],
+        }  # fmt: skip
+
+    def step(self) -> None:
+        """Changes something."""
+        state, rng = self.state, self._rng
+        state["w"] += 1
+        state["count"] += 1
+        match rng.randrange(8):
+            case 0:
+                state["rates"] = [rng.random(), rng.random()]
+            case 1:
+                state["moves"] = state["moves"] + 1
+            case 2:
+                state["rates"] = [rng.random() for _ in range(rng.randrange(4))]
+            case 3:
+                keys = [key for key in (1, True) if key in state]
+                state.pop(keys[0] if keys else None, None)
+                state[rng.choice([1, True])] = "key"
+            case 4:
+                state["w"] = torch.full((rng.choice([300, 700]),), rng.random())
+            case 5:
+                state["w"].requires_grad_(requires_grad=False)
+                state["moves"] = state["moves"].detach().requires_grad_()
+            case _:
+                pass
+
+
+def _copy(state: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in state.items()
+    }
+
+
+def _check_same(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
+    assert [(type(key), key) for key in found] == [(type(key), key) for key in expected]
+    for key, each in expected.items():
+        if isinstance(each, torch.Tensor):
+            assert torch.equal(found[key], each)
+            assert found[key].requires_grad == each.requires_grad
+        else:
+            assert found[key] == each
+
+
+@pytest.mark.parametrize(("worker", "saves"), [("thread", SAVES), ("process", SAVES // 2)])
+def test_saves_of_a_changing_state_are_each_its_own(
+    worker: Literal["thread", "process"], saves: int, tmp_path: Path
+) -> None:
+    training, saved = _Training(random.Random(SEED)), {}
+    with ckpipe.SyncPipeline(tmp_path, worker=worker) as pipeline:
+        for step in range(saves):
+            with torch.no_grad():
+                training.step()
+            saved[step] = _copy(training.state)
+            pipeline.save(training.state, step=step, metrics={"loss": float(step)}).wait()
+        for step, expected in saved.items():
+            result = pipeline.load(step=step)
+            assert result is not None
+            assert result.metrics == {"loss": float(step)}
+            _check_same(result.state, expected)
+    indexes = sorted(tmp_path.glob("*.json"))
+    assert len(indexes) == saves
+    for path in indexes:
+        id, data = CheckpointId.parse(path.stem), path.read_bytes()
+        assert id is not None
+        bundle = decode_bundle(data, key=path.name, id=id, kind="index")
+        # An index of one rank says nothing of what differs between ranks.
+        assert encode_bundle(replace(bundle, per_rank=())) == data
