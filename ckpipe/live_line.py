@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpipe.events import BlockUploaded, Event, SaveEnded, SaveStarted, Staged
-from ckpipe.reports import size_text
+from ckpipe.reports import rate_text, size_text
 
 try:
     from rich.console import Console, RenderableType
@@ -40,10 +40,11 @@ class _Save:
     def text(self) -> str:
         if self.total is None:
             return self.doing
-        rate = self.done / max(1e-6, time.perf_counter() - self.since)
+        seconds = max(1e-6, time.perf_counter() - self.since)
+        rate = self.done / seconds
         left = f", {(self.total - self.done) / rate:.0f} s left" if rate else ""
         share = f"{size_text(self.done)} of {size_text(self.total)}"
-        return f"{self.doing} {share}, {size_text(int(rate))}/s{left}"
+        return f"{self.doing} {share}, {rate_text(self.done, seconds)}{left}"
 
 
 class LiveLine:

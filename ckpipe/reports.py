@@ -227,7 +227,7 @@ def _sentence(
     if not busy[slowest]:
         return ""
     moved = max(stages[stage].bytes for stage in parts[slowest] if stage in stages)
-    rate = f" ({size_text(int(moved / busy[slowest]))}/s)" if moved else ""
+    rate = f" ({rate_text(moved, busy[slowest])})" if moved else ""
     return f"{slowest} took longest: {busy[slowest]:.3g} of {max(until, busy[slowest]):.3g} s{rate}"
 
 
@@ -241,11 +241,18 @@ def busy_seconds(spans: Iterable[Span]) -> float:
 
 
 def size_text(nbytes: int) -> str:
-    """A number of bytes for people, in powers of ten."""
+    """A number of bytes for people, in powers of 1024 as memory and files are counted."""
+    power = max(0, min((nbytes.bit_length() - 1) // 10, 6))
+    return f"{nbytes / 1024**power:.1f} {'KMGTPE'[power - 1]}iB" if power else f"{nbytes} B"
+
+
+def rate_text(nbytes: int, seconds: float) -> str:
+    """Bytes in a time for people, in powers of ten as the makers of disks and networks count."""
+    rate = nbytes / seconds
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if nbytes >= 10**power:
-            return f"{nbytes / 10**power:.3g} {unit}"
-    return f"{nbytes} B"
+        if rate >= 10**power:
+            return f"{rate / 10**power:.3g} {unit}/s"
+    return f"{rate:.0f} B/s"
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -341,6 +348,7 @@ __all__ = [
     "SaveReport",
     "StageReport",
     "busy_seconds",
+    "rate_text",
     "save_report_from_data",
     "size_text",
 ]

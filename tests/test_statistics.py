@@ -204,14 +204,14 @@ def test_the_live_line_shows_saves_under_way_and_the_last_that_ended() -> None:
     line(events.BlockUploaded(*at, 10**6, 10**6, 4_000_000))
     line(events.SaveStarted("other", 501, 0))
     shown = drawn(line, out)
-    assert re.search(r"uploading 1 MB of 4 MB, .*/s, \d+ s left and 1 more", shown), shown
+    assert re.search(r"uploading 976\.6 KiB of 3\.8 MiB, .*B/s, .* s left and 1 more", shown)
     report = SaveReport({"upload": StageReport(0.5)}, 0.1, 0.58, 4_000_000, 3, planned=False)
     line(events.SaveEnded(*at, "committed", report))
     line(events.SaveEnded("other", 501, 0, "failed", report))
     assert "step 501 failed" in drawn(line, out)
     line(events.SaveStarted(*at))
     line(events.SaveEnded(*at, "committed", report))
-    assert re.search(r"step 500: 4 MB durable in 0\.58 s +\(2 saved\)", drawn(line, out))
+    assert re.search(r"step 500: 3\.8 MiB durable in 0\.58 s +\(2 saved\)", drawn(line, out))
 
 
 def test_the_live_line_draws_on_a_terminal_only(tmp_path: Path) -> None:
@@ -240,10 +240,10 @@ def test_reprs_are_diagnostics_and_show_no_tensors(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         handle = pipeline.save(STATE, step=0, until="committed")
         assert re.search(
-            r"<SyncSaveHandle step-0+\.\S+ committed: 404 kB in 1 tensors, staged in \S+ s, "
+            r"<SyncSaveHandle step-0+\.\S+ committed: 394\.6 KiB in 1 tensors, staged in \S+ s, "
             r"durable in \S+ s: .* took longest: .*>",
             repr(handle),
         )
         result = pipeline.load()
     assert "tensor(" not in repr(result)
-    assert "<LoadReport 400 kB in" in repr(result)
+    assert "<LoadReport 390.6 KiB in" in repr(result)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,9 @@ def test_timeline_shows_stages_and_draws_blocks(call: Commands, tmp_path: Path) 
     assert rank["report"]["bottleneck"]
     text = call("timeline", tmp_path / "root", 3).out
     assert rank["report"]["bottleneck"] in text
-    assert re.search(r"^upload +0\.\d{4} +0\.\d{4} +0\.\d{4} +40\d kB", text, re.MULTILINE)
+    assert re.search(
+        r"^upload +0\.\d{4} +0\.\d{4} +0\.\d{4} +39\d\.\d KiB +\S+ [kMG]?B/s", text, re.MULTILINE
+    )
     file = tmp_path / "page.html"
     done = call("timeline", tmp_path / "root", "--html", file)
     assert done.out.splitlines()[-1] == f"wrote {file}"
@@ -142,6 +146,21 @@ def test_a_page_that_cannot_be_written_is_a_clear_error(call: Commands, tmp_path
         assert (done.code, done.out) == (2, "")
         assert "cannot be written" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_a_device_and_a_pipe_stay_what_they_are(call: Commands, tmp_path: Path) -> None:
+    save(tmp_path / "root")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(pipe.read_text)
+        assert call("timeline", tmp_path / "root", "--html", pipe).code == 0
+        assert Page(reading.result(60)).of_class("uploaded")
+    assert pipe.is_fifo()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    done = call("timeline", tmp_path / "root", "--html", full)
+    assert (done.code, "No space left" in done.err, full.is_symlink()) == (2, True, True)
 
 
 def test_a_page_loads_nothing_and_names_cannot_break_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -316,6 +317,52 @@ def test_a_worker_that_is_stopped_while_it_starts_is_noticed(
         pytest.raises(errors.WorkerDied, match="did not get ready"),
     ):
         opened.save(state_of(1), step=1, until="committed")
+
+
+@pytest.mark.parametrize("spare", [None, 1 << 20])
+def test_a_worker_without_memory_is_dead(tmp_path: Path, spare: int | None) -> None:
+    with ckpipe.SyncPipeline(tmp_path, **PROCESS) as opened:
+        opened.save(state_of(1), step=1).wait()
+        settle(opened)
+        worker = psutil.Process(worker_of(opened))
+        # Either nothing more is to be had, or too little to map what the next save lies in.
+        limit = 1 if spare is None else worker.memory_info().vms + spare
+        resource.prlimit(worker.pid, resource.RLIMIT_AS, (limit, limit))
+        with pytest.raises(errors.WorkerDied, match=r"MemoryError|it failed.*allocate memory"):
+            opened.save({"large": torch.empty(20_000_000)}, step=2).wait(timeout=30)
+        opened.save(state_of(3), step=3).wait()
+        assert [info.step for info in opened.steps()] == [1, 3]
+
+
+def test_a_worker_needs_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.syspath_prepend("")
+    gone.rmdir()
+    with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as opened:
+        opened.save(state_of(1), step=1).wait()
+
+
+NO_THREADS = """
+import os, resource, sys, ckpipe.sync
+if os.getuid() == 0:
+    os.setuid(65534)  # the limit does not count for root
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+try:
+    with ckpipe.SyncPipeline(sys.argv[1]):
+        pass
+except ckpipe.CkpipeError as error:
+    print(error)
+"""
+
+
+def test_a_limit_on_threads_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_THREADS, str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "ulimit -u" in done.stdout, done.stderr
 
 
 def test_a_limit_on_file_sizes_is_named_where_it_keeps_memory_from_being_shared(

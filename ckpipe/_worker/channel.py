@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import contextlib
 import os
 import socket
 from collections import deque
@@ -185,11 +184,17 @@ class Channel:
             self._reader.add_reader(self._socket, self._on_readable)
 
     def _on_readable(self) -> None:
-        with contextlib.suppress(BlockingIOError, anyio.EndOfStream):
+        try:
             self._read()
-        if self._ended:
-            self._stop_listening()
-        self._arrived.set()
+        except (BlockingIOError, anyio.EndOfStream):
+            pass
+        except MemoryError:
+            self._ended = True  # else the loop, which tells of it, would call this again for ever
+            raise
+        finally:
+            if self._ended:
+                self._stop_listening()
+            self._arrived.set()
 
     def _stop_listening(self) -> None:
         if self._reader is not None:

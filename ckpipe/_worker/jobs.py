@@ -148,7 +148,11 @@ class Job(Delivery[SharedBlock]):
         self._channel.post(Settled(self.number, info, self.durable_seconds, unsettled, clock))
 
     async def run(self, depot: Depot) -> None:
-        """Runs the stages, and says how they ended."""
+        """Runs the stages, and says how they ended.
+
+        If it is cancelled because the worker as a whole fails, it says nothing: the end of the
+        worker says more than that the save was given up, which nobody asked for.
+        """
         error: Exception | None = SaveCancelled("The save was given up")
         try:
             with self._scope:
@@ -159,8 +163,8 @@ class Job(Delivery[SharedBlock]):
             logger.error("%s: %s: %s", self.name, type(error).__name__, error)
         finally:
             self._blocks.clear()
-            unsettled = self.unsettled is not None
-            self._channel.post(Ended(self.number, error, unsettled, self.clock.to_data()))
+        unsettled = self.unsettled is not None
+        self._channel.post(Ended(self.number, error, unsettled, self.clock.to_data()))
 
 
 __all__ = ["Job", "SharedBlock", "SharedMemory"]

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -255,9 +256,21 @@ def adopt(hello: Hello) -> None:
         os.chdir(hello.directory)
 
 
+def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Ends the process if a callback of the loop had no memory.
+
+    What it was to say or to hear is lost, and the trainer would wait for it for ever, beside a
+    heartbeat that goes on. The end of the process it notices.
+    """
+    loop.default_exception_handler(context)
+    if isinstance(context.get("exception"), MemoryError):
+        os._exit(1)
+
+
 async def serve(channel: Channel) -> int:
     """Serves the trainer at the other end of a channel; returns the exit code."""
     code = 0
+    asyncio.get_running_loop().set_exception_handler(_end_without_memory)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(channel.serve, name="channel")

@@ -20,7 +20,6 @@ from typing import Literal
 
 import anyio
 import anyio.to_thread
-import torch
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.errors import UsageError
@@ -209,6 +208,8 @@ def _check(trial: Trial, backend: Backend) -> None:
 def measure_memory() -> tuple[float, float]:
     """Bytes a second of a copy within host memory and of a checksum, on one thread; blocking."""
     memory = bytearray(secrets.token_bytes(_MEMORY_BYTES))
+    import torch  # takes seconds, for which who asks the command for help shall not wait
+
     source, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
     target = torch.ones(_MEMORY_BYTES, dtype=torch.uint8)
     threads = torch.get_num_threads()

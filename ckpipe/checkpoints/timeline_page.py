@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ckpipe.reports import BlockReport, RankReport, SaveReport, Span, size_text
+from ckpipe.reports import BlockReport, RankReport, SaveReport, Span, rate_text, size_text
 
 MOST_BLOCKS = 6000
 """Blocks that a page shows at the most, of all ranks together; of more it shows every n-th."""
@@ -212,7 +212,7 @@ def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[_Bar]:
         if span is None:
             continue
         seconds = span[1] - span[0]
-        rate = f"\n{size_text(int(block.bytes / seconds))}/s" if seconds > 0 else ""
+        rate = f"\n{rate_text(block.bytes, seconds)}" if seconds > 0 else ""
         where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
         yield _Bar(span, kind, f"{kind}: {_when(span)}\n{where}{rate}")
 
@@ -251,7 +251,7 @@ def stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, st
     """
     for name, stage in sorted(report.stages.items(), key=lambda item: item[1].began):
         moved = size_text(stage.bytes) if stage.bytes else ""
-        rate = f"{size_text(int(stage.bytes / stage.busy))}/s" if moved and stage.busy else ""
+        rate = rate_text(stage.bytes, stage.busy) if moved and stage.busy else ""
         yield (
             name, f"{stage.began:.4f}", f"{stage.seconds:.4f}", f"{stage.waited:.4f}", moved, rate
         )  # fmt: skip

@@ -25,26 +25,30 @@ class Command(NamedTuple):
         name: Its name.
         home: The module and the function in it whose parameters are the command's arguments.
         summary: What it does, in a line.
+        needs: A package that it needs to do its work, and that takes seconds to import.
     """
 
     name: str
     home: str
     summary: str
+    needs: str | None = None
 
 
 COMMANDS = (
     Command("ls", "looking:list_", "List checkpoints, the newest first."),
     Command("info", "looking:info", "Show what a checkpoint holds."),
-    Command("verify", "verifying:verify_", "Read a checkpoint whole, check every byte."),
-    Command("diff", "comparing:diff", "Compare two checkpoints."),
+    Command("verify", "verifying:verify_", "Read a checkpoint whole, check every byte.", "torch"),
+    Command("diff", "comparing:diff", "Compare two checkpoints.", "torch"),
     Command("cp", "transferring:cp", "Copy checkpoints to another store, verified."),
-    Command("export", "exporting:export_", "Write a checkpoint as other programs load it."),
+    Command(
+        "export", "exporting:export_", "Write a checkpoint as other programs load it.", "torch"
+    ),
     Command("rm", "changing:rm", "Delete a checkpoint."),
     Command("pin", "changing:pin_", "Protect a checkpoint from retention."),
     Command("unpin", "changing:unpin_", "End that protection."),
     Command("prune", "changing:prune_", "Delete what the rules do not keep."),
     Command("sweep", "changing:sweep_", "Remove what crashed runs left."),
-    Command("bench", "measuring:bench", "Measure machine and store; say what to set."),
+    Command("bench", "measuring:bench", "Measure machine and store; say what to set.", "torch"),
     Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
 )
 
@@ -96,13 +100,16 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_begin)
     for command in COMMANDS:
-        function = _function_of(command) if command.name in words else _not_called
+        function = _function_of(command, words) if command.name in words else _not_called
         app.command(command.name, short_help=command.summary)(function)
     return app
 
 
-def _function_of(command: Command) -> Callable[..., None]:
+def _function_of(command: Command, words: Sequence[str]) -> Callable[..., None]:
     module, _, name = command.home.partition(":")
+    if command.needs is not None and not {"-h", "--help"} & set(words):
+        # Here, and not where it is used, since an interrupt does no harm here.
+        import_module(command.needs)
     function: Callable[..., None] = getattr(import_module(f"ckpipe.cli.{module}"), name)
     return function
 

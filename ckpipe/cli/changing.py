@@ -20,7 +20,7 @@ from ckpipe.checkpoints.pruning import Facts, decide_on, pin, prune, unpin
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
-from ckpipe.errors import SettingsError
+from ckpipe.errors import SettingsError, UsageError
 from ckpipe.retention import Decision, Rule, from_data
 from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store
@@ -171,7 +171,7 @@ def sweep_(
     async def work(screen: Screen) -> int:
         after = screen.settings.retention.sweep_after
         if older_than is not None:
-            after = timedelta(hours=older_than)
+            after = _hours(older_than)
         access = Access.READ if dry_run else Access.CHANGE
         async with open_store(url, screen.settings, access) as backend:
             report = await sweep(backend, after, dry_run=dry_run)
@@ -179,6 +179,13 @@ def sweep_(
         return OK
 
     serve(ctx, work)
+
+
+def _hours(number: float) -> timedelta:
+    try:
+        return timedelta(hours=number)
+    except (OverflowError, ValueError):
+        raise UsageError(f"--older-than is a number of hours, not {number}") from None
 
 
 def _sweep_data(url: str, report: SweepReport, dry_run: bool) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -21,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpipe.cli.progress import Meter, Patience, Unit, of_bytes
+from ckpipe.reports import size_text
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -114,6 +117,7 @@ class Screen:
 
 
 def _console(*, stderr: bool) -> Console:
+    _escape_what_cannot_be_written(sys.stderr if stderr else sys.stdout)
     console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(
@@ -121,6 +125,12 @@ def _console(*, stderr: bool) -> Console:
             width=_PIPE_WIDTH, color_system=None, force_terminal=False,
         )  # fmt: skip
     return console
+
+
+def _escape_what_cannot_be_written(stream: TextIO | None) -> None:
+    """Keeps a terminal or pipe that does not take Unicode from ending the command."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str) -> Table:
@@ -147,12 +157,7 @@ def visible(text: str) -> str:
 
 def size(nbytes: int | None) -> str:
     """A number of bytes for people."""
-    if nbytes is None:
-        return "?"
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    power = min(int(math.log(nbytes, 1024)), 6)
-    return f"{nbytes / 1024**power:.1f} {'KMGTPE'[power - 1]}iB"
+    return "?" if nbytes is None else size_text(nbytes)
 
 
 def plain_data(data: Any) -> Any:

@@ -74,13 +74,20 @@ def _shown(ranks: list[RankReport]) -> Iterator[RenderableType]:
 
 
 def _write(path: Path, page: str) -> None:
-    """Writes a page whole or not at all."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Writes a page; to a file whole or not at all."""
     try:
-        try:
-            draft.write_text(page, encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        if path.exists() and not path.is_file():  # a pipe or a device, which must stay what it is
+            path.write_text(page, encoding="utf-8")
+        else:
+            _replace(path, page)
     except OSError as error:
         raise UsageError(f"The page cannot be written to {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, page: str) -> None:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

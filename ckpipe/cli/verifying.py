@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import check_not_deleted, discover, read_index
-from ckpipe.checkpoints.inspection import data_bytes
-from ckpipe.checkpoints.leases import reading
-from ckpipe.cli.progress import Meter
-from ckpipe.cli.running import (
-    FOUND,
-    OK,
-    MaybeStep,
-    Url,
-    chosen,
-    serve,
-)
-from ckpipe.cli.screen import Screen, size, visible
-from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
-from ckpipe.loads.restore import verify
-from ckpipe.memory.arena import Arena
-from ckpipe.settings import Settings
-from ckpipe.stores.opening import Access, open_store
-from ckpipe.types import CheckpointInfo, VerifyResult
+from ckpipe.cli.running import MaybeStep, Url, serve
+from ckpipe.cli.screen import Screen
+from ckpipe.errors import UsageError
 
 
 def verify_(
@@ -40,59 +21,13 @@ def verify_(
 ) -> None:
     """Reads a checkpoint whole and checks every byte of it. Exits with 1 if it is damaged."""
 
+    from ckpipe.cli import verification  # needs torch, for which no help waits
+
     async def work(screen: Screen) -> int:
-        if every and step is not None:
+        if not every:
+            return await verification.verify_one(screen, url, step)
+        if step is not None:
             raise UsageError("--all verifies every checkpoint", hint="Leave the step out")
-        settings = screen.settings
-        with screen.meter("verifying") as meter:
-            async with open_store(url, settings, Access.READ, meter.advance) as backend:
-                if every:
-                    infos = [each for each in await discover(backend) if each.complete]
-                else:
-                    infos = [await chosen(backend, step)]
-                results = []
-                for each in reversed(infos):
-                    try:
-                        results.append(await _verified(backend, each, settings, meter))
-                    except CheckpointIncomplete:
-                        if not every:
-                            raise
-        bad = [each for each in results if not each["ok"]]
-        screen.result({"url": url, "results": results}, *(Text(_sentence(r)) for r in results))
-        return FOUND if bad else OK
+        return await verification.verify_all(screen, url)
 
     serve(ctx, work)
-
-
-async def _verified(
-    backend: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
-) -> dict[str, Any]:
-    arena = Arena(settings.staging.block_bytes)
-    began = time.perf_counter()
-    data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
-
-    async def work() -> VerifyResult:
-        bundle = await read_index(backend, info.key)
-        meter.expect(data_bytes(bundle))
-        return await verify(backend, bundle, arena, lanes=settings.load.lanes)
-
-    try:
-        done = await reading(backend, info.key, work)
-        data |= {"files": done.files, "bytes": done.bytes}
-    except CorruptCheckpoint as error:
-        # Should the lease not have been written, it is no wonder that parts are gone.
-        await check_not_deleted(backend, info.key)
-        data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
-    finally:
-        arena.close()
-    return data | {"seconds": round(time.perf_counter() - began, 3)}
-
-
-def _sentence(result: dict[str, Any]) -> str:
-    if result["ok"]:
-        files = "1 file" if result["files"] == 1 else f"{result['files']} files"
-        return (
-            f"ok       step {result['step']}: {size(result['bytes'])} in {files} "
-            f"read in {result['seconds']:.1f} s ({result['id']})"
-        )
-    return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")

@@ -13,9 +13,11 @@ import anyio
 from anyio.from_thread import BlockingPortal
 from anyio.lowlevel import EventLoopToken, current_token
 
-from ckpipe.errors import UsageError
+from ckpipe.errors import CkpipeError, UsageError
 
 T = TypeVar("T")
+
+_MORE_THREADS = "Raise the limit of processes and threads: ulimit -u, or pids.max of the container"
 
 
 class LoopThread:
@@ -23,6 +25,9 @@ class LoopThread:
 
     Args:
         name: The thread's name.
+
+    Raises:
+        CkpipeError: If the system starts no thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,7 +35,12 @@ class LoopThread:
         # collected, and in a process that was forked from this one it would wait for ever.
         ready: Future[tuple[BlockingPortal, EventLoopToken]] = Future()
         self._thread = Thread(target=_run, args=(ready,), name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise CkpipeError(
+                f"The system starts no thread for the pipeline: {error}", hint=_MORE_THREADS
+            ) from error
         self.portal, self._token = ready.result()
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:

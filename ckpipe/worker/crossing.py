@@ -72,7 +72,7 @@ def make_hello(settings: Settings, depot: Depot) -> Hello:
     url, upload = settings.url or "", settings.upload
     return Hello(
         trainer=os.getpid(),
-        path=[os.path.abspath(each) for each in sys.path],
+        path=_path(),
         directory=_directory(),
         environment=dict(os.environ),
         url=url,
@@ -99,3 +99,11 @@ def _directory() -> str:
         return os.getcwd()
     except OSError:  # it is gone
         return "/"
+
+
+def _path() -> list[str]:
+    """Where the trainer finds its modules, whatever the directory; nothing if that is gone."""
+    try:
+        return [os.path.abspath(each) for each in sys.path]
+    except OSError:
+        return [each for each in sys.path if os.path.isabs(each)]

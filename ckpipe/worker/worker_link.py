@@ -35,7 +35,7 @@ from ckpipe._worker.messages import (
     encode,
 )
 from ckpipe._worker.service import MOST_CARGOES
-from ckpipe.errors import WorkerDied
+from ckpipe.errors import CkpipeError, WorkerDied
 from ckpipe.format.cargo import Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
@@ -316,13 +316,12 @@ class Link:
     async def _obituary(self) -> Exception:
         """The error of whoever still wanted something of it."""
         failure = self._failure
-        if failure is not None and not isinstance(failure, WorkerDied):
+        if isinstance(failure, CkpipeError) and not isinstance(failure, WorkerDied):
             return failure
         lines = await anyio.to_thread.run_sync(self.process.last_lines)
         said = f"; its log ends with:\n{lines}" if lines else ", and logged nothing"
-        what = "it is gone" if failure is None else failure.message
         return WorkerDied(
-            f"The worker process {self.process.id} is dead: {what}, exit code "
+            f"The worker process {self.process.id} is dead: {_cause(failure)}, exit code "
             f"{self.process.exit_code}{said}",
             hint=f"The next save starts another. The whole log is {self.process.log}",
         )
@@ -346,6 +345,14 @@ class Link:
         with anyio.move_on_after(seconds):
             await self.over.wait()
         return self.over.is_set()
+
+
+def _cause(failure: Exception | None) -> str:
+    if failure is None:
+        return "it is gone"
+    if isinstance(failure, WorkerDied):
+        return failure.message
+    return f"it failed ({type(failure).__name__}: {failure})"
 
 
 def _silent(seconds: float, *, ready: bool) -> WorkerDied:

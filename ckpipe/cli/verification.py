@@ -1,0 +1,87 @@
+"""What ``verify`` does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.text import Text
+
+from ckpipe.backend import Backend
+from ckpipe.checkpoints.discovery import check_not_deleted, discover, read_index
+from ckpipe.checkpoints.inspection import data_bytes
+from ckpipe.checkpoints.leases import reading
+from ckpipe.cli.progress import Meter
+from ckpipe.cli.running import FOUND, OK, chosen
+from ckpipe.cli.screen import Screen, size, visible
+from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint
+from ckpipe.loads.restore import verify
+from ckpipe.memory.arena import Arena
+from ckpipe.settings import Settings
+from ckpipe.stores.opening import Access, open_store
+from ckpipe.types import CheckpointInfo, VerifyResult
+
+
+async def verify_all(screen: Screen, url: str) -> int:
+    """Verifies every complete checkpoint, the oldest first; returns the exit code."""
+    results = []
+    with screen.meter("verifying") as meter:
+        async with open_store(url, screen.settings, Access.READ, meter.advance) as backend:
+            infos = [each for each in await discover(backend) if each.complete]
+            for each in reversed(infos):
+                try:
+                    results.append(await _verified(backend, each, screen.settings, meter))
+                except CheckpointIncomplete:  # it was deleted meanwhile
+                    continue
+    return _told(screen, url, results)
+
+
+async def verify_one(screen: Screen, url: str, step: str | None) -> int:
+    """Verifies the checkpoint that an argument names; returns the exit code."""
+    with screen.meter("verifying") as meter:
+        async with open_store(url, screen.settings, Access.READ, meter.advance) as backend:
+            info = await chosen(backend, step)
+            result = await _verified(backend, info, screen.settings, meter)
+    return _told(screen, url, [result])
+
+
+def _told(screen: Screen, url: str, results: list[dict[str, Any]]) -> int:
+    screen.result({"url": url, "results": results}, *(Text(_sentence(r)) for r in results))
+    return OK if all(each["ok"] for each in results) else FOUND
+
+
+async def _verified(
+    backend: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
+) -> dict[str, Any]:
+    arena = Arena(settings.staging.block_bytes)
+    began = time.perf_counter()
+    data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
+
+    async def work() -> VerifyResult:
+        bundle = await read_index(backend, info.key)
+        meter.expect(data_bytes(bundle))
+        return await verify(backend, bundle, arena, lanes=settings.load.lanes)
+
+    try:
+        done = await reading(backend, info.key, work)
+        data |= {"files": done.files, "bytes": done.bytes}
+    except CorruptCheckpoint as error:
+        # Should the lease not have been written, it is no wonder that parts are gone.
+        await check_not_deleted(backend, info.key)
+        data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
+    finally:
+        arena.close()
+    return data | {"seconds": round(time.perf_counter() - began, 3)}
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    if result["ok"]:
+        files = "1 file" if result["files"] == 1 else f"{result['files']} files"
+        return (
+            f"ok       step {result['step']}: {size(result['bytes'])} in {files} "
+            f"read in {result['seconds']:.1f} s ({result['id']})"
+        )
+    return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
+
+
+__all__ = ["verify_all", "verify_one"]
