@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,8 @@ from ckpipe.checkpoints.discovery import read_index
 from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.format.manifest import Layout
 from ckpipe.plans.division import Unit, shares
-from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble
+from ckpipe.plans.global_planner import GlobalPlanner
+from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
 from ckpipe.state.captured import Captured
 
 
@@ -180,6 +182,48 @@ def test_plan_that_is_not_valid_fails_before_a_byte_is_copied(how: str, tmp_path
         assert not list(tmp_path.rglob("*.safetensors"))
         planner.spoils = False
         pipeline.save(state, step=2).wait()
+
+
+class Breaks:
+    """Ends in another way than with a plan."""
+
+    def __init__(self, how: BaseException | None) -> None:
+        self._how = how
+
+    def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
+        if self._how is None:
+            nothing: Any = None
+            return RankPlan(rank, world_size, fingerprint(captured), nothing, nothing, nothing)
+        raise self._how
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        (SystemExit(3), UsageError, r"The planner Breaks raised SystemExit\(3\)"),
+        (KeyboardInterrupt(), UsageError, "The planner Breaks raised KeyboardInterrupt"),
+        (asyncio.CancelledError(), UsageError, "The planner Breaks raised CancelledError"),
+        (ValueError("mine"), ValueError, "mine"),
+        (None, UsageError, "is not made as a plan is: TypeError"),
+    ],
+)
+def test_planner_that_breaks_fails_the_save_and_nothing_else(
+    how: BaseException | None, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with ranks(str(tmp_path), 2, plan=Breaks(how)) as opened:
+        for pipeline in opened:
+            with pytest.raises(error, match=said):
+                pipeline.save(state_of(0), step=1).wait()
+            assert pipeline.steps() == []
+
+
+def test_planner_that_leaves_the_program_when_it_is_prepared_is_refused(tmp_path: Path) -> None:
+    class Leaves(GlobalPlanner):
+        def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None) -> None:
+            raise SystemExit(3)
+
+    with pytest.raises(UsageError, match=r"The planner Leaves raised SystemExit\(3\)"):
+        ckpipe.SyncPipeline(tmp_path, plan=Leaves()).__enter__()
 
 
 def test_right_plans_of_every_shape_pass(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def check_plan(
         _check_holdings(plan, captured.tensors, rank)
     except _Wrong as wrong:
         raise wrong.of(name, rank) from wrong.__cause__
+    except Exception as error:  # somebody may put anything into its fields
+        raise _Wrong(f"is not made as a plan is: {error!r}").of(name, rank) from error
 
 
 class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it is

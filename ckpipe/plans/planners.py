@@ -8,6 +8,7 @@ from ckpipe.planner_protocols import JointPlanner, Planner
 from ckpipe.plans.global_planner import GlobalPlanner
 from ckpipe.plans.planning import LocalPlanner
 from ckpipe.ranks.topology import Topology
+from ckpipe.tasks.user_code import user_code
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -26,6 +27,7 @@ def choose_planner(topology: Topology, settings: Settings, max_file_bytes: int |
 
     Raises:
         UnsupportedTopology: If ranks are to plan together and cannot reach each other.
+        UsageError: If a planner of the user's raised what would end the program.
     """
     chosen = settings.plan.planner
     if chosen == "local":
@@ -37,9 +39,10 @@ def choose_planner(topology: Topology, settings: Settings, max_file_bytes: int |
     else:
         planner = chosen
     if isinstance(planner, JointPlanner):
-        planner.prepare(
-            rank=topology.rank, world_size=topology.world_size, max_file_bytes=max_file_bytes
-        )
+        with user_code(f"The planner {type(planner).__name__}", ""):
+            planner.prepare(
+                rank=topology.rank, world_size=topology.world_size, max_file_bytes=max_file_bytes
+            )
     return planner
 
 

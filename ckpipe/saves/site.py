@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 import torch
+from anyio.from_thread import check_cancelled
 
 from ckpipe.backend import UploadLimits
 from ckpipe.checkpoints.discovery import check_not_deleted
@@ -36,6 +38,7 @@ from ckpipe.state.captured import Captured
 from ckpipe.state.trail import Trail
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused
+from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
@@ -123,7 +126,8 @@ class Site(Depot):
 
         Raises:
             UnsupportedState: If a tensor cannot be saved.
-            UsageError: If the planner is not one of ckpipe's and its plan is not valid.
+            UsageError: If the planner is not one of ckpipe's and its plan is not valid, or it
+                raised what would end the program.
             SaveError: If ranks that plan together do not come to a plan.
         """
         with collector_paused():
@@ -138,6 +142,18 @@ class Site(Depot):
             )
 
     def _plan(self, captured: Captured, save: CheckpointId) -> RankPlan:
+        if type(self.planner) in OWN_PLANNERS:
+            return self._asked(captured, save)
+        try:
+            with user_code(f"The planner {type(self.planner).__name__}", ""):
+                return self._asked(captured, save)
+        except UsageError:
+            # A planner that waits may have been told that its save is cancelled.
+            with contextlib.suppress(RuntimeError):
+                check_cancelled()
+            raise
+
+    def _asked(self, captured: Captured, save: CheckpointId) -> RankPlan:
         planner, rank, world_size = self.planner, self.rank, self.world_size
         if not isinstance(planner, JointPlanner):
             return planner.plan(captured, rank=rank, world_size=world_size)
