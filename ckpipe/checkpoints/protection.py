@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.discovery import NO_INDEX, discover, pick, read_index
 from ckpipe.checkpoints.leases import live_subjects, protected_subjects, read_leases, store_time
-from ckpipe.checkpoints.pruning import RESUMED, delete, retire
+from ckpipe.checkpoints.pruning import (
+    RESUMED,
+    RUNNING_NEWEST,
+    delete,
+    newest_of_launches,
+    retire,
+)
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion, UsageError
 from ckpipe.format.object_names import launch_id
 from ckpipe.types import CheckpointInfo
@@ -21,13 +27,15 @@ NEWEST = "it is the newest complete checkpoint"
 
 
 async def in_use(
-    backend: Backend, infos: Iterable[CheckpointInfo], now: datetime
+    backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
 ) -> dict[str, str]:
-    """Checkpoints that somebody holds a live lease on, and incomplete ones of launches that run.
+    """Checkpoints that somebody holds a live lease on, or that launches need which are running.
+
+    The latter are those that are incomplete, and of each launch the newest complete one.
 
     Args:
         backend: The store.
-        infos: Its checkpoints.
+        infos: Its checkpoints, the newest first.
         now: The time by the store's own clock.
 
     Returns:
@@ -42,7 +50,9 @@ async def in_use(
         for each in infos
         if each.reason == NO_INDEX and launch_id(each.attempt) in live
     }
-    return unfinished | {each.id: IN_USE for each in infos if each.id in live}
+    complete = [(each.id, each.attempt) for each in infos if each.complete]
+    newest = dict.fromkeys(newest_of_launches(complete, live), RUNNING_NEWEST)
+    return unfinished | newest | {each.id: IN_USE for each in infos if each.id in live}
 
 
 async def protected_by_others(

@@ -23,7 +23,7 @@ appear at the last moment, the tombstone stays and the data waits for the lease 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
 
@@ -41,6 +41,7 @@ from ckpipe.format.keys import decode_float
 from ckpipe.format.object_names import (
     DELETED,
     index_key,
+    launch_id,
     pin_key,
     prefix,
     tombstone_id,
@@ -54,6 +55,7 @@ _AT_ONCE = 16
 """Indexes that are read at the same time."""
 
 RESUMED = "the newest checkpoint's run resumed from it"
+RUNNING_NEWEST = "it is the newest of a launch that is running"
 UNREAD = "its index cannot be read, so nothing is known of it"
 
 
@@ -171,13 +173,15 @@ async def decide_on(
     """Decides which checkpoints of a root stay, and changes nothing.
 
     Besides what is protected, pinned checkpoints stay and the one that the run of the newest
-    resumed from, whoever asks. Those whose index cannot be read stay too, and take nobody's place:
-    rules, and the newest that always stays, are found among the others.
+    resumed from, whoever asks. If several launches run on one root, rules count the checkpoints of
+    all of them together; so of each that is known to be running the newest stays too. Those whose
+    index cannot be read stay as well, and take nobody's place: rules, and the newest that always
+    stays, are found among the others.
 
     Args:
         backend: The store.
         rule: What to keep; None keeps all.
-        protected: Ids that must stay, each with its reason.
+        protected: Ids that must stay, each with its reason, and ids of launches that are running.
         facts: What is known of checkpoints already; added to.
         now: The time by the store's own clock, which also tells when checkpoints were written.
 
@@ -189,6 +193,8 @@ async def decide_on(
     candidates = await _candidates(backend, complete, facts)
     if candidates and (origin := facts[candidates[0].id].resumed_from):
         keep.setdefault(origin, RESUMED)
+    for name in newest_of_launches([(each.id, each.attempt) for each in candidates], protected):
+        keep.setdefault(name, RUNNING_NEWEST)
     decision = decide(candidates, rule, now=now, protected=keep)
     unread = {each.id: keep.get(each.id, UNREAD) for each in complete if each.id not in facts}
     stays = {*decision.keep, *unread}
@@ -197,6 +203,23 @@ async def decide_on(
         remove=decision.remove,
         reasons={**decision.reasons, **unread},
     )
+
+
+def newest_of_launches(
+    checkpoints: Iterable[tuple[str, str]], launches: Container[str]
+) -> list[str]:
+    """The first checkpoint of each of some launches.
+
+    Args:
+        checkpoints: Checkpoints by id and attempt, the newest first.
+        launches: The ids of the launches.
+    """
+    first: dict[str, str] = {}
+    for name, attempt in checkpoints:
+        launch = launch_id(attempt)
+        if launch in launches:
+            first.setdefault(launch, name)
+    return list(first.values())
 
 
 async def best(
@@ -272,7 +295,7 @@ async def prune(
     Args:
         backend: The store.
         rule: What to keep; None keeps all.
-        protected: Ids that must stay, each with its reason.
+        protected: As for :func:`decide_on`.
         facts: What is known of checkpoints already; added to.
         finished: Deletions known to be through; added to.
         sweep_after: How long tombstones stay.

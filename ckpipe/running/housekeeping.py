@@ -11,6 +11,7 @@ from ckpipe.checkpoints.healing import find_healed, healed, newest_healed
 from ckpipe.checkpoints.protection import remove
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
+from ckpipe.format.object_names import launch_id
 from ckpipe.loads.restore import verify
 from ckpipe.retention import Decision
 from ckpipe.saves.following import until_complete
@@ -88,7 +89,8 @@ class Housekeeping(abc.ABC):
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""
-        return await (self.site.decide() if dry_run else self.site.prune())
+        launch = launch_id(self.site.attempt)
+        return await (self.site.decide(launch) if dry_run else self.site.prune(launch))
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """The complete checkpoint with the best value of a metric."""

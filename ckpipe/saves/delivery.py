@@ -197,33 +197,39 @@ class Depot:
             kept[self.resumed_from] = "this run resumed from it"
         return kept
 
-    async def decide(self) -> Decision:
+    async def decide(self, launch: str) -> Decision:
         """What :meth:`prune` would do, and why.
+
+        Args:
+            launch: The id of this launch.
 
         Raises:
             StoreError: If the store failed.
         """
         now = await time_now(self.patient)
-        protected = await self._protected_by_all(now)
+        protected = await self._protected_by_all(now, launch)
         return await decide_on(self.patient, self.rule, protected, self.facts, now=now)
 
-    async def prune(self) -> Decision:
+    async def prune(self, launch: str) -> Decision:
         """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
+
+        Args:
+            launch: The id of this launch, of which the newest checkpoint stays.
 
         Raises:
             StoreError: If the store failed; pruning again goes on where it stopped.
         """
         now = await store_time(self.patient)
-        protected = await self._protected_by_all(now)
+        protected = await self._protected_by_all(now, launch)
         return await prune(
             self.patient, self.rule, protected, self.facts, self.deleted,
             sweep_after=self.sweep_after, now=now,
         )  # fmt: skip
 
-    async def _protected_by_all(self, now: datetime) -> dict[str, str]:
-        """Ids that retention must not remove, also since others are loading them."""
+    async def _protected_by_all(self, now: datetime, launch: str) -> dict[str, str]:
+        """Ids that retention must not remove, also since others load them, and running launches."""
         leases = protected_subjects(live_subjects(await read_leases(self.patient), now))
-        return dict.fromkeys(leases, "somebody holds a lease on it") | self.protected()
+        return dict.fromkeys([*leases, launch], "somebody holds a lease on it") | self.protected()
 
 
 __all__ = ["Contents", "Delivery", "Depot", "Filled", "StoredFiles"]

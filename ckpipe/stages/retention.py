@@ -5,6 +5,7 @@ from __future__ import annotations
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.events import Pruned
+from ckpipe.format.object_names import launch_id
 from ckpipe.saves.delivery import B, Delivery, Depot
 from ckpipe.types import CheckpointInfo
 
@@ -22,7 +23,7 @@ async def run(
             if depot.rule is None:
                 continue
             with save.clock.timing("retention"):
-                decision = await depot.prune()
+                decision = await depot.prune(launch_id(save.id.attempt))
             for name in decision.remove:
                 reason = decision.reasons[name]
                 depot.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
