@@ -43,7 +43,10 @@ def regions_of(obj: Any, shardings: Shardings) -> tuple[Region, ...]:
         shardings: Remembers what was found out of others.
     """
     mesh = obj.device_mesh
-    if mesh.get_coordinate() is None:  # a process that is not on the mesh holds nothing
+    place = mesh.get_coordinate()
+    if place is None:  # a process that is not on the mesh holds nothing
         return ()
-    held = shardings.of(obj, "").held(mesh.get_rank())
+    spread = shardings.of(obj, "")
+    # A mesh knows it even when the process group that it was made for is gone.
+    held = spread.held(int(mesh.mesh[tuple(place)]))
     return tuple([Region(each.box, each.at) for each in held])

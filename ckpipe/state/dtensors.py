@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpipe.errors import UnsupportedState
+from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.state.placements import Mesh, Placement, Sharding, mesh_of, sharding
 
 
@@ -45,23 +45,37 @@ class Shardings:
 
         Raises:
             UnsupportedState: If it has a placement that cannot be saved, ``Partial`` above all.
+            UnsupportedTopology: If its mesh cannot tell its ranks any more.
         """
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
         key = (id(mesh), placements, shape)
         known = self._known.get(key)
         if known is None:
             cut = tuple(_placement(each, label) for each in placements)
-            known = self._known[key] = sharding(self._mesh(mesh), cut, tuple(shape))
+            known = self._known[key] = sharding(self._mesh(mesh, label), cut, tuple(shape))
         return known
 
-    def _mesh(self, device_mesh: Any) -> Mesh:
+    def _mesh(self, device_mesh: Any, label: str) -> Mesh:
         known = self._meshes.get(id(device_mesh))
         if known is None:
-            ranks = device_mesh.mesh
+            ranks = _ranks_of(device_mesh, label)
             data = ranks.to("cpu", torch.int64).contiguous().numpy().tobytes()
             made = mesh_of(tuple(ranks.shape), data)
             known = self._meshes[id(device_mesh)] = (device_mesh, made)
         return known[1]
+
+
+def _ranks_of(device_mesh: Any, label: str) -> torch.Tensor:
+    try:
+        ranks: torch.Tensor = device_mesh.mesh
+    except (RuntimeError, ValueError) as error:
+        # A part of a mesh looks for this process in the whole, by the default process group.
+        raise UnsupportedTopology(
+            f"The ranks of the mesh that this DTensor lies on cannot be told: {error}",
+            key=label or None,
+            hint="Close the pipeline before torch.distributed.destroy_process_group",
+        ) from error
+    return ranks
 
 
 def _placement(placement: Any, label: str) -> Placement:
