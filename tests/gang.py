@@ -200,10 +200,27 @@ def alone(case: Case) -> None:
 
 
 def barrier(case: Case) -> None:
-    """Shows that a collective would be noticed."""
-    before = collectives()
-    dist.barrier()
-    assert collectives() != before
+    """Shows that a collective would be noticed, of whatever kind and in whatever group."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
+    part, inner = torch.ones(2), mesh.get_group("inner")
+    each: list[Any] = [None] * size
+    calls: list[Callable[[], Any]] = [
+        dist.barrier,
+        lambda: dist.broadcast(part, 0),
+        lambda: dist.all_reduce(part, group=inner),
+        lambda: dist.reduce(part, 0),
+        lambda: dist.all_gather([torch.zeros(2) for _ in range(size)], part),
+        lambda: dist.gather_object(1, each if dist.get_rank() == 0 else None),
+        lambda: dist.all_gather_object(each, 1),
+        lambda: dist.scatter_object_list([None], each if dist.get_rank() == 0 else None),
+        lambda: dist.new_group(list(range(size))),
+        DTensor.from_local(part, mesh["inner"], [Shard(0)]).full_tensor,
+    ]
+    for call in calls:
+        before = collectives()
+        call()
+        assert collectives() != before, calls.index(call)
 
 
 def preempted(case: Case) -> None:

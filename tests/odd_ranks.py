@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -12,15 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gang import SETTINGS, URL, Case, collectives, private, tell
+from mortal_runs import note
 from odd_states import FULL, HALVES, ODD, on, spread, wrong
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from wrapped_models import wrapped
 
 import ckpipe
 import ckpipe.distributed
-from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue
+from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue, UnsupportedTopology
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrapping import Operation
@@ -245,3 +247,50 @@ def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: i
         optimizer.step()
         found.append(loss.item())
     return found
+
+
+def meshes_within_meshes(case: Case) -> None:
+    """Saves tensors on parts of a mesh that was made after opening, and loads them onto others.
+
+    One of the ranks loads a part of them only. In the end the process group is gone.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        flat = mesh._flatten("all")
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = DeviceMesh.from_group(groups[rank // 2], "cpu")
+        places: list[tuple[DeviceMesh, list[Any]]] = [
+            (mesh, [Shard(0), Shard(0)]), (group, [Shard(1)]), (mesh["dp"], [Shard(0)]),
+            (mesh["tp"], [Shard(1)]), (flat, [Shard(0)]), (mesh, [Replicate(), Shard(1)]),
+        ]  # fmt: skip
+
+        def state(factor: int, turn: int) -> dict[str, Any]:
+            turned = [*places[turn:], *places[:turn]]
+            parts = {
+                f"w{n}": distribute_tensor(FULL * factor, where, cut, src_data_rank=None)
+                for n, (where, cut) in enumerate(turned)
+            }
+            return parts | {"mine": torch.full((3,), float(factor * rank))}
+
+        pipeline.save(state(1, 0), step=1).wait_complete(timeout=60)
+        for turn in [*case["turns"], 0]:
+            target, part = state(-1, turn), ["mine"] if rank == turn % size else None
+            pipeline.load(target, include=part)
+            whole = state(1, turn)
+            assert_same(target, state(-1, turn) | {"mine": whole["mine"]} if part else whole)
+        tell(case, loaded=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        kept = {name: target[name] for name in ("w0", "w1", "mine")}
+        expected = {name: local(each).clone() for name, each in kept.items()}
+        pipeline.save(kept, step=2).wait_complete(timeout=60)
+        for each in kept.values():
+            local(each).zero_()
+        pipeline.load(kept)
+        assert_same(kept, expected)
+        try:
+            pipeline.save(target, step=3).wait()
+        except UnsupportedTopology as error:
+            refused = [error.step, error.key]
+            note(case["root"], json.dumps({"rank": rank, "refused": refused}))

@@ -44,6 +44,14 @@ def test_odd_meshes_load_into_each_other(world: Gang, tmp_path: Path) -> None:
         assert result.state["scalar"] == 5
 
 
+def test_meshes_within_meshes_load_into_each_other_and_outlive_their_group(
+    world: Gang, tmp_path: Path
+) -> None:
+    root, turns = tmp_path / "run", some(list(range(1, 6)), 2)
+    assert world.run("odd_ranks:meshes_within_meshes", root, 4, turns=turns) == [0] * 4
+    assert told(root, "refused") == {rank: [[3, "w2"]] for rank in range(4)}
+
+
 REFUSED = {
     "local": {
         "partial": "UnsupportedState",

@@ -219,7 +219,7 @@ def test_planner_that_breaks_fails_the_save_and_nothing_else(
 
 def test_planner_that_leaves_the_program_when_it_is_prepared_is_refused(tmp_path: Path) -> None:
     class Leaves(GlobalPlanner):
-        def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None) -> None:
+        def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None = None) -> None:
             raise SystemExit(3)
 
     with pytest.raises(UsageError, match=r"The planner Leaves raised SystemExit\(3\)"):

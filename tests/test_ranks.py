@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from ranks import one_rank, open_rank, ranks, settle
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.checkpoints.discovery import NO_INDEX
+from ckpipe.checkpoints.leases import Lease
+from ckpipe.format.object_names import launch_id
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.course import Course
 from ckpipe.running.choosing import first_choice
@@ -296,6 +299,50 @@ def test_late_commit_does_not_part_the_ranks(store: Stores) -> None:
         assert both != {one}
 
 
+def test_a_rank_that_the_store_failed_loads_what_the_others_have_loaded(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        save_all(world, 1)
+        assert loaded_step(world[0]) == 1
+        store.faulty.fail(errors.StoreUnavailable("down"), "get", times=None)
+        with pytest.raises(errors.StoreUnavailable):
+            world[1].load()
+        store.faulty.heal()
+        with ranks(store.url, 2, attempt_id="other", **FAST) as others:
+            save_all(others, 2)
+        assert loaded_step(world[1]) == 1
+        assert [loaded_step(pipeline) for pipeline in world] == [2, 2]
+
+
+def test_a_load_that_failed_and_was_left_at_that_is_over_for_all(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        store.faulty.fail(errors.StoreUnavailable("down"), "get", times=None)
+        with pytest.raises(errors.StoreUnavailable):
+            world[1].load()
+        store.faulty.heal()
+        assert world[0].load() is None
+        save_all(world, 1)
+        assert [loaded_step(pipeline) for pipeline in world] == [1, 1]
+
+
+def loaded_step(pipeline: ckpipe.SyncPipeline) -> int | None:
+    """The step that a rank loads."""
+    result = pipeline.load()
+    return result.step if result else None
+
+
+def test_a_save_that_never_began_takes_no_step(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        for step in (1, 9):
+            save_all(world, step)
+        for pipeline in world:
+            pipeline.load(step=1)
+        store.faulty.fail(errors.StoreUnavailable("down"), "put", times=None)
+        with pytest.raises(errors.StoreUnavailable):
+            world[0].save(state(0))
+        store.faulty.heal()
+        assert [pipeline.save(state(n)).step for n, pipeline in enumerate(world)] == [2, 2]
+
+
 def test_nothing_to_load_is_agreed_on_too(store: Stores) -> None:
     with ranks(store.url, 2, **FAST) as world:
         assert world[0].load() is None
@@ -362,6 +409,39 @@ class TestRetention:
             for thread in threads:
                 thread.join()
             assert [info.step for info in world[0].steps()] == [3]
+
+    def test_runs_on_one_root_leave_each_other_the_newest(self, store: Stores) -> None:
+        few: dict[str, Any] = {"keep_last": 1} | FAST
+        with contextlib.ExitStack() as stack:
+            alone = [
+                stack.enter_context(one_rank(store.url, 0, 1, attempt_id=name, **few))
+                for name in ("first", "second")
+            ]
+            world = stack.enter_context(ranks(store.url, 2, **few))
+            for pipeline in (*alone, *world):
+                core = pipeline._core
+                launch = launch_id(core.engine.site.attempt)
+                # As it does by itself some minutes after it was opened.
+                core.submit(Lease(core.engine.site.patient, launch).renew).result()
+            for step in (1, 2, 3):
+                for pipeline in alone:
+                    pipeline.save(state(7), step=step).wait()
+                    settle(pipeline)
+                save_all(world, step)
+            left = [(info.attempt.rpartition("-")[2], info.step) for info in world[0].steps()]
+            assert left == [("first", 3), ("second", 3), ("run", 3)]
+            for info in world[0].steps():
+                world[0].verify(info)
+
+    def test_a_run_never_removes_its_own_newest(self, store: Stores) -> None:
+        few: dict[str, Any] = {"keep_last": 1} | FAST
+        with one_rank(store.url, 0, 1, attempt_id="old", **few) as old:
+            with one_rank(store.url, 0, 1, attempt_id="new", **FAST) as new:
+                new.save(state(0), step=1).wait()
+            for step in (1, 2):
+                old.save(state(0), step=step).wait()
+                settle(old)
+            assert [info.step for info in old.steps()] == [2, 1]
 
     def test_deletion_leaves_nothing_of_any_rank(self, store: Stores) -> None:
         with ranks(store.url, 3, **FAST) as world:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -45,7 +44,15 @@ from ckpipe.running.site_making import make_site
 from ckpipe.save_run import run_save
 from ckpipe.saves.following import Follower
 from ckpipe.saves.head_start import head_start
-from ckpipe.saves.saving import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
+from ckpipe.saves.saving import (
+    FilledBlock,
+    Save,
+    SaveRequest,
+    SkipSave,
+    fail,
+    resolve,
+    until_staged,
+)
 from ckpipe.saves.site import Site
 from ckpipe.settings import Settings
 from ckpipe.stages.stage import look
@@ -83,7 +90,7 @@ class Engine(Housekeeping):
         self._stop = anyio.Event()
         self._background: list[Exception] = []
         self._saved_final = False
-        self._warming = anyio.Lock()
+        self._warming, self._beginning = anyio.Lock(), anyio.Lock()
         self.cadence = Cadence(settings.save_every_steps, settings.save_every_seconds)
         self.diary = Diary(2 * PATIENCE_SECONDS)
         self.hooks, self._preemption = hooks, preemption
@@ -129,21 +136,20 @@ class Engine(Housekeeping):
 
     async def begin(self, request: SaveRequest, step: int | None) -> Save:
         """Accepts a save and starts it."""
-        step = self._next_step if step is None else step
-        self._next_step = step + 1
-        return self._accept(request, await next_name(self.site, self._course, step))
+        async with self._beginning:
+            step = self._next_step if step is None else step
+            return self._accept(request, await next_name(self.site, self._course, step))
 
     def begin_at_once(self, request: SaveRequest, step: int | None) -> Save | None:
         """The same without waiting; None if other ranks have to be asked how to name it."""
         step = self._next_step if step is None else step
         name = name_at_once(self.site, self._course, step)
-        if name is None:
-            return None
-        self._next_step = step + 1
-        return self._accept(request, name)
+        return None if name is None else self._accept(request, name)
 
     def _accept(self, request: SaveRequest, name: CheckpointId) -> Save:
         save, step = Save(name, self.site.rank, request), name.step
+        self._next_step = step + 1
+        self._loading.give_up()
         self.cadence.begin_at(step)
         self.diary.keep(step)
         self._events.emit(SaveStarted(save.name, step, save.rank))
@@ -349,7 +355,7 @@ class Engine(Housekeeping):
     ) -> LoadResult | None:
         """Loads a checkpoint; None if none was named and there is none."""
         for save in [each for each in self._active if not each.staged.done()]:
-            await _quietly(save)
+            await until_staged(save)
         if which is not None:
             await self.settled(which)
         began = time.perf_counter()
@@ -392,9 +398,3 @@ class Engine(Housekeeping):
             return 0, 0, 0
         budget = self._site.budget
         return budget.used, budget.capacity, budget.waiting
-
-
-async def _quietly(save: Save) -> None:
-    done, loop = anyio.Event(), asyncio.get_running_loop()
-    save.staged.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-    await done.wait()

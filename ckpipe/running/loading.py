@@ -24,6 +24,7 @@ from ckpipe.errors import (
     CheckpointIncomplete,
     CorruptCheckpoint,
     InvalidManifest,
+    StoreUnavailable,
     UnsupportedTopology,
 )
 from ckpipe.events import CheckpointDamaged
@@ -61,6 +62,7 @@ class Loading:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._calls = 0
+        self._unanswered = False
 
     async def load(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
@@ -82,11 +84,27 @@ class Loading:
         """
         if self._site.settings.read_only and self._site.world_size > 1:
             _check_agreed(which, fallback=fallback)
-        question = None
-        if which is None or fallback:
-            # Counted on all ranks alike, since all of them call alike.
-            question = f"load-{self._calls}"
-            self._calls += 1
+        if which is not None and not fallback:
+            return await self._answer(which, request, None, fallback=False)
+        # Counted on all ranks alike, since all of them call alike.
+        number, self._unanswered = self._calls, False
+        self._calls += 1
+        try:
+            return await self._answer(which, request, f"load-{number}", fallback=fallback)
+        except StoreUnavailable:
+            # If it calls again, it asks what the others, whom the store has served, have asked.
+            if self._calls == number + 1:
+                self._calls, self._unanswered = number, True
+            raise
+
+    def give_up(self) -> None:
+        """Notes that a load that the store has failed is not tried again: training went on."""
+        self._calls += self._unanswered
+        self._unanswered = False
+
+    async def _answer(
+        self, which: int | str | None, request: LoadRequest, question: str | None, *, fallback: bool
+    ) -> LoadResult | None:
         info = await first_choice(self._site, which, question)
         if info is None:
             return None
@@ -98,7 +116,7 @@ class Loading:
             if which is not None or self._site.world_size > 1:
                 raise
             # It was the newest, and was deleted between the list and the lease.
-            return await self.load(None, request, fallback=fallback)
+            return await self._answer(None, request, question, fallback=fallback)
 
     async def _alone(
         self, info: CheckpointInfo, request: LoadRequest, *, fallback: bool

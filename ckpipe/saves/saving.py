@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 import weakref
@@ -290,6 +291,13 @@ def resolve(future: Future[Any], value: Any) -> None:
     """Gives a future its value, unless it has one."""
     if not future.done():
         future.set_result(value)
+
+
+async def until_staged(save: Save) -> None:
+    """Waits on an event loop until a save is staged, or has ended; its failure is not raised."""
+    done, loop = anyio.Event(), asyncio.get_running_loop()
+    save.staged.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    await done.wait()
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
