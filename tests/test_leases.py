@@ -18,7 +18,14 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.checkpoints.leases import LEASE_LIFE, Lease, live_subjects, reading_ahead, under_lease
+from ckpipe.checkpoints.leases import (
+    LEASE_LIFE,
+    Lease,
+    Sure,
+    live_subjects,
+    reading_ahead,
+    under_lease,
+)
 from ckpipe.checkpoints.pruning import delete, finish_deletions, pin, prune, retire, unpin
 from ckpipe.format.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
@@ -318,8 +325,11 @@ async def test_a_first_look_waits_for_no_lease_and_its_failure_is_told() -> None
         lease.release()
         raise ZeroDivisionError
 
+    async def work(found: int, sure: Sure) -> None:
+        raise AssertionError
+
     with pytest.raises(ZeroDivisionError):
-        await reading_ahead(backend, id, look, work=echo)
+        await reading_ahead(backend, id, look, work)
     assert await keys(memory) == []
 
 
@@ -330,17 +340,28 @@ async def test_what_a_first_look_finds_is_forgotten_where_the_checkpoint_is_bein
     async def gone() -> int:
         raise errors.MissingObject("the index is gone")
 
-    async def work(found: int) -> None:
+    async def work(found: int, sure: Sure) -> None:
+        await sure()
         worked.append(found)
+
+    async def failing(found: int, sure: Sure) -> None:
+        raise errors.MissingObject("a data file is gone")
+
+    async def careless(found: int, sure: Sure) -> None:
+        return
 
     await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
     for look in (gone, partial(echo, 7)):
-        with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
-            await reading_ahead(backend, id, look, work)
+        for each in (work, failing, careless):
+            with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
+                await reading_ahead(backend, id, look, each)
     assert not worked
     await backend.delete([tombstone_key(id)])
     await reading_ahead(backend, id, partial(echo, 7), work)
     assert worked == [7]
+    with pytest.raises(errors.MissingObject, match="data file"):
+        await reading_ahead(backend, id, partial(echo, 7), failing)
+    assert await keys(backend) == []
 
 
 async def echo(value: int) -> int:

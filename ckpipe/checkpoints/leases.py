@@ -31,6 +31,8 @@ from ckpipe.types import CheckpointId
 logger = logging.getLogger("ckpipe")
 T = TypeVar("T")
 L = TypeVar("L")
+Sure = Callable[[], Awaitable[None]]
+"""Waits until it is sure that a checkpoint is not being deleted, or raises."""
 
 LEASE_LIFE = timedelta(minutes=15)
 """How old the newest object of a live lease is at most."""
@@ -207,9 +209,21 @@ async def under_lease(
     Returns:
         What the work returns, and it raises what the work raises.
     """
-    lease, failure = Lease(backend, subject), None
-    try:
+    lease = Lease(backend, subject)
+
+    async def once_leased() -> T:
         await lease.renew()
+        return await work()
+
+    return await _kept(lease, subject, once_leased, every)
+
+
+async def _kept(
+    lease: Lease, subject: str, work: Callable[[], Awaitable[T]], every: timedelta
+) -> T:
+    """Does something beside which a lease is renewed; the lease is released afterwards."""
+    failure = None
+    try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lease.keep, every, name=f"lease on {subject}")
             try:
@@ -241,19 +255,20 @@ async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitab
         StoreError: If the store failed.
     """
 
-    async def nothing() -> None:
-        return
+    async def once_sure() -> T:
+        await check_not_deleted(backend, id)
+        return await work()
 
-    return await reading_ahead(backend, id, nothing, lambda _: work())
+    return await under_lease(backend, str(id), once_sure)
 
 
 async def reading_ahead(
     backend: Backend,
     id: CheckpointId,
     look: Callable[[], Awaitable[L]],
-    work: Callable[[L], Awaitable[T]],
+    work: Callable[[L, Sure], Awaitable[T]],
 ) -> T:
-    """The same for work on what a first look has found, for which no lease is waited.
+    """The same for work that may begin before the lease is there.
 
     Args:
         backend: The store.
@@ -261,7 +276,9 @@ async def reading_ahead(
         look: Reads objects that are whole or absent and never change, such as the index, and
             changes nothing. If the checkpoint is being deleted, what it finds or raises is
             forgotten.
-        work: What to do with what it returned.
+        work: What to do with what it returned. It may read, but changes nothing before it has
+            awaited the second argument, which returns once nobody deletes the checkpoint. If
+            somebody does already, what it raises is forgotten.
 
     Returns:
         What the work returns, and it raises what the look or the work raises.
@@ -270,14 +287,30 @@ async def reading_ahead(
         CheckpointIncomplete: If it is being deleted already.
         StoreError: If the store failed.
     """
-    found = Ahead(look)
+    lease = Lease(backend, str(id))
 
-    async def once_sure() -> T:
+    async def check() -> None:
+        await lease.renew()
         await check_not_deleted(backend, id)
-        return await work(await found.get())
 
-    async with found.started():
-        return await under_lease(backend, str(id), once_sure)
+    return await _kept(lease, str(id), lambda: when_sure(check, look, work), RENEW_EVERY)
+
+
+async def when_sure(
+    check: Callable[[], Awaitable[None]],
+    look: Callable[[], Awaitable[L]],
+    work: Callable[[L, Sure], Awaitable[T]],
+) -> T:
+    """Does some work on what a look finds, both beside a check; what that raises goes first."""
+    sure, found = Ahead(check), Ahead(look)
+    async with sure.started(), found.started():
+        try:
+            result = await work(await found.get(), sure.get)
+        except Exception:
+            await sure.get()
+            raise
+        await sure.get()
+        return result
 
 
 __all__ = [
@@ -285,6 +318,7 @@ __all__ = [
     "LEASE_LIFE",
     "RENEW_EVERY",
     "Lease",
+    "Sure",
     "is_leased",
     "leased",
     "live_subjects",
@@ -295,4 +329,5 @@ __all__ = [
     "store_time",
     "time_now",
     "under_lease",
+    "when_sure",
 ]

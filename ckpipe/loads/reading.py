@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -67,6 +67,7 @@ class Reader:
         backend: The store.
         id: The checkpoint.
         buffers: Where bytes are read into, one for each read under way or being delivered.
+        sure: Is awaited before anything is delivered; None if nothing need be.
 
     Attributes:
         tally: What was read.
@@ -74,8 +75,14 @@ class Reader:
             the event loop nor a deliverer has, so that is left to whoever comes to it.
     """
 
-    def __init__(self, backend: Backend, id: CheckpointId, buffers: Sequence[memoryview]) -> None:
-        self._backend, self._id, self._buffers = backend, id, buffers
+    def __init__(
+        self,
+        backend: Backend,
+        id: CheckpointId,
+        buffers: Sequence[memoryview],
+        sure: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._backend, self._id, self._buffers, self._sure = backend, id, buffers, sure
         smallest = min(len(buffer) for buffer in buffers)
         self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
@@ -168,6 +175,8 @@ class Reader:
     ) -> None:
         async with inbox:
             async for arrived in inbox:
+                if self._sure is not None:
+                    await self._sure()
                 self._check(
                     data, arrived.file, await anyio.to_thread.run_sync(delivery.put, arrived)
                 )

@@ -8,7 +8,7 @@ verified before it reaches a tensor. *Apply* puts everything else in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -179,7 +179,14 @@ async def fitting(
     return FittingLoad(bundle, rank, request.into is not None, matched, started, seconds)
 
 
-async def read_all(backend: Backend, found: FittingLoad, arena: Arena, *, lanes: int) -> ReadyLoad:
+async def read_all(
+    backend: Backend,
+    found: FittingLoad,
+    arena: Arena,
+    *,
+    lanes: int,
+    sure: Callable[[], Awaitable[None]] | None = None,
+) -> ReadyLoad:
     """Reads all that a load needs; no byte reaches the target unverified.
 
     Args:
@@ -187,6 +194,7 @@ async def read_all(backend: Backend, found: FittingLoad, arena: Arena, *, lanes:
         found: What to load.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         lanes: How many reads run at once.
+        sure: Is awaited before any byte reaches the target; None if nothing need be.
 
     Raises:
         CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
@@ -196,8 +204,9 @@ async def read_all(backend: Backend, found: FittingLoad, arena: Arena, *, lanes:
         StoreError: If the store failed.
     """
     bundle, rank, matched, began = found.bundle, found.rank, found.matched, time.perf_counter()
-    with _located(bundle, rank):
-        reader = await _read(backend, bundle, matched, arena, lanes, in_place=found.in_place)
+    with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers:
+        reader = Reader(backend, bundle.id, buffers, sure)
+        await _read(reader, matched, in_place=found.in_place)
     tally = reader.tally
     stages = {
         "match": StageReport(found.seconds),
@@ -292,22 +301,17 @@ def _lack(matching: Matching) -> bool:
     return any(lacks(node, live) for node, live in matching.objects)
 
 
-async def _read(
-    backend: Backend, bundle: Bundle, matched: _Matched, arena: Arena, lanes: int, *, in_place: bool
-) -> Reader:
+async def _read(reader: Reader, matched: _Matched, *, in_place: bool) -> None:
     data, targets = matched.data, matched.targets
-    with lane_buffers(arena, backend, lanes) as buffers:
-        reader = Reader(backend, bundle.id, buffers)
-        if targets.first_needs:
-            await reader.deliver(data, targets.first_needs, targets.filling.destinations)
-            await anyio.to_thread.run_sync(targets.check_disputed)
-        reader.tally.delivered = False
-        try:
-            await reader.deliver(data, targets.needs, targets.filling.destinations)
-        except CorruptCheckpoint as error:
-            error.target_touched = in_place and reader.tally.delivered
-            raise
-        return reader
+    if targets.first_needs:
+        await reader.deliver(data, targets.first_needs, targets.filling.destinations)
+        await anyio.to_thread.run_sync(targets.check_disputed)
+    reader.tally.delivered = False
+    try:
+        await reader.deliver(data, targets.needs, targets.filling.destinations)
+    except CorruptCheckpoint as error:
+        error.target_touched = in_place and reader.tally.delivered
+        raise
 
 
 def _apply(matched: _Matched) -> Any:

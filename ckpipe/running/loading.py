@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import anyio
 
 from ckpipe.checkpoints.discovery import read_index
+from ckpipe.checkpoints.leases import Sure
 from ckpipe.checkpoints.near_reading import read_near
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -182,8 +183,9 @@ class Loading:
                     return await fit(near)
             return await fit(await read_index(site.patient, info.key))
 
-        async def work(found: FittingLoad) -> ReadyLoad:
-            return await read_all(site.patient, found, site.arena, lanes=site.settings.load.lanes)
+        async def work(found: FittingLoad, sure: Sure) -> ReadyLoad:
+            lanes = site.settings.load.lanes
+            return await read_all(site.patient, found, site.arena, lanes=lanes, sure=sure)
 
         return await site.reading_ahead(info.key, look, work)
 

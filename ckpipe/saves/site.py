@@ -18,7 +18,7 @@ from anyio.from_thread import check_cancelled
 
 from ckpipe.backend import UploadLimits
 from ckpipe.checkpoints.discovery import check_not_deleted
-from ckpipe.checkpoints.leases import reading_ahead
+from ckpipe.checkpoints.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.format.cargo import Cargo
 from ckpipe.locking.lock import StateLock
@@ -36,7 +36,6 @@ from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import Save, SkipSave
 from ckpipe.state.captured import Captured
 from ckpipe.state.trail import Trail
-from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointId
@@ -91,25 +90,26 @@ class Site(Depot):
         async def nothing() -> None:
             return
 
-        return await self.reading_ahead(id, nothing, lambda _: work())
+        async def once_sure(_: None, sure: Sure) -> T:
+            await sure()
+            return await work()
+
+        return await self.reading_ahead(id, nothing, once_sure)
 
     async def reading_ahead(
         self,
         id: CheckpointId,
         look: Callable[[], Awaitable[L]],
-        work: Callable[[L], Awaitable[T]],
+        work: Callable[[L, Sure], Awaitable[T]],
     ) -> T:
-        """The same for work on what a first look has found; see :func:`leases.reading_ahead`.
+        """The same for work that may begin before that is sure; see :mod:`leases`.
 
         Raises:
             CheckpointIncomplete: If it is being deleted already.
             StoreError: If the store failed.
         """
         if self.settings.read_only:  # a lease would be written
-            found = Ahead(look)
-            async with found.started():
-                await check_not_deleted(self.patient, id)
-                return await work(await found.get())
+            return await when_sure(partial(check_not_deleted, self.patient, id), look, work)
         self.loading[str(id)] += 1
         try:
             return await reading_ahead(self.patient, id, look, work)
