@@ -319,6 +319,46 @@ async def test_options_reach_the_requests_that_they_are_for(server: GcsServer, s
         assert ("kmsKeyName=projects%2Fp" in request.target) is writes
 
 
+@pytest.mark.parametrize("scheme", ["http://", ""])
+async def test_the_proxy_of_the_environment_is_asked(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setenv("http_proxy", seen.proxy.url.replace("http://", scheme))
+    monkeypatch.setenv("no_proxy", "example.org")
+    # Nobody listens there, so that only the proxy can have been asked.
+    async with seen.backend(endpoint_url="http://localhost:9") as backend:
+        await backend.put("a", b"x", PutMode.CREATE)
+        assert await backend.get("a", max_bytes=1) == b"x"
+    assert all(each.target.startswith("http://localhost:9/") for each in seen.requests)
+    asked = len(seen.requests)
+    monkeypatch.setenv("no_proxy", "example.org,localhost")
+    async with seen.backend(endpoint_url="http://localhost:9") as backend:
+        with pytest.raises(errors.StoreUnavailable):
+            await backend.stat("a")
+    monkeypatch.delenv("no_proxy")
+    async with seen.backend(endpoint_url="https://store.invalid") as backend:
+        with pytest.raises(errors.StoreUnavailable):
+            await backend.stat("a")
+    assert len(seen.requests) == asked
+    monkeypatch.setenv("https_proxy", seen.proxy.url)
+    seen.fault["Connect"] = Fault.RESET_BEFORE
+    async with seen.backend(endpoint_url="https://store.invalid") as backend:
+        with pytest.raises(errors.StoreUnavailable):
+            await backend.stat("a")
+    assert seen.requests[-1].method == "CONNECT"
+    assert seen.requests[-1].target == "store.invalid:443"
+
+
+async def test_a_proxy_of_the_environment_that_is_none(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "socks5://me:hunter2@localhost:1")
+    with pytest.raises(errors.UsageError, match="in the environment") as caught:
+        async with seen.backend():
+            pass
+    assert "hunter2" not in str(caught.value)
+
+
 async def test_a_bucket_that_lets_the_requester_pay_says_so(server: GcsServer, seen: Seen) -> None:
     await anyio.to_thread.run_sync(server.make_bucket, "payer")
     seen.url = "gs://payer/root"

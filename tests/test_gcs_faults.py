@@ -307,6 +307,24 @@ def test_a_load_survives_faults(
     assert same(loaded.state, state())
 
 
+LOAD_REQUESTS = 14
+"""About how many requests a load has, from opening to closing."""
+LOAD_TURNS = [*itertools.product(range(LOAD_REQUESTS), LOAD_FAULTS)]
+
+
+@pytest.mark.parametrize(("turn", "fault"), sampled(LOAD_TURNS, 2))
+def test_each_request_of_a_load_in_turn(
+    server: GcsServer, proxy: FaultProxy, url: str, turn: int, fault: Fault
+) -> None:
+    assert save(url, server.url) is None
+    proxy.rule = Once(None, fault, behind=turn)
+    with pipeline(url, proxy.url) as opened:
+        loaded = opened.load()
+    assert proxy.faults() == (turn < len(proxy.log))
+    assert loaded is not None
+    assert same(loaded.state, state())
+
+
 def test_a_worker_process_saves(
     server: GcsServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

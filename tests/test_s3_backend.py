@@ -324,6 +324,15 @@ async def test_buckets_stand_in_the_path_or_in_the_host_and_a_proxy_is_asked(see
     assert seen.requests[-1].target == "s3.eu-south-2.amazonaws.com:443"
 
 
+async def test_the_proxy_of_the_environment_is_asked(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", seen.proxy.url)
+    async with S3Backend(seen.url, endpoint_url="http://localhost:9") as backend:
+        await backend.put("a", b"x", PutMode.CREATE)
+    assert all(each.target.startswith(f"http://localhost:9/{BUCKET}") for each in seen.requests)
+
+
 async def test_a_proxy_that_is_not_there(seen: Seen) -> None:
     with fault_proxy(1) as gone:
         pass

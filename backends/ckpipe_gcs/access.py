@@ -6,12 +6,14 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import anyio
 import anyio.to_thread
 
-from ckpipe.stores.http_options import check_endpoint
+from ckpipe.stores.http_options import check_endpoint, check_proxy
 from ckpipe.version import __version__
 from ckpipe_gcs.failures import opening
 
@@ -62,6 +64,26 @@ def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[s
     return check_endpoint(found, f"endpoint_url or {EMULATOR}").rstrip("/"), bool(emulator)
 
 
+def find_proxy(option: str | None, endpoint: str) -> str | None:
+    """The proxy that requests go through; None if they go straight to the store.
+
+    Args:
+        option: What the user gave; it goes before the environment, where ``HTTPS_PROXY``,
+            ``HTTP_PROXY`` and ``NO_PROXY`` mean what they mean to other programs.
+        endpoint: The address of the API.
+
+    Raises:
+        UsageError: If it is no URL.
+    """
+    if option is not None:
+        return check_proxy(option)
+    parts = urlsplit(endpoint)
+    found = getproxies().get(parts.scheme)
+    if not found or proxy_bypass(parts.netloc):
+        return None
+    return check_proxy(found if "://" in found else f"http://{found}", "in the environment")
+
+
 @asynccontextmanager
 async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
     """Makes a session and closes it again.
@@ -79,7 +101,7 @@ async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=READ_BYTES,
-        proxy=access.proxy,
+        proxy=find_proxy(access.proxy, access.endpoint),
     )
     try:
         yield session

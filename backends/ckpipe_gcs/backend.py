@@ -53,7 +53,8 @@ class GcsBackend(BucketBackend):
         user_project: The project that pays for requests to a bucket that asks for it.
         kms_key_name: The key that objects are encrypted with on the store, as
             ``projects/…/cryptoKeys/…``; by default the bucket's.
-        proxy: The URL of an HTTP proxy.
+        proxy: The URL of an HTTP proxy; by default the environment's, by ``HTTPS_PROXY``,
+            ``HTTP_PROXY`` and ``NO_PROXY``.
         ca_bundle: A file of certificates to trust instead of the system's.
         max_connections: The most connections at a time.
         request_timeout: Seconds for a request without a body; a body may take as long again as

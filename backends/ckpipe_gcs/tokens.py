@@ -117,7 +117,9 @@ async def open_tokens(access: Access) -> AsyncIterator[Tokens]:
     if access.anonymous:
         yield Tokens(None)
         return
-    async with aiohttp.ClientSession(proxy=access.proxy) as session:
+    # Without an option each address has the proxy that the environment names for it.
+    trusting = access.proxy is None
+    async with aiohttp.ClientSession(proxy=access.proxy, trust_env=trusting) as session:
         with opening():
             source = await anyio.to_thread.run_sync(_source, access.credentials_file, session)
         yield Tokens(source)

@@ -51,7 +51,8 @@ class S3Backend(BucketBackend):
         storage_class: The storage class of data files, such as ``"STANDARD_IA"``. The small
             objects, which every look at the store reads, stay in the bucket's default.
         request_payer: ``"requester"`` to pay for requests to a bucket that asks for it.
-        proxy: The URL of an HTTP proxy.
+        proxy: The URL of an HTTP proxy; by default the environment's, by ``HTTPS_PROXY``,
+            ``HTTP_PROXY`` and ``NO_PROXY``.
         ca_bundle: A file of certificates to trust instead of the system's.
         max_connections: The most connections at a time.
         request_timeout: Seconds for a request without a body; a body may take as long again as

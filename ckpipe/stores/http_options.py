@@ -52,14 +52,18 @@ def check_endpoint(url: str, option: str = "endpoint_url") -> str:
     return url
 
 
-def check_proxy(url: str | None) -> str | None:
+def check_proxy(url: str | None, option: str = "as proxy") -> str | None:
     """Returns the URL of a proxy, if it can be one; it may hold a name and a password.
+
+    Args:
+        url: The URL; None for no proxy.
+        option: Where it was given, for the hint.
 
     Raises:
         UsageError: If it cannot.
     """
     if url is not None and not _is_address(url):
-        raise UsageError("The URL of the proxy is none", hint="Write http://host:port as proxy")
+        raise UsageError("The URL of the proxy is none", hint=f"Write http://host:port {option}")
     return url
 
 
