@@ -15,7 +15,7 @@ from gang import Gang, gang, private, told
 from safetensors.torch import load_file
 from sampling import EVERY, SEED
 from shared_states import LAYOUTS
-from worker_runs import wake_and_await_end
+from worker_runs import await_end
 
 import ckpipe
 from ckpipe.errors import CheckpointIncomplete
@@ -198,7 +198,7 @@ def test_four_ranks_are_killed_and_their_checkpoint_completes(world: Gang, tmp_p
     root = tmp_path / "run"
     assert world.run("stage_and_die", root, 4) == [None] * 4
     for workers in told(root, "worker").values():
-        wake_and_await_end(workers[0])
+        await_end(workers[0])
     with ckpipe.SyncPipeline(root) as pipeline:
         newest = pipeline.latest()
         assert newest is not None

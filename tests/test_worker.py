@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import torch
 from pipelines import same, small_state, stores
 from ranks import settle
-from sampling import EVERY
+from sampling import EVERY, SEED
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
@@ -266,6 +267,42 @@ def test_each_pipeline_has_its_own_and_descriptors_do_not_grow(
         for _ in range(3):
             other.save(tensors).wait()
         assert (here.num_fds(), psutil.Process(worker_of(other)).num_fds()) <= before
+
+
+class Inherited(torch.utils.data.Dataset[tuple[bool, bool]]):
+    """Whether a worker of a DataLoader has a trainer's socket, and its staging memory."""
+
+    def __init__(self, socket: str) -> None:
+        self.socket = socket
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[bool, bool]:
+        folder = Path("/proc/self/fd")
+        links = [os.readlink(each) for each in folder.iterdir() if each.is_symlink()]
+        return self.socket in links, "memfd:ckpipe" in Path("/proc/self/maps").read_text()
+
+
+HOW = ["fork", "spawn"] if EVERY else random.Random(SEED).sample(["fork", "spawn"], 1)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.filterwarnings("default:.*use of fork:DeprecationWarning")
+def test_workers_of_a_loader_do_not_disturb_it(pipeline: ckpipe.SyncPipeline, how: str) -> None:
+    pipeline.save(state_of(1)).wait()
+    worker = worker_of(pipeline)
+    link: Any = pipeline._core.engine.site.carrier
+    asked = Inherited(os.readlink(f"/proc/self/fd/{link._link.process.socket.fileno()}"))
+    assert asked[0] == (True, True)
+    loader = torch.utils.data.DataLoader(asked, num_workers=1, multiprocessing_context=how)
+    saves = []
+    for socket, memory in loader:
+        assert (socket.item(), memory.item()) == (False, False)
+        saves.append(pipeline.save(state_of(2)))
+    for each in saves:
+        each.wait()
+    assert worker_of(pipeline) == worker
 
 
 def test_what_cannot_cross_is_said_at_open_or_stays_here(

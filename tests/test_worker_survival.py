@@ -13,10 +13,11 @@ from concurrent.futures import TimeoutError as Late
 from pathlib import Path
 
 import anyio
+import held_store
 import pytest
 from pipelines import same
 from sampling import EVERY
-from worker_runs import SETTINGS, Trainers, state_of, trainers, wake_and_await_end, worker_of
+from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worker_of
 
 import ckpipe
 from ckpipe.checkpoints.leases import Lease, read_leases
@@ -51,9 +52,7 @@ def test_what_was_staged_is_committed_and_old_ones_pruned(
     root = tmp_path / "run"
     group, worker = mortal.run(root, leaves)
     try:
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as a whole group may get them
-            os.kill(worker, each)
-        wake_and_await_end(worker)
+        await_end(worker)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -71,7 +70,7 @@ def test_what_was_staged_is_committed_and_old_ones_pruned(
 def test_without_survival_nothing_is_committed(mortal: Trainers, tmp_path: Path) -> None:
     root = tmp_path / "run"
     _, worker = mortal.run(root, "kill", survive=False)
-    wake_and_await_end(worker)
+    await_end(worker)
     with ckpipe.SyncPipeline(root) as pipeline:
         assert [info.step for info in pipeline.steps() if info.complete] == [1]
     assert leases_of(root) == []
@@ -81,19 +80,20 @@ def test_the_next_trainer_waits_for_a_worker_that_still_finishes(
     mortal: Trainers, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    _, worker = mortal.run(root, "kill")
+    held_store.install(tmp_path)
     with ckpipe.SyncPipeline(root) as pipeline, ThreadPoolExecutor(1) as threads:
-        (first,) = pipeline.steps()
-        name = first.id.replace("step-000000000001", "step-000000000002")
-        # What the worker itself does as soon as it notices; here it sleeps.
-        pipeline._core.submit(Lease(pipeline._core.engine.site.patient, name).renew).result()
-        loading = threads.submit(pipeline.load)
-        with contextlib.suppress(Late):
-            pytest.fail(f"did not wait, and loaded {loading.result(timeout=1)}")
-        wake_and_await_end(worker)
+        with held_store.held(root):
+            case = {"url": f"held://{root}", "path": [str(tmp_path)]}
+            _, worker = mortal.run(root, "kill", stopped=False, **case)
+            held_store.lease_taken(root)
+            loading = threads.submit(pipeline.load)
+            with contextlib.suppress(Late):
+                pytest.fail(f"did not wait, and loaded {loading.result(timeout=0.3)}")
         result = loading.result(timeout=30)
         assert result is not None
         assert result.step == 2
+    await_end(worker)
+    assert leases_of(root) == []
 
 
 def test_waiting_for_a_worker_is_bounded(tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) 
     handle = opened.save(state_of(2), step=2)
     opened._core._shut(LoopThread.abandon)  # what an interrupt during the wait leads to
     assert handle.status == "cancelled"
-    wake_and_await_end(process)
+    os.kill(process, signal.SIGCONT)
+    await_end(process)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert [info.step for info in pipeline.steps() if info.complete] == [1, 2]
 

@@ -23,6 +23,7 @@ import torch
 import ckpipe
 import ckpipe.pipeline
 import ckpipe.sync
+from ckpipe._worker.__main__ import IGNORED
 
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}}
 
@@ -40,18 +41,23 @@ def worker_of(pipeline: ckpipe.SyncPipeline) -> int:
 
 
 def train(case: dict[str, Any]) -> None:
-    """Commits step 1, stages step 2 while the worker sleeps, tells of it, and leaves."""
+    """Commits step 1, stages step 2 while the worker cannot commit, tells of it, and leaves.
+
+    The worker is stopped, and got the signals that a whole group gets; or the store is held.
+    """
+    sys.path += case.get("path", [])
     worker = {
         "mode": "process",
         "heartbeat_seconds": 600,
         "survive": case.get("survive", True),
         "log_dir": case["log"],
     }
-    pipeline = ckpipe.SyncPipeline(case["root"], keep_last=1, worker=worker, **SETTINGS)
+    pipeline = ckpipe.SyncPipeline(case["url"], keep_last=1, worker=worker, **SETTINGS)
     pipeline.__enter__()
     pipeline.save(state_of(1), step=1).wait()
     process = worker_of(pipeline)
-    os.kill(process, signal.SIGSTOP)
+    for each in [signal.SIGSTOP, *IGNORED] if case["stopped"] else []:
+        os.kill(process, each)
     pipeline.save(state_of(2), step=2)
     Path(case["told"]).write_text(str(process))
     {"kill": _kill, "exit": _exit, "fork": _fork, "raise": _raise}[case["leaves"]]()
@@ -103,13 +109,14 @@ class Trainers:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, root: Path, leaves: str, **case: Any) -> tuple[int, int]:
-        """Runs one; returns its process group, and its worker, which sleeps."""
+    def run(self, root: Path, leaves: str, *, stopped: bool = True, **case: Any) -> tuple[int, int]:
+        """Runs one; returns its process group and its worker."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         told = root.with_suffix(".worker")
+        case = {"url": str(root)} | case
         case |= {
-            "root": str(root),
+            "stopped": stopped,
             "leaves": leaves,
             "told": str(told),
             "log": str(root.with_suffix(".logs")),
@@ -120,11 +127,13 @@ class Trainers:
         return group, int(told.read_text())
 
 
-def wake_and_await_end(worker: int, seconds: float = 60) -> None:
-    """Lets a worker that sleeps go on, and waits until it has ended."""
-    watched = os.pidfd_open(worker)
+def await_end(worker: int, seconds: float = 60) -> None:
+    """Waits until a worker has ended."""
     try:
-        os.kill(worker, signal.SIGCONT)
+        watched = os.pidfd_open(worker)
+    except ProcessLookupError:
+        return
+    try:
         poll = select.poll()
         poll.register(watched, select.POLLIN)
         assert poll.poll(seconds * 1000), "the worker goes on and on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
 import socket
@@ -12,6 +13,8 @@ import anyio
 from ckpipe._worker.channel import Channel
 from ckpipe._worker.service import serve
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What the trainer may be sent with all its processes; what then becomes of saves, it decides."""
 
@@ -21,10 +24,20 @@ async def _serve(descriptor: int) -> int:
     return await serve(channel)
 
 
+def go_on_when_the_trainer_dies() -> None:
+    """Has a worker that somebody has stopped continue once its trainer is dead: prctl(2).
+
+    Nobody else would let it go on, and what is staged would neither be stored nor given up. The
+    kernel does the same for process groups that lose their parent within a session.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
 def main() -> int:
     """Serves on the socket whose descriptor is the only argument; returns the exit code."""
     for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
+    go_on_when_the_trainer_dies()
     log = logging.StreamHandler(sys.stderr)
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(log)

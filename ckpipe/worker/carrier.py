@@ -123,7 +123,7 @@ class WorkerCarrier:
         try:
             with anyio.CancelScope(shield=True):  # a process that was started must not be lost
                 hello, process = await anyio.to_thread.run_sync(self._spawn)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise WorkerDied(
                 f"No worker process could be started: {error}",
                 hint="Set worker='thread' to do without one",

@@ -201,7 +201,6 @@ class Link:
             self.ending = True
             self._channel.close()
             if left:
-                self.process.leave()
                 self._end_all(WorkerDied("The worker process was left to itself"))
             else:
                 with anyio.CancelScope(shield=True):
@@ -298,8 +297,7 @@ class Link:
         gone = await anyio.to_thread.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0)
         if not gone:
             process.kill()
-            if not await anyio.to_thread.run_sync(process.ended, REAP_SECONDS):
-                process.leave()
+            await anyio.to_thread.run_sync(process.ended, REAP_SECONDS)
         if self._closing and not self._errands and self._failure is None:
             await anyio.to_thread.run_sync(process.forget_log)
             return

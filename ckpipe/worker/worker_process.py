@@ -13,7 +13,9 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from socket import socket
 
 import ckpipe
 from ckpipe._worker.channel import close_socket, socket_pair
@@ -37,28 +39,55 @@ class WorkerProcess:
 
     Raises:
         OSError: If it cannot be started.
+        RuntimeError: If the system starts no thread.
     """
 
     def __init__(self, log_dir: str | None) -> None:
         self.log = _new_log(log_dir)
         self.socket, theirs = socket_pair()
+        self._gone = threading.Event()
         try:
-            with open(self.log, "wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "ckpipe._worker", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    env=first_environment(),
-                )
+            self._process = self._started(theirs)
         except BaseException:
             close_socket(self.socket)
             raise
         finally:
             close_socket(theirs)
         self.id = self._process.pid
+
+    def _started(self, theirs: socket) -> subprocess.Popen[bytes]:
+        """Starts it on a thread of its own, which stays until its end and buries it.
+
+        To the kernel, its parent is a thread: the end of one that starts it and goes on to other
+        work would look to it like the end of the trainer, prctl(2).
+        """
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(
+            target=self._keep, args=(theirs, started), name="ckpipe worker's keeper", daemon=True
+        ).start()
+        return started.result()
+
+    def _keep(self, theirs: socket, started: Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            process = self._start(theirs)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+        self._gone.set()
+
+    def _start(self, theirs: socket) -> subprocess.Popen[bytes]:
+        with open(self.log, "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "ckpipe._worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=first_environment(),
+            )
 
     def state(self) -> ProcessState | None:
         """What the system says of it; None if it is gone."""
@@ -73,20 +102,12 @@ class WorkerProcess:
 
     def ended(self, seconds: float) -> bool:
         """Waits for its end for so long; whether it has ended."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self._gone.wait(seconds)
 
     @property
     def exit_code(self) -> int | None:
         """Its exit code, negative for a signal; None if it is not known to have ended."""
         return self._process.returncode
-
-    def leave(self) -> None:
-        """Lets it go on without us; it is buried by whoever is here when it ends."""
-        threading.Thread(target=self._process.wait, name="ckpipe worker's end", daemon=True).start()
 
     def last_lines(self) -> str:
         """The end of its log."""
