@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
@@ -69,6 +69,25 @@ class Rule(abc.ABC):
             A verdict for each id.
         """
 
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """Those because of which others are not kept: it would lose nothing to know no more.
+
+        Whoever is not sure of what it knows of checkpoints looks these and the losers up before it
+        deletes the losers. Among any set that holds these, with what is true of them, the losers
+        are not kept either.
+
+        Args:
+            newest_first: All complete checkpoints, the newest first.
+            losers: Ids of those that are not kept.
+            now: The time at which periods end.
+
+        Returns:
+            Their ids; all that the rule keeps unless it knows better.
+        """
+        return {name for name, verdict in self.judge(newest_first, now).items() if verdict.keep}
+
     @abc.abstractmethod
     def to_data(self) -> dict[str, Any]:
         """The rule as plain dicts, lists, strings and numbers; :func:`from_data` reads it back.
@@ -131,6 +150,12 @@ class KeepLast(_Leaf):
             return {candidate.id for candidate in newest_first if candidate.final}
         return {candidate.id for candidate in newest_first[: self.n]}
 
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """The newest; none for 0, which judges each by itself."""
+        return self._kept(newest_first, now) if self.n else set()
+
     def _phrase(self) -> str:
         return f"among the newest {self.n}" if self.n else "a final checkpoint"
 
@@ -174,6 +199,14 @@ class KeepEvery(_Leaf):
             if stretch not in first or place < self._place(first[stretch])[1]:
                 first[stretch] = candidate
         return {candidate.id for candidate in first.values()}
+
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """Those that are kept of the stretches of the losers."""
+        stretches = {self._place(each)[0] for each in newest_first if each.id in losers}
+        same = [each for each in newest_first if self._place(each)[0] in stretches]
+        return self._kept(same, now)
 
     def _place(self, candidate: Candidate) -> tuple[float, float]:
         if self.steps is not None:
@@ -257,6 +290,12 @@ class KeepWithin(_Leaf):
     def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
         return {each.id for each in newest_first if now - each.created <= self.period}
 
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """None: each is judged by itself."""
+        return set()
+
     def _phrase(self) -> str:
         return f"written within the last {self.period}"
 
@@ -268,8 +307,9 @@ class KeepWithin(_Leaf):
 class KeepIf(_Leaf):
     """Keeps the checkpoints for which a Python function returns true.
 
-    The function is called once for each checkpoint and decision; what it raises, the decision
-    raises. It cannot stand in a settings file, and runs in the process that made it.
+    The function is called once for each checkpoint and decision, and again if what was told of
+    one turns out to be different; what it raises, the decision raises. It cannot stand in a
+    settings file, and runs in the process that made it.
 
     Args:
         predicate: Called with a :class:`Candidate`; looks at nothing else.
@@ -282,6 +322,12 @@ class KeepIf(_Leaf):
     def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
         with user_code(f"The predicate of {self!r}", ""):
             return {candidate.id for candidate in newest_first if self.predicate(candidate)}
+
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """None: each is judged by itself."""
+        return set()
 
     def _phrase(self) -> str:
         return f"chosen by {self.name or getattr(self.predicate, '__name__', 'a function')}"
@@ -306,6 +352,12 @@ class _Combination(Rule):
     def judge(self, newest_first: Sequence[Candidate], now: datetime) -> dict[str, Verdict]:
         judged = [rule.judge(newest_first, now) for rule in self.rules]
         return {each.id: self._joined([one[each.id] for one in judged]) for each in newest_first}
+
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """Those of each of its rules."""
+        return set().union(*(rule.rivals(newest_first, losers, now) for rule in self.rules))
 
     def _joined(self, verdicts: Sequence[Verdict]) -> Verdict:
         keep = self._combined(verdict.keep for verdict in verdicts)

@@ -189,11 +189,25 @@ class Pipeline(PipelineBase):
         return await self._core.run(self._core.engine.load, chosen, request, fallback=fallback)
 
     async def steps(self) -> list[CheckpointInfo]:
-        """All checkpoints of the root, complete or not, the oldest first."""
+        """All checkpoints of the root, complete or not, the oldest first.
+
+        Costs three delimited lists at the same time, however many checkpoints there are, and one
+        more for each that has no index. One that lacks nothing else is completed.
+
+        Raises:
+            StoreError: If the store failed.
+        """
         return await self._core.run(self._core.engine.steps)
 
     async def latest(self) -> CheckpointInfo | None:
-        """The newest complete checkpoint; None if there is none."""
+        """The newest complete checkpoint; None if there is none.
+
+        Costs one delimited list, and two looks at the same time for the newest and for each that
+        is newer and not complete.
+
+        Raises:
+            StoreError: If the store failed.
+        """
         return await self._core.run(self._core.engine.latest)
 
     async def best(
@@ -201,7 +215,10 @@ class Pipeline(PipelineBase):
     ) -> CheckpointInfo | None:
         """The complete checkpoint with the best value of a metric; None if none has it.
 
-        Reads each index once. NaN never wins, and of equals the newest does.
+        NaN never wins, and of equals the newest does. Costs four delimited lists and the index of
+        the winner, however many checkpoints there are; one that has no digest
+        costs its index besides, once in a process. Digests are believed only as long as the index
+        of the winner agrees with its own.
 
         Args:
             metric: A name that ``save`` was given in ``metrics``.

@@ -74,8 +74,15 @@ def test_ls_brief_reads_no_index_and_ls_tells_of_a_damaged_one(
     one, two = save_steps(tmp_path, 1, 2)
     index = tmp_path / f"{one}.json"
     index.write_bytes(index.read_bytes().replace(b"ckpipe", b"ckpIpe"))
-    (found,) = [e for e in call("--json", "ls", tmp_path).data["checkpoints"] if e["id"] == one]
+    read = call("--json", "ls", "--read", tmp_path).data["checkpoints"]
+    (found,) = [e for e in read if e["id"] == one]
     assert found["problem"]
+    assert "damaged" in call("ls", "--read", tmp_path).out
+    # Without it names alone are looked at, and this one's says what was saved.
+    (told,) = [e for e in call("--json", "ls", tmp_path).data["checkpoints"] if e["id"] == one]
+    assert (told["metrics"], told["world_size"], told["problem"]) == ({"loss": 1.0}, 1, "")
+    for each in (tmp_path / ".ckpipe" / "digests").iterdir():
+        each.unlink()
     assert "damaged" in call("ls", tmp_path).out
     brief = call("ls", "--brief", "--json", tmp_path).data["checkpoints"]
     assert [(e["id"], e["problem"], e["bytes"]) for e in brief] == [

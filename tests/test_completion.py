@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints import pruning
+from ckpipe.checkpoints import deleting
 from ckpipe.checkpoints.completion import ascend, descend
 from ckpipe.checkpoints.discovery import NO_INDEX, discover, read_index
 from ckpipe.checkpoints.healing import healed, newest_healed
@@ -174,7 +174,7 @@ async def test_straggler_does_not_revive_what_was_deleted() -> None:
     backend, every = MemoryBackend(), manifests(3)
     for manifest in every[:2]:
         await commit(backend, manifest)
-    await pruning.delete(backend, ID)
+    await deleting.delete(backend, ID)
     for manifest in every:
         await commit(backend, manifest)
     outcome = await ascend(backend, ID, 2, 3)
@@ -191,7 +191,7 @@ async def test_deletion_between_the_look_and_the_index_wins() -> None:
     gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
     completing = asyncio.create_task(ascend(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
-    await pruning.delete(memory, ID)
+    await deleting.delete(memory, ID)
     gate.release()
     assert (await completing).deleted
     assert await stored(memory, index_key(ID)) is None
@@ -205,7 +205,7 @@ async def test_deletion_while_members_are_read_is_no_error() -> None:
     gate = backend.pause("get")
     completing = asyncio.create_task(ascend(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
-    await pruning.delete(memory, ID)
+    await deleting.delete(memory, ID)
     gate.release()
     assert (await completing).deleted
 
@@ -237,14 +237,14 @@ async def test_requests_of_a_commit_do_not_grow_with_the_world() -> None:
 async def test_straggler_s_leftovers_go_with_the_tombstone() -> None:
     backend, every = MemoryBackend(), manifests(3)
     await commit(backend, every[0])
-    await pruning.delete(backend, ID)
+    await deleting.delete(backend, ID)
     await commit(backend, every[1])
     finished = {ID}
     (stone,) = [each async for each in backend.list(tombstone_key(ID))]
-    await pruning.finish_deletions(backend, finished, forget_before=stone.modified)
+    await deleting.finish_deletions(backend, finished, forget_before=stone.modified)
     assert await stored(backend, manifest_key(ID, 1)) is not None
     later = stone.modified.replace(year=stone.modified.year + 1)
-    await pruning.finish_deletions(backend, finished, forget_before=later)
+    await deleting.finish_deletions(backend, finished, forget_before=later)
     assert [each async for each in backend.list()] == []
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
+import torch
+from bundles import manifest_of
 from pipelines import Stores, stores
 
 import ckpipe
+from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.format.object_names import index_key
-from ckpipe.testing.wrapping import Operation
+from ckpipe.format.digests import digest_keys, digest_of
+from ckpipe.format.manifest_codec import encode_bundle
+from ckpipe.format.object_names import DIGESTS, index_key, pin_key, tombstone_key
+from ckpipe.stores import registry
+from ckpipe.testing import MemoryBackend
+from ckpipe.testing.gate import Gate
+from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
 MANY = 10_000
+ATTEMPT = "20250101T000000000Z-x"
+TEMPLATE, _ = manifest_of({"t": torch.tensor([1])})
 
 
 @pytest.fixture
@@ -27,10 +38,13 @@ def kinds(operations: Sequence[Operation]) -> Counter[str]:
     return Counter(each.verb for each in operations)
 
 
+async def put(store: Stores, key: str, data: bytes = b"{}") -> None:
+    await store.memory.put(key, data, PutMode.CREATE)
+
+
 async def fill(store: Stores, count: int, data: bytes) -> None:
     for step in range(count):
-        id = CheckpointId("20250101T000000000Z-x", step, 0)
-        await store.memory.put(index_key(id), data, PutMode.CREATE)
+        await put(store, index_key(CheckpointId(ATTEMPT, step, 0)), data)
 
 
 async def test_ten_thousand_checkpoints_cost_three_lists(store: Stores) -> None:
@@ -41,24 +55,159 @@ async def test_ten_thousand_checkpoints_cost_three_lists(store: Stores) -> None:
         assert len(infos) == MANY
         assert all(info.complete for info in infos)
         assert kinds(store.faulty.operations[before:]) == {"children": 3}
+
+
+async def test_the_newest_costs_one_list_however_many_were_deleted_or_pinned(
+    store: Stores,
+) -> None:
+    await fill(store, MANY, b"{}")
+    for step in range(MANY):
+        id = CheckpointId("20240101T000000000Z-x", step, 0)
+        await put(store, tombstone_key(id))
+        await put(store, pin_key(id))
+    async with ckpipe.Pipeline(store.url) as pipeline:
         before = len(store.faulty.operations)
         newest = await pipeline.latest()
         assert newest is not None
         assert newest.step == MANY - 1
-        assert kinds(store.faulty.operations[before:]) == {"children": 3}
+        done = store.faulty.operations[before:]
+        assert kinds(done) == {"children": 1, "stat": 2}
+        assert [each.key for each in done if each.verb == "children"] == [""]
 
 
-async def test_metrics_are_read_once_for_each_index_and_beside_each_other(store: Stores) -> None:
+async def test_the_newest_says_that_it_is_pinned_and_is_not_one_that_goes(store: Stores) -> None:
+    await fill(store, 3, b"{}")
+    await put(store, tombstone_key(CheckpointId(ATTEMPT, 2, 0)))
+    await put(store, pin_key(CheckpointId(ATTEMPT, 1, 0)))
     async with ckpipe.Pipeline(store.url) as pipeline:
-        for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0]):
+        assert await pipeline.latest() == (await pipeline.steps())[1]
+        newest = await pipeline.latest()
+        assert newest is not None
+        assert (newest.step, newest.pinned) == (1, True)
+
+
+async def test_many_that_are_being_deleted_are_not_looked_at_one_by_one(store: Stores) -> None:
+    await fill(store, 100, b"{}")
+    for step in range(1, 100):
+        await put(store, tombstone_key(CheckpointId(ATTEMPT, step, 0)))
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        before = len(store.faulty.operations)
+        newest = await pipeline.latest()
+        assert newest is not None
+        assert newest.step == 0
+        assert kinds(store.faulty.operations[before:]) == {"children": 4, "stat": 16}
+
+
+async def test_an_exact_name_costs_no_list(store: Stores) -> None:
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        handle = await pipeline.save({"w": 2}, step=2)
+        await handle
+        before = len(store.faulty.operations)
+        await pipeline.unpin(handle.id)
+        done = kinds(store.faulty.operations[before:])
+        assert (done["stat"], done["children"], done["delete"]) == (3, 0, 1)
+        with pytest.raises(errors.CheckpointNotFound):
+            await pipeline.unpin(handle.id.replace("002.", "003."))
+
+
+async def save_losses(url: str, losses: Sequence[float]) -> None:
+    async with ckpipe.Pipeline(url) as pipeline:
+        for step, loss in enumerate(losses):
             await (await pipeline.save({"w": step}, step=step, metrics={"loss": loss}))
+
+
+async def best_step(pipeline: ckpipe.Pipeline) -> int:
+    best = await pipeline.best("loss")
+    assert best is not None
+    return best.step
+
+
+async def digests(store: Stores) -> list[str]:
+    return [each.key async for each in store.memory.list(DIGESTS)]
+
+
+async def test_metrics_cost_a_list_and_the_index_of_the_best(store: Stores) -> None:
+    await save_losses(store.url, [3.0, 1.0, float("nan"), 2.0])
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        for expected in ({"children": 4, "get": 1}, {"children": 3}):
+            before = len(store.faulty.operations)
+            assert await best_step(pipeline) == 1
+            assert kinds(store.faulty.operations[before:]) == expected
+
+
+async def test_metrics_without_digests_are_read_once_for_each_index(store: Stores) -> None:
+    await save_losses(store.url, [3.0, 1.0, float("nan"), 2.0])
+    await store.memory.delete(await digests(store))
     async with ckpipe.Pipeline(store.url) as pipeline:
         for reads in (4, 0):
             before = len(store.faulty.operations)
-            best = await pipeline.best("loss")
-            assert best is not None
-            assert best.step == 1
+            assert await best_step(pipeline) == 1
             assert kinds(store.faulty.operations[before:])["get"] == reads
+
+
+async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(store: Stores) -> None:
+    counts = []
+    (part,) = TEMPLATE.parts
+    for steps in (range(2), range(2, 2000)):
+        for step in steps:
+            id, loss = CheckpointId(ATTEMPT, step, 0), 2000.0 - step
+            part = replace(part, metrics={"loss": loss})
+            index = replace(TEMPLATE, kind="index", id=id, parts=(part,))
+            await put(store, index_key(id), encode_bundle(index))
+            for key in digest_keys(id, digest_of(index)):
+                await put(store, key)
+        async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
+            before = len(store.faulty.operations)
+            assert await best_step(pipeline) == steps[-1]
+            counts.append(kinds(store.faulty.operations[before:]))
+    assert counts == [{"children": 4, "get": 1}] * 2
+
+
+class HeldDigests(WrappedBackend):
+    """A store whose digests wait at a gate."""
+
+    def __init__(self, inner: MemoryBackend) -> None:
+        super().__init__(inner)
+        self.gate = Gate()
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        if operation.verb == "put" and operation.key.startswith(DIGESTS):
+            await self.gate.passed()
+        return await call()
+
+
+async def test_nobody_waits_for_a_digest(store: Stores) -> None:
+    held = HeldDigests(store.memory)
+    registry.register_backend(scheme := f"{store.scheme}-held", lambda url: held)
+    async with ckpipe.Pipeline(f"{scheme}://store", worker="thread") as pipeline:
+        held.gate.hold()
+        handle = await pipeline.save({"w": 2}, step=2)
+        assert (await handle).complete
+        assert (await handle.complete()).complete
+        assert (await (await pipeline.save({"w": 3}, step=3))).complete
+        held.gate.wait_until_held(2)
+        assert await digests(store) == []
+        held.gate.release()
+    assert len(await digests(store)) == 2
+
+
+async def test_a_store_that_takes_no_digest_takes_saves(store: Stores) -> None:
+    store.faulty.fail(errors.StoreError("not today"), lambda each: DIGESTS in each.key, times=None)
+    await save_losses(store.url, [2.0, 1.0])
+    store.faulty.heal()
+    assert await digests(store) == []
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        assert await best_step(pipeline) == 1
+
+
+async def test_a_read_only_root_and_a_dry_run_get_no_digests(store: Stores) -> None:
+    await save_losses(store.url, [2.0, 1.0])
+    await store.memory.delete(await digests(store))
+    async with ckpipe.Pipeline(store.url, read_only=True, keep_last=1) as pipeline:
+        before = set(store.memory._store.objects)
+        assert await best_step(pipeline) == 1
+        await pipeline.steps()
+        assert set(store.memory._store.objects) == before
 
 
 async def test_an_index_of_a_newer_format_keeps_its_checkpoint(store: Stores) -> None:

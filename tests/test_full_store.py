@@ -16,8 +16,8 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.deleting import retire
 from ckpipe.checkpoints.leases import Lease
-from ckpipe.checkpoints.pruning import retire
 from ckpipe.format.object_names import DELETED, index_id, index_key
 from ckpipe.stores import registry
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend

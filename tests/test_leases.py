@@ -18,6 +18,8 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
+from ckpipe.checkpoints.deleting import delete, finish_deletions, retire
+from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import (
     LEASE_LIFE,
     Lease,
@@ -26,7 +28,7 @@ from ckpipe.checkpoints.leases import (
     reading_ahead,
     under_lease,
 )
-from ckpipe.checkpoints.pruning import delete, finish_deletions, pin, prune, retire, unpin
+from ckpipe.checkpoints.pruning import pin, prune, unpin
 from ckpipe.format.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
@@ -277,7 +279,7 @@ async def test_two_that_prune_while_one_reads_leave_what_is_read(store: Stores) 
 
     async def prune_once() -> None:
         protected = {first.removesuffix(".json"): "leased"}
-        await prune(backend, KeepLast(1), protected, {}, set(), sweep_after=timedelta(days=1))
+        await prune(backend, KeepLast(1), protected, Facts(), set(), sweep_after=timedelta(days=1))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prune_once)

@@ -213,7 +213,8 @@ def age(root: Path) -> None:
 def left_over(root: Path, kept: list[str]) -> list[str]:
     """Files that belong neither to a kept checkpoint nor to the claims of launches."""
     files = [str(each.relative_to(root)) for each in root.rglob("*") if each.is_file()]
-    ours = (".ckpipe/attempts/", *(f"{id}/" for id in kept), *(f"{id}.json" for id in kept))
+    forms = ("{}/", "{}.json", ".ckpipe/digests/{}.")
+    ours = (".ckpipe/attempts/", *(form.format(id) for form in forms for id in kept))
     return [name for name in files if not name.startswith(ours)]
 
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from ckpipe.backend import PutMode
 from ckpipe.checkpoints.discovery import discover
+from ckpipe.checkpoints.learning import Facts, Known
 from ckpipe.checkpoints.leases import Lease
-from ckpipe.checkpoints.pruning import Facts, Known, decide_on, prune
+from ckpipe.checkpoints.pruning import decide_on, prune
+from ckpipe.format.digests import Digest
 from ckpipe.format.object_names import index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
@@ -31,12 +33,16 @@ def saved(step: int) -> CheckpointId:
 
 async def with_checkpoints(losses: list[float]) -> tuple[FaultyBackend, Facts]:
     backend = FaultyBackend(MemoryBackend())
-    facts: Facts = {}
+    facts = Facts()
     for step, loss in enumerate(losses):
         await backend.inner.put(f"{saved(step)}/rank-00000.safetensors", b"x", PutMode.CREATE)
         await backend.inner.put(index_key(saved(step)), b"{}", PutMode.CREATE)
-        facts[str(saved(step))] = Known({"loss": loss}, False)
+        facts.learn(str(saved(step)), Known(Digest(1, 1, False, {"loss": loss})))
     return backend, facts
+
+
+def known(facts: Facts) -> Facts:
+    return Facts(dict(facts.known))
 
 
 async def complete(backend: FaultyBackend) -> set[str]:
@@ -49,18 +55,18 @@ async def crash_everywhere(losses: list[float], rule: Rule, leased: int, landing
         await Lease(backend.inner, str(saved(leased))).renew()
         protected = {str(saved(leased)): "leased"}
         now = datetime.now(UTC)
-        planned = await decide_on(backend.inner, rule, protected, dict(facts), now=now)
+        planned = await decide_on(backend.inner, rule, protected, known(facts), now=now)
         backend.fail(Crash(), number, landing)
         crashed = False
         try:
-            await prune(backend, rule, protected, dict(facts), set(), sweep_after=DAY)
+            await prune(backend, rule, protected, known(facts), set(), sweep_after=DAY)
         except Crash:
             crashed = True
         backend.heal()
         assert set(planned.keep) <= await complete(backend), "whenever it crashes"
-        await prune(backend, rule, protected, dict(facts), set(), sweep_after=DAY)
+        await prune(backend, rule, protected, known(facts), set(), sweep_after=DAY)
         assert await complete(backend) == set(planned.keep), "what was planned is what happens"
-        again = await prune(backend, rule, protected, dict(facts), set(), sweep_after=DAY)
+        again = await prune(backend, rule, protected, known(facts), set(), sweep_after=DAY)
         assert again.remove == ()
         left = {each.key.partition("/")[0] async for each in backend.inner.list("")}
         assert not left & set(planned.remove), "no data of a deleted one is left"

@@ -18,10 +18,12 @@ from sampling import EVERY, SEED
 
 from ckpipe.backend import PutMode
 from ckpipe.checkpoints.completion import ascend
+from ckpipe.checkpoints.deleting import delete
 from ckpipe.checkpoints.discovery import discover
 from ckpipe.checkpoints.healing import healed
+from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import Lease, leased
-from ckpipe.checkpoints.pruning import Facts, decide_on, delete, pin, prune, unpin
+from ckpipe.checkpoints.pruning import decide_on, pin, prune, unpin
 from ckpipe.format.keys import encode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import encode_bundle
@@ -96,14 +98,14 @@ class World:
         """Prunes, and dies in the middle or tells what it has done."""
         faulty = FaultyBackend(self.store)
         protected = dict.fromkeys(await leased(self.store), "leased")
-        planned = await decide_on(self.store, rule, protected, {}, now=datetime.now(UTC))
+        planned = await decide_on(self.store, rule, protected, Facts(), now=datetime.now(UTC))
         if crash is not None:
             faulty.fail(Crash(), crash[0], crash[1])
-        facts: Facts = {}
+        facts = Facts()
         try:
             done = await prune(faulty, rule, protected, facts, set(), sweep_after=DAY)
             assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
-            again = await decide_on(self.store, rule, protected, {}, now=datetime.now(UTC))
+            again = await decide_on(self.store, rule, protected, Facts(), now=datetime.now(UTC))
             assert again.remove == (), "twice is as good as once"
             assert set(again.keep) == set(planned.keep)
         except* Crash:  # in a task of its own or not
@@ -233,7 +235,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
 
     async def remove() -> None:
         # One may be complete by then, and retention deletes it; one that is not, a sweep does.
-        await prune(pruner, KeepLast(1), {}, {}, set(), sweep_after=DAY)
+        await prune(pruner, KeepLast(1), {}, Facts(), set(), sweep_after=DAY)
         await delete(pruner, FULL)
 
     actors = {"healer": (healer, heal), "pruner": (pruner, remove)}
@@ -250,7 +252,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
         each.id for each in await healed(world.store, await discover(world.store)) if each.complete
     }
     assert seen == world.complete, "the deleted one is not complete, whoever looks"
-    await prune(world.store, KeepLast(1), {}, {}, set(), sweep_after=DAY)
+    await prune(world.store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY)
     keys = {each.key async for each in world.store.list("")}
     assert not [key for key in keys if key.startswith(prefix(FULL))]
     assert tombstone_key(FULL) in keys

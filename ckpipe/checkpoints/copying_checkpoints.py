@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
+from ckpipe.checkpoints.digests import write_digest_of
 from ckpipe.checkpoints.file_check import FileCheck
 from ckpipe.errors import (
     ChecksumMismatch,
@@ -114,6 +115,7 @@ async def copy_checkpoint(
             report.copied_bytes += file.check.size * copied
     await _copy_metadata(source, target, id, settings)
     await _create(target, index_key(id), index)
+    await write_digest_of(target, bundle)
     return report
 
 

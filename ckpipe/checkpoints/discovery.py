@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 
 import anyio
 
-from ckpipe.backend import Backend, ObjectInfo
+from ckpipe.backend import Backend, Children, ObjectInfo
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
@@ -18,6 +19,7 @@ from ckpipe.format.object_names import (
     index_id,
     index_key,
     pin_id,
+    pin_key,
     tombstone_id,
     tombstone_key,
 )
@@ -28,34 +30,122 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 DELETING = "it is being deleted"
 NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
 
+_LOOKS = 8
+"""So many checkpoints are looked at one by one before tombstones and pins are listed."""
 
-async def discover(backend: Backend) -> list[CheckpointInfo]:
-    """All checkpoints of a root, complete or not, the newest first.
 
-    Costs one delimited list of the root and one each of tombstones and pins, at the same time. So
-    one that is deleted meanwhile may look complete, or incomplete for want of an index; who uses
-    or completes it looks for its tombstone again.
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The names at the top of a root, listed at the same time.
+
+    Args:
+        root: Indexes, and prefixes of checkpoints.
+        tombstones: The marks of deleted checkpoints.
+        pins: The marks of pinned ones.
+    """
+
+    root: Children
+    tombstones: Children
+    pins: Children
+
+    def infos(self) -> list[CheckpointInfo]:
+        """All checkpoints, complete or not, the newest first."""
+        deleted = {tombstone_id(each.key) for each in self.tombstones.objects}
+        pinned = {pin_id(each.key) for each in self.pins.objects}
+        indexes = _indexes(self.root)
+        found = []
+        for id in sorted(_ids(self.root, indexes), reverse=True):
+            reason = DELETING if id in deleted else "" if id in indexes else NO_INDEX
+            found.append(_info(id, reason, pinned=id in pinned, saved_at=indexes.get(id)))
+        return found
+
+    def named(self) -> set[CheckpointId]:
+        """The checkpoints of which there is anything but a tombstone."""
+        pins = {pin_id(each.key) for each in self.pins.objects}
+        return _ids(self.root, _indexes(self.root)) | {each for each in pins if each is not None}
+
+
+def _indexes(root: Children) -> dict[CheckpointId, datetime]:
+    found = ((index_id(each.key), each.modified) for each in root.objects)
+    return {id: modified for id, modified in found if id is not None}
+
+
+def _ids(root: Children, indexes: Iterable[CheckpointId]) -> set[CheckpointId]:
+    prefixes = (CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes)
+    return {each for each in prefixes if each is not None} | set(indexes)
+
+
+def _info(
+    id: CheckpointId, reason: str, *, pinned: bool, saved_at: datetime | None
+) -> CheckpointInfo:
+    return CheckpointInfo(
+        str(id), id.step, id.attempt, id.count, complete=not reason, reason=reason,
+        pinned=pinned, saved_at=saved_at,
+    )  # fmt: skip
+
+
+async def list_root(backend: Backend) -> Listing:
+    """The names at the top of a root: three delimited lists, at the same time.
+
+    So a checkpoint that is deleted meanwhile may look complete, or incomplete for want of an
+    index; who uses or completes it looks for its tombstone again.
 
     Raises:
         StoreError: If the store failed.
     """
-    root, tombstones, pins = await all_of(
-        [partial(backend.children, prefix) for prefix in ("", DELETED, PINS)]
-    )
-    deleted = {tombstone_id(each.key) for each in tombstones.objects}
-    pinned = {pin_id(each.key) for each in pins.objects}
-    indexes = {index_id(each.key): each.modified for each in root.objects}
-    ids = {CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes} | indexes.keys()
-    found = []
-    for id in sorted((each for each in ids if each is not None), reverse=True):
-        reason = DELETING if id in deleted else "" if id in indexes else NO_INDEX
-        found.append(
-            CheckpointInfo(
-                str(id), id.step, id.attempt, id.count, complete=not reason, reason=reason,
-                pinned=id in pinned, saved_at=indexes.get(id),
-            )
-        )  # fmt: skip
-    return found
+    lists = [partial(backend.children, prefix) for prefix in ("", DELETED, PINS)]
+    return Listing(*await all_of(lists))
+
+
+async def discover(backend: Backend) -> list[CheckpointInfo]:
+    """All checkpoints of a root, complete or not, the newest first.
+
+    Costs the three lists of :func:`list_root` and no more, however many there are.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    return (await list_root(backend)).infos()
+
+
+async def top(backend: Backend) -> CheckpointInfo | None:
+    """The newest checkpoint by one delimited list, whether or not it has a tombstone or a pin.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    root = await backend.children("")
+    indexes = _indexes(root)
+    id = max(_ids(root, indexes), default=None)
+    if id is None:
+        return None
+    return _info(id, "" if id in indexes else NO_INDEX, pinned=False, saved_at=indexes.get(id))
+
+
+async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]:
+    """The same as :func:`discover`, for who needs only the first few.
+
+    Costs one delimited list, and two looks at the same time for each that is asked for: so none
+    of the tombstones and pins of a root is listed, which may be many more than its checkpoints.
+    After a few it is cheaper to list them all the same.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    root = await backend.children("")
+    indexes = _indexes(root)
+    ids = sorted(_ids(root, indexes), reverse=True)
+    for id in ids[:_LOOKS]:
+        deleted, pinned = await all_of(
+            [partial(_stat, backend, tombstone_key(id)), partial(_stat, backend, pin_key(id))]
+        )
+        reason = DELETING if deleted else "" if id in indexes else NO_INDEX
+        yield _info(id, reason, pinned=pinned is not None, saved_at=indexes.get(id))
+    if len(ids) > _LOOKS:
+        seen = set(map(str, ids[:_LOOKS]))
+        for info in await discover(backend):
+            if info.id not in seen:
+                yield info
 
 
 async def find(backend: Backend, which: int | str) -> CheckpointInfo:
@@ -113,16 +203,24 @@ async def describe(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     return replace(info, complete=True, reason="", saved_at=index.modified)
 
 
+async def look_up(backend: Backend, id: CheckpointId) -> CheckpointInfo | None:
+    """A checkpoint by its exact name if it is complete, else None; three looks at the same time.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    keys = (index_key(id), tombstone_key(id), pin_key(id))
+    index, deleted, pinned = await all_of([partial(_stat, backend, key) for key in keys])
+    if index is None or deleted is not None:
+        return None
+    return _info(id, "", pinned=pinned is not None, saved_at=index.modified)
+
+
 async def _stat(backend: Backend, key: str) -> ObjectInfo | None:
     try:
         return await backend.stat(key)
     except ObjectNotFound:
         return None
-
-
-async def newest(backend: Backend) -> CheckpointInfo | None:
-    """The newest complete checkpoint of a root, or None."""
-    return next((each for each in await discover(backend) if each.complete), None)
 
 
 async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import aclosing
 
 import anyio.to_thread
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.completion import descend
-from ckpipe.checkpoints.discovery import NO_INDEX, describe, discover, pick
+from ckpipe.checkpoints.digests import write_digest_of
+from ckpipe.checkpoints.discovery import (
+    NO_INDEX,
+    describe,
+    discover,
+    look_up,
+    newest_first,
+    pick,
+    top,
+)
 from ckpipe.errors import CorruptCheckpoint, ObjectNotFound, StoreError, UnsupportedVersion
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import directory
@@ -64,30 +74,55 @@ async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     except (CorruptCheckpoint, StoreError, UnsupportedVersion) as error:
         logger.warning("%s cannot be completed: %s", info.id, error)
         return info
+    await write_digest_of(backend, outcome.index)
     return await describe(backend, info) if outcome.complete else info
+
+
+async def newest_likely(backend: Backend) -> CheckpointInfo | None:
+    """What :func:`newest_healed` finds, or one that is being deleted just now, a look earlier.
+
+    For who takes a lease on it and looks for its tombstone then anyway. Whether it is pinned is
+    not looked up.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    info = await top(backend)
+    return info if info is None or info.complete else await newest_healed(backend)
 
 
 async def newest_healed(backend: Backend) -> CheckpointInfo | None:
     """The newest complete checkpoint of a root, or None; newer ones are completed if possible.
 
+    Costs one delimited list and two looks, and a few requests for each that is newer and has no
+    index.
+
     Raises:
         StoreError: If the store failed.
     """
-    for info in await discover(backend):
-        known = await heal(backend, info)
-        if known.complete:
-            return known
+    async with aclosing(newest_first(backend)) as infos:
+        async for info in infos:
+            known = await heal(backend, info)
+            if known.complete:
+                return known
     return None
 
 
 async def find_healed(backend: Backend, which: int | str) -> CheckpointInfo:
     """What :func:`ckpipe.checkpoints.discovery.find` finds, completed first if that is possible.
 
+    An exact id of one that is complete costs three looks, anything else the three lists of
+    :func:`ckpipe.checkpoints.discovery.discover`.
+
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
         CheckpointNotFound: If there is none.
         StoreError: If the store failed.
     """
+    id = CheckpointId.parse(which) if isinstance(which, str) else None
+    exact = None if id is None else await look_up(backend, id)
+    if exact is not None:
+        return exact
     everything = await discover(backend)
     named = [info for info in everything if which in (info.id, info.step)]
     if named and not any(info.complete for info in named):

@@ -7,15 +7,10 @@ from datetime import datetime
 from types import MappingProxyType
 
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.deleting import delete, retire
 from ckpipe.checkpoints.discovery import NO_INDEX, discover, pick, read_index
 from ckpipe.checkpoints.leases import live_subjects, protected_subjects, read_leases, store_time
-from ckpipe.checkpoints.pruning import (
-    RESUMED,
-    RUNNING_NEWEST,
-    delete,
-    newest_of_launches,
-    retire,
-)
+from ckpipe.checkpoints.pruning import RESUMED, RUNNING_NEWEST, newest_of_launches
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion, UsageError
 from ckpipe.format.object_names import launch_id
 from ckpipe.types import CheckpointInfo

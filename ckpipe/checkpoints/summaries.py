@@ -1,4 +1,4 @@
-"""Checkpoints of a root in a line each: what a list of names and their indexes say."""
+"""Checkpoints of a root in a line each: what lists of names, or their indexes, say."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.digests import list_digests
 from ckpipe.checkpoints.discovery import read_index
-from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
-from ckpipe.format.keys import decode_float
+from ckpipe.format.digests import Digest, digest_of
 from ckpipe.tasks.lanes import run_lanes
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointInfo
 
 _AT_ONCE = 16
 
@@ -22,8 +22,8 @@ class Summary:
 
     Args:
         info: What the list of the root says of it.
-        bytes: Size of its data files; None if its index was not read.
-        world_size: How many ranks wrote it; None if its index was not read.
+        bytes: Size of its data files; None if that is not known.
+        world_size: How many ranks wrote it; None if that is not known.
         metrics: What ``save`` was given as metrics.
         final: Whether it was to be the last of its run.
         problem: Why its index could not be read although it is there; empty if it could.
@@ -38,6 +38,36 @@ class Summary:
 
 
 async def summarise(
+    backend: Backend,
+    infos: Sequence[CheckpointInfo],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Summary]:
+    """Summaries of checkpoints by their digests, or by their indexes where there are none.
+
+    Costs one delimited list, and an index for each checkpoint without a digest. A digest tells
+    what was saved; whether the index is still whole is for ``verify`` or :func:`read_all` to say.
+
+    Args:
+        backend: The store.
+        infos: Checkpoints of it.
+        on_done: Called after each.
+
+    Returns:
+        A summary for each, in the same order.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    digests = await list_digests(backend) if infos else {}
+    told = {each.id: digests[each.key] for each in infos if each.complete and each.key in digests}
+    for _ in told:
+        on_done()
+    read = await read_all(backend, [each for each in infos if each.id not in told], on_done)
+    by_id = {each.info.id: each for each in read}
+    return [_told(each, told[each.id]) if each.id in told else by_id[each.id] for each in infos]
+
+
+async def read_all(
     backend: Backend,
     infos: Sequence[CheckpointInfo],
     on_done: Callable[[], None] = lambda: None,
@@ -73,21 +103,16 @@ async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
     Raises:
         StoreError: If the store failed.
     """
-    id = CheckpointId.parse(info.id)
-    if id is None or not info.complete:
+    if not info.complete:
         return Summary(info)
     try:
-        bundle = await read_index(backend, id)
+        return _told(info, digest_of(await read_index(backend, info.key)))
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         return Summary(info, problem=str(error))
-    part = bundle.parts[0]
-    return Summary(
-        info,
-        data_bytes(bundle),
-        bundle.world_size,
-        {name: decode_float(value) for name, value in part.metrics.items()},
-        any(each.final for each in bundle.parts),
-    )
 
 
-__all__ = ["Summary", "summarise", "summary"]
+def _told(info: CheckpointInfo, digest: Digest) -> Summary:
+    return Summary(info, digest.bytes, digest.world_size, digest.metrics, digest.final)
+
+
+__all__ = ["Summary", "read_all", "summarise", "summary"]

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
+from ckpipe.checkpoints.deleting import delete, finish_deletions
+from ckpipe.checkpoints.digests import owned_digests
 from ckpipe.checkpoints.discovery import NO_INDEX, discover
 from ckpipe.checkpoints.healing import heal
 from ckpipe.checkpoints.leases import (
@@ -28,7 +30,6 @@ from ckpipe.checkpoints.leases import (
     read_leases,
     store_time,
 )
-from ckpipe.checkpoints.pruning import delete, finish_deletions
 from ckpipe.format.object_names import (
     ATTEMPTS,
     BENCH,
@@ -56,6 +57,7 @@ class Leftovers:
         scratch: What measurements have written.
         agreed: Keys of what the ranks of each launch have agreed on, by its id.
         claims: When the first and the last rank of each launch opened the root, by its id.
+        digests: Digests of checkpoints that have no index.
     """
 
     incomplete: tuple[CheckpointInfo, ...]
@@ -66,6 +68,7 @@ class Leftovers:
     scratch: tuple[ObjectInfo, ...] = ()
     agreed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
+    digests: tuple[ObjectInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class SweepReport:
         leases: Keys of old leases that go.
         scratch: Keys of old objects of measurements that go.
         agreements: Keys of what the ranks of old launches had agreed on, which go.
+        digests: Keys of old digests whose checkpoint is gone, which go.
         uploads: How many stale uploads were removed; None in a dry run, which cannot count them.
     """
 
@@ -91,6 +95,7 @@ class SweepReport:
     scratch: tuple[str, ...] = ()
     agreements: tuple[str, ...] = ()
     uploads: int | None = None
+    digests: tuple[str, ...] = ()
 
 
 def plan_sweep(
@@ -139,6 +144,7 @@ def plan_sweep(
             and launch not in live | own | young
             for key in keys
         ),
+        digests=tuple(each.key for each in found.digests if now - each.modified > sweep_after),
     )
 
 
@@ -215,7 +221,15 @@ async def look_around(backend: Backend) -> Leftovers:
         tuple([each async for each in backend.list(BENCH)]),
         {launch: tuple(keys) for launch, keys in agreed.items()},
         claims,
+        await _orphans(backend, infos),
     )
+
+
+async def _orphans(backend: Backend, infos: Iterable[CheckpointInfo]) -> tuple[ObjectInfo, ...]:
+    """Digests of checkpoints that are gone, as one leaves whose writer came after the deletion."""
+    there = {info.key for info in infos if info.saved_at is not None}
+    digests = await owned_digests(backend)
+    return tuple(each for id, keys in digests.items() if id not in there for each in keys)
 
 
 def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -> None:
@@ -265,7 +279,7 @@ async def sweep(
         else:
             await delete(backend, info.key)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
-    await backend.delete([*report.leases, *report.scratch, *report.agreements])
+    await backend.delete([*report.leases, *report.scratch, *report.agreements, *report.digests])
     before = uploads_before(found, now, sweep_after, running)
     uploads = await backend.remove_stale_uploads("", before=before)
     return replace(report, remove=remove, keep=keep, uploads=uploads)

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.discovery import discover, find
+from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import store_time
 from ckpipe.checkpoints.protection import in_use, remove
-from ckpipe.checkpoints.pruning import Facts, decide_on, pin, prune, unpin
+from ckpipe.checkpoints.pruning import decide_on, pin, prune, unpin
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
@@ -124,7 +125,7 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
 async def _prune(backend: Backend, rule: Rule, settings: Settings, *, dry_run: bool) -> Decision:
     now = datetime.now(UTC) if dry_run else await store_time(backend)
     kept = await in_use(backend, await discover(backend), now)
-    facts: Facts = {}
+    facts = Facts()
     if dry_run:
         return await decide_on(backend, rule, kept, facts, now=now)
     return await prune(
@@ -212,6 +213,7 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
         ("old leases", report.leases),
         ("old objects of measurements", report.scratch),
         ("agreements of old launches", report.agreements),
+        ("digests of checkpoints that are gone", report.digests),
     ]
     for what, keys in counts:
         if keys:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ckpipe.checkpoints.discovery import discover, read_index
 from ckpipe.checkpoints.inspection import describe
-from ckpipe.checkpoints.summaries import Summary, summarise
+from ckpipe.checkpoints.summaries import Summary, read_all, summarise
 from ckpipe.cli.name_tree import shown_tree
 from ckpipe.cli.progress import of_things
 from ckpipe.cli.running import (
@@ -28,19 +28,25 @@ from ckpipe.stores.opening import Access, open_store
 def list_(
     ctx: typer.Context,
     url: Url,
-    brief: Annotated[
-        bool, typer.Option("--brief", help="Names and times only: no index is read.")
+    brief: Annotated[bool, typer.Option("--brief", help="Names and times only.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read every index, which tells of damaged ones.")
     ] = False,
 ) -> None:
-    """Lists checkpoints, the newest first: step, time, size, ranks, metrics, and whether whole."""
+    """Lists checkpoints, the newest first: step, time, size, ranks, metrics, and whether whole.
+
+    Names alone tell all that, however many checkpoints there are; those that were written without
+    a digest, as by older versions, have their index read.
+    """
 
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
             infos = await discover(backend)
             found = [Summary(each) for each in infos]
-            if not brief:
+            if read or not brief:
+                how = read_all if read else summarise
                 with screen.meter("reading indexes", len(infos), of_things) as meter:
-                    found = await summarise(backend, infos, lambda: meter.advance(1))
+                    found = await how(backend, infos, lambda: meter.advance(1))
         rows = [_row(each) for each in found]
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
         screen.result(

@@ -6,6 +6,7 @@ joined by dots and need not tell ``{1: …}`` from ``{"1": …}``; the manifest 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -72,7 +73,8 @@ def encode_float(value: float) -> float | str:
 def decode_float(data: Json) -> float:
     """The float that :func:`encode_float` encoded."""
     if type(data) in (float, int) or data in ("nan", "inf", "-inf"):
-        return float(data)
+        with contextlib.suppress(OverflowError):  # a whole number may be too large for a float
+            return float(data)
     raise InvalidManifest(f"This is not a float: {data!r:.100}")
 
 

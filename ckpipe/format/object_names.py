@@ -16,10 +16,14 @@ INTERNAL = ".ckpipe/"
 ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
 LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
 
+DIGESTS = f"{INTERNAL}digests/"
+"""Below this lie objects whose names say what checkpoints measured; their content is nothing."""
+
 BENCH = f"{INTERNAL}bench/"
 """Below this lies what a measurement of the store writes, and removes when it ends."""
 
-_LONGEST_NAME = 255
+LONGEST_NAME = 255
+"""The most bytes that a part of a key has which ckpipe makes as long as it may be."""
 
 
 def index_key(id: CheckpointId) -> str:
@@ -139,4 +143,4 @@ def owner_id(key: str) -> CheckpointId | None:
 
 
 def _parse(name: str) -> CheckpointId | None:
-    return CheckpointId.parse(name) if len(name) <= _LONGEST_NAME and name.isascii() else None
+    return CheckpointId.parse(name) if len(name) <= LONGEST_NAME and name.isascii() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpipe.checkpoints.discovery import discover
-from ckpipe.checkpoints.healing import find_healed, newest_healed
+from ckpipe.checkpoints.healing import find_healed, newest_healed, newest_likely
 from ckpipe.errors import CheckpointIncomplete, InvalidManifest
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.awaiting import until_finished
@@ -12,7 +12,7 @@ from ckpipe.types import CheckpointInfo
 
 
 async def first_choice(
-    site: Site, which: int | str | None, question: str | None
+    site: Site, which: int | str | None, question: str | None, *, again: bool = False
 ) -> CheckpointInfo | None:
     """The checkpoint to load; None if none was named and there is none.
 
@@ -22,12 +22,16 @@ async def first_choice(
         question: What many ranks agree on it under: the first that looks decides for all, so that
             a checkpoint that becomes complete between the looks of two ranks does not part them.
             None lets each look for itself.
+        again: Whether the first choice was one that is being deleted.
 
     Raises:
         CheckpointNotFound: If the one named is absent or incomplete, or the one that the ranks
             agreed on is gone.
         StoreError: If the store failed.
     """
+    if site.world_size == 1 and which is None and not again:
+        await _until_finished(site, which)
+        return await newest_likely(site.patient)
     if site.world_size == 1 or question is None:
         return await _found(site, which)
     return await _agreed_on(site, which, question)
@@ -43,10 +47,14 @@ async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
 
 
 async def _found(site: Site, which: int | str | None) -> CheckpointInfo | None:
-    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds)
+    await _until_finished(site, which)
     if which is None:
         return await newest_healed(site.patient)
     return await find_healed(site.patient, which)
+
+
+async def _until_finished(site: Site, which: int | str | None) -> None:
+    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds)
 
 
 async def _agreed_on(site: Site, which: int | str | None, question: str) -> CheckpointInfo | None:

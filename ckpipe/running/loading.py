@@ -106,18 +106,20 @@ class Loading:
     async def _answer(
         self, which: int | str | None, request: LoadRequest, question: str | None, *, fallback: bool
     ) -> LoadResult | None:
-        info = await first_choice(self._site, which, question)
-        if info is None:
-            return None
-        if fallback and self._site.world_size > 1:
-            return await self._together(info, request, f"{question}.ranks")
-        try:
-            return await self._alone(info, request, fallback=fallback)
-        except CheckpointIncomplete:
-            if which is not None or self._site.world_size > 1:
-                raise
-            # It was the newest, and was deleted between the list and the lease.
-            return await self._answer(None, request, question, fallback=fallback)
+        again = False
+        while True:
+            info = await first_choice(self._site, which, question, again=again)
+            if info is None:
+                return None
+            if fallback and self._site.world_size > 1:
+                return await self._together(info, request, f"{question}.ranks")
+            try:
+                return await self._alone(info, request, fallback=fallback)
+            except CheckpointIncomplete:
+                if which is not None or self._site.world_size > 1:
+                    raise
+                # It was the newest, and is being deleted.
+                again = True
 
     async def _alone(
         self, info: CheckpointInfo, request: LoadRequest, *, fallback: bool

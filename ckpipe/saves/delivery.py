@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Generic, Protocol, TypeVar
 
 from ckpipe.backend import Backend
+from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import (
     live_subjects,
     protected_subjects,
@@ -22,7 +23,7 @@ from ckpipe.checkpoints.leases import (
     store_time,
     time_now,
 )
-from ckpipe.checkpoints.pruning import Facts, decide_on, prune
+from ckpipe.checkpoints.pruning import decide_on, prune
 from ckpipe.events import EventBus
 from ckpipe.format.bundle_texts import SteadyTexts
 from ckpipe.format.cargo import BlockPlace, Cargo
@@ -184,7 +185,7 @@ class Depot:
     rule: Rule | None = None
     keep_reports: bool = True
     resumed_from: str | None = None
-    facts: Facts = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     deleted: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
     pace: Pace = field(default_factory=Pace)

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 import anyio
 
 from ckpipe.checkpoints.completion import descend
+from ckpipe.checkpoints.digests import write_digest_of
 from ckpipe.checkpoints.discovery import DELETING, NO_INDEX, describe
 from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
+from ckpipe.format.manifest import Bundle
 from ckpipe.saves.site import Site
+from ckpipe.tasks.lanes import all_of
 from ckpipe.types import CheckpointInfo
 
 _LOOKS = 2
@@ -65,6 +68,7 @@ class Follower:
         if seconds < site.settings.incomplete_after_seconds:
             return False
         outcome = await descend(site.patient, info.key, site.world_size, most_holes=_MOST_HOLES)
+        await write_digest_of(site.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
             info = await describe(site.patient, info)
@@ -106,9 +110,9 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
         StoreError: If the store failed.
     """
     until = None if timeout is None else time.monotonic() + timeout
-    pause = _FIRST_PAUSE_SECONDS
+    pause, made = _FIRST_PAUSE_SECONDS, None
     while True:
-        known = await describe(site.patient, info)
+        known = await _described(site, info, made)
         if known.complete:
             return known
         if site.world_size == 1 or known.reason != NO_INDEX:
@@ -117,6 +121,7 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
             )
         outcome = await descend(site.patient, info.key, site.world_size)
         if outcome.complete:
+            made = outcome.index
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:
@@ -124,3 +129,17 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
             raise TimeoutError(f"{info.id} is not complete; ranks without a commit: {named}")
         await anyio.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+async def _described(site: Site, info: CheckpointInfo, made: Bundle | None) -> CheckpointInfo:
+    """What is known of a checkpoint now; meanwhile the digest of an index just made is written."""
+    found: list[CheckpointInfo] = []
+
+    async def look() -> None:
+        found.append(await describe(site.patient, info))
+
+    async def tell() -> None:
+        await write_digest_of(site.backend, made)
+
+    await all_of([look, tell])
+    return found[0]

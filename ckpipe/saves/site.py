@@ -175,7 +175,8 @@ class Site(Depot):
             save.ration = None
         size = self.arena.block_bytes
         await self._fit_budget(blocks * size)
-        reserved = max(1, min(blocks, self.budget.capacity // size))
+        # A state without tensors takes none: it would have none to give back before its end.
+        reserved = min(blocks, max(1, self.budget.capacity // size))
         await self._take(save, reserved * size)
         save.ration = self._ration(save, reserved, blocks)
         if save.request.owners:

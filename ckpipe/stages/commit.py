@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -12,11 +11,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.backend import PutMode
 from ckpipe.checkpoints.completion import ascend
-from ckpipe.checkpoints.pruning import Known
+from ckpipe.checkpoints.learning import known_of
 from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotFound, StoreError
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.cargo import file_rows
-from ckpipe.format.keys import Json, decode_float
 from ckpipe.format.manifest import Bundle, BundleKind, Part
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.object_names import index_key, manifest_key
@@ -50,11 +48,11 @@ async def run(
         async for stored in inbox:
             checksums = await sums.receive()
             with save.clock.timing("commit"):
-                part, data = await anyio.to_thread.run_sync(
+                bundle, data = await anyio.to_thread.run_sync(
                     _drawn_up, save, depot, stored, checksums
                 )
-                await _create(save, depot, data, part.token)
-            info = _commit(save, depot, part, len(data))
+                await _create(save, depot, data, bundle.parts[0].token)
+            info = _commit(save, depot, bundle, len(data))
             if depot.world_size > 1:
                 with save.clock.timing("complete"):
                     if not await _completed(save, depot, info):
@@ -62,13 +60,13 @@ async def run(
             await out.send(info)
 
 
-def _commit(save: Delivery[B], depot: Depot, part: Part, metadata_bytes: int) -> CheckpointInfo:
+def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int) -> CheckpointInfo:
     """Tells everybody that this rank's part is durable."""
     info = _info(save, depot)
     save.durable_seconds = save.elapsed
     size = metadata_bytes + (save.cargo.size if save.cargo else 0)
     if depot.world_size == 1:
-        depot.facts[info.id] = Known(_metrics(part.metrics), part.final, part.resumed_from)
+        depot.facts.learn(info.id, known_of(bundle))
     else:
         save.unsettled = info
     save.settle(info)
@@ -89,14 +87,8 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
         depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
     if outcome.index is None:
         return False
-    parts = outcome.index.parts
-    final = any(part.final for part in parts)
-    depot.facts[info.id] = Known(_metrics(parts[0].metrics), final, parts[0].resumed_from)
+    depot.facts.learn(info.id, known_of(outcome.index))
     return True
-
-
-def _metrics(metrics: Mapping[str, Json]) -> dict[str, float]:
-    return {name: decode_float(value) for name, value in metrics.items()}
 
 
 def _info(save: Delivery[B], depot: Depot) -> CheckpointInfo:
@@ -118,7 +110,7 @@ def _key(save: Delivery[B], depot: Depot) -> str:
 
 def _drawn_up(
     save: Delivery[B], depot: Depot, stored: StoredFiles, checksums: list[int]
-) -> tuple[Part, bytes]:
+) -> tuple[Bundle, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
     contents, cargo = save.contents(), save.cargo
     assert cargo is not None
@@ -143,7 +135,7 @@ def _drawn_up(
         report=report,
     )  # fmt: skip
     with collector_paused():
-        return part, encode_bundle(bundle, depot.texts)
+        return bundle, encode_bundle(bundle, depot.texts)
 
 
 async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> None:

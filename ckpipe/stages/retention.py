@@ -1,9 +1,10 @@
-"""Stage 7: removes the checkpoints that the rules do not keep, once the new one is complete."""
+"""Stage 7: once the new checkpoint is complete, tells what it measured and removes old ones."""
 
 from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from ckpipe.checkpoints.digests import write_digest
 from ckpipe.events import Pruned
 from ckpipe.format.object_names import launch_id
 from ckpipe.saves.delivery import B, Delivery, Depot
@@ -13,13 +14,17 @@ from ckpipe.types import CheckpointInfo
 async def run(
     save: Delivery[B], depot: Depot, inbox: MemoryObjectReceiveStream[CheckpointInfo]
 ) -> None:
-    """Prunes after each checkpoint whose index this rank created; the save is through by then.
+    """After each checkpoint whose index this rank created, writes its digest, and prunes.
+
+    The save is through by then, and nobody waits for this.
 
     Raises:
         StoreError: If the store failed; the next save prunes again.
     """
     async with inbox:
-        async for _ in inbox:
+        async for info in inbox:
+            # Here it delays neither the commit nor what waits for it.
+            await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
             with save.clock.timing("retention"):

@@ -1,0 +1,140 @@
+"""Deletion of one checkpoint, and of what earlier deletions have left.
+
+Theory. A tombstone is created first, and from then on the checkpoint does not count as complete,
+whoever looks and whatever is still there. Then the index goes, then manifests, then data, until a
+list shows nothing. A crash anywhere leaves a tombstone, by which the next prune finds what is
+left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
+cannot bring it back to life.
+
+A full store has no room for a tombstone, and must not stay full for that: then the checkpoint goes
+first, in the same order, and the tombstone follows into the room that it leaves. A crash between
+the two leaves what a crashed save leaves, or a checkpoint that is whole but for its index and is
+completed again. Only a reader whose lease had no room either may find its files gone.
+
+Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
+appear at the last moment, the tombstone stays and the data waits for the lease to end
+(:mod:`ckpipe.checkpoints.leases` says why this has no gap).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.checkpoints.digests import owned_digests
+from ckpipe.checkpoints.discovery import Listing, list_root
+from ckpipe.checkpoints.leases import is_leased
+from ckpipe.errors import ObjectExists, StoreFull
+from ckpipe.format.object_names import index_key, pin_key, prefix, tombstone_id, tombstone_key
+from ckpipe.types import CheckpointId
+
+
+async def delete(backend: Backend, id: CheckpointId) -> None:
+    """Deletes a checkpoint; one that is gone or half deleted already is no error.
+
+    Raises:
+        StoreError: If the store failed; deleting again goes on where it stopped.
+    """
+    digests = await _digests_of(backend, id)
+    try:
+        await _mark(backend, id)
+    except StoreFull:
+        await _remove(backend, id, digests)
+        await _mark(backend, id)
+    await _remove(backend, id, digests)
+
+
+async def retire(backend: Backend, id: CheckpointId, digests: Sequence[str] | None = None) -> bool:
+    """Deletes a checkpoint for everybody who does not hold a lease on it already.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        digests: Keys of its digest, if the caller knows them; None costs a list.
+
+    Returns:
+        Whether its data is gone. If not, somebody is reading it, and
+        :func:`finish_deletions` removes it once that has ended.
+
+    Raises:
+        StoreError: If the store failed; retiring again goes on where it stopped.
+    """
+    digests = await _digests_of(backend, id) if digests is None else digests
+    try:
+        await _mark(backend, id)
+    except StoreFull:
+        if not await _remove_unless_leased(backend, id, digests):
+            return False
+        await _mark(backend, id)
+    return await _remove_unless_leased(backend, id, digests)
+
+
+async def _digests_of(backend: Backend, id: CheckpointId) -> list[str]:
+    return [each.key for each in (await owned_digests(backend)).get(id, [])]
+
+
+async def _mark(backend: Backend, id: CheckpointId) -> None:
+    with contextlib.suppress(ObjectExists):
+        await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
+
+
+async def _remove_unless_leased(backend: Backend, id: CheckpointId, digests: Iterable[str]) -> bool:
+    if await is_leased(backend, str(id)):
+        return False
+    await _remove(backend, id, digests)
+    return True
+
+
+async def _remove(backend: Backend, id: CheckpointId, digests: Iterable[str]) -> None:
+    await backend.delete([index_key(id)])
+    below = prefix(id)
+    while keys := [each.key async for each in backend.list(below)]:
+        # What vouches for data goes before the data.
+        await backend.delete([key for key in keys if key.startswith(f"{below}m/")])
+        await backend.delete([key for key in keys if not key.startswith(f"{below}m/")])
+    await backend.delete([pin_key(id), *digests])
+
+
+async def finish_deletions(
+    backend: Backend,
+    finished: set[CheckpointId],
+    *,
+    forget_before: datetime,
+    listing: Listing | None = None,
+) -> None:
+    """Goes on with deletions that a crash or a reader held up, and forgets old tombstones.
+
+    Deletions of which nothing is left cost no request of their own, however many there are.
+
+    Args:
+        backend: The store.
+        finished: Deletions known to be through; added to.
+        forget_before: Tombstones older than this are removed, by the store's own clock.
+        listing: The names of the root, if the caller has listed them since it asked for the time.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    listing = await list_root(backend) if listing is None else listing
+    tombs = {tombstone_id(each.key): each for each in listing.tombstones.objects}
+    old = {id for id, tomb in tombs.items() if tomb.modified < forget_before}
+    # Old ones once more before the tombstone goes: a straggler may have written since.
+    pending = [id for id in tombs if id is not None and (id in old or id not in finished)]
+    digests: dict[CheckpointId, list[ObjectInfo]] = await owned_digests(backend) if pending else {}
+    left = listing.named()
+    forgotten = []
+    for id in pending:
+        if id in left or id in digests:
+            keys = [each.key for each in digests.get(id, [])]
+            if not await _remove_unless_leased(backend, id, keys):
+                continue
+        finished.add(id)
+        if id in old:
+            forgotten.append(tombs[id].key)
+    if forgotten:
+        await backend.delete(forgotten)
+
+
+__all__ = ["delete", "finish_deletions", "retire"]

@@ -1,0 +1,161 @@
+"""What retention and ``best`` know of checkpoints, and how they come to know it.
+
+Theory. What an index says is known for good. What a digest says (:mod:`ckpipe.format.digests`) is
+taken for a first answer, and then whatever decides that answer is looked up in its index: for
+``best`` the winner, for a decision of what to delete see
+:func:`ckpipe.checkpoints.pruning.decide_on`.
+If an index cannot be read, its checkpoint is out, as it was before there were digests; if an index
+says something else than the digest, no digest of this root is believed any more, and all indexes
+are read. Then it is decided again. Every round knows more than the one before, so it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from ckpipe.backend import Backend
+from ckpipe.checkpoints.digests import list_digests
+from ckpipe.checkpoints.discovery import read_index
+from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
+from ckpipe.format.digests import Digest, digest_of
+from ckpipe.format.manifest import Bundle
+from ckpipe.retention import Candidate
+from ckpipe.tasks.lanes import run_lanes
+from ckpipe.types import CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+_AT_ONCE = 16
+"""Indexes that are read at the same time."""
+
+
+class Known(NamedTuple):
+    """What retention has to know of a checkpoint, which its index says.
+
+    Args:
+        digest: Its metrics, whether it is a run's final checkpoint, and its size.
+        resumed_from: Id of the checkpoint that its run had loaded.
+    """
+
+    digest: Digest
+    resumed_from: str | None = None
+
+
+def known_of(index: Bundle) -> Known:
+    """What an index says.
+
+    Raises:
+        InvalidManifest: If its metrics are not numbers.
+    """
+    return Known(digest_of(index), index.parts[0].resumed_from)
+
+
+@dataclass(slots=True)
+class Facts:
+    """What one process knows of the checkpoints of a root, by id; read once and kept.
+
+    Args:
+        known: What indexes say, or said when they were written.
+        told: What digests say of others.
+        trusting: Whether digests are believed: none has contradicted its index yet.
+    """
+
+    known: dict[str, Known] = field(default_factory=dict)
+    told: dict[str, Digest] = field(default_factory=dict)
+    trusting: bool = True
+
+    def learn(self, name: str, found: Known) -> None:
+        """Notes what an index says; what was told of it counts no longer."""
+        self.known[name] = found
+        told = self.told.pop(name, None)
+        if told is not None and told.text != found.digest.text:
+            logger.warning("The digest of %s is not what its index says: all are left out", name)
+            self.trusting = False
+            self.told.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.known or name in self.told
+
+    def digest(self, name: str) -> Digest:
+        """What is known of a checkpoint, or else told."""
+        return self.known[name].digest if name in self.known else self.told[name]
+
+
+class Inquiry:
+    """One question about the complete checkpoints of a root.
+
+    Args:
+        backend: The store.
+        complete: The checkpoints, the newest first.
+        facts: What is known of them already; added to.
+        few: So many indexes are read rather than asking for digests.
+    """
+
+    def __init__(
+        self, backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts, *, few: int
+    ) -> None:
+        self._backend, self._facts, self._few = backend, facts, few
+        self._complete = complete
+        self._unread: set[str] = set()
+
+    async def candidates(self) -> list[Candidate]:
+        """Those of which something is known or told, in the same order.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        if self._facts.trusting and len(self._open()) > self._few:
+            digests = await list_digests(self._backend)
+            told = {each.id: digests.get(each.key) for each in self._open()}
+            self._facts.told.update({name: each for name, each in told.items() if each})
+        await self._read(self._open())
+        return [_candidate(each, self._facts) for each in self._complete if each.id in self._facts]
+
+    async def is_sure(self, names: Collection[str]) -> bool:
+        """Whether all of this was known from indexes; what was not is now, and may be different.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        known = self._facts.known
+        doubtful = [each for each in self._complete if each.id in names and each.id not in known]
+        await self._read(doubtful)
+        return not doubtful
+
+    def _open(self) -> list[CheckpointInfo]:
+        """Those of which nothing is known, as far as somebody can tell."""
+        return [
+            each
+            for each in self._complete
+            if each.id not in self._facts and each.id not in self._unread
+        ]
+
+    async def _read(self, infos: Iterable[CheckpointInfo]) -> None:
+        """Reads the indexes of checkpoints, several at once."""
+        pending = iter(list(infos))
+
+        async def lane() -> None:
+            for info in pending:
+                try:
+                    found = known_of(await read_index(self._backend, info.key))
+                except (CorruptCheckpoint, UnsupportedVersion):
+                    self._unread.add(info.id)
+                    self._facts.told.pop(info.id, None)
+                    continue
+                self._facts.learn(info.id, found)
+
+        await run_lanes(_AT_ONCE, lane)
+
+
+def _candidate(info: CheckpointInfo, facts: Facts) -> Candidate:
+    created, digest = info.saved_at or datetime.now(UTC), facts.digest(info.id)
+    return Candidate(
+        info.id, info.step, info.attempt, info.count, created, digest.metrics, digest.final
+    )
+
+
+__all__ = ["Facts", "Inquiry", "Known", "known_of"]

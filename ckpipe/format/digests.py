@@ -1,0 +1,178 @@
+"""What the names of digests say: the few facts of a checkpoint that retention and lists ask for.
+
+Theory. One list of a root tells which checkpoints there are, and nothing of what they measured: for
+that every index had to be read. A digest says it in the *name* of a small object, so that one more
+list tells it of all. It is advice. A checkpoint may have none, and whoever acts on one reads the
+index of what it acts on first (:mod:`ckpipe.checkpoints.learning`).
+
+The text of a digest is JSON without white space, ``[1,bytes,ranks,final,{metric:value,…}]``, and is
+the same whoever writes it. It is cut into at most eight pieces that fit names of 255 bytes, the
+shortest limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its
+place and itself, so that a name that was cut off, changed or given to another checkpoint counts as
+none.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpipe.errors import InvalidManifest
+from ckpipe.format.canonical_json import canonical
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.keys import decode_float, encode_float
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.object_names import DIGESTS, LONGEST_NAME
+from ckpipe.types import CheckpointId
+
+MOST_PIECES = 8
+"""A digest that needs more objects is not written, and the index is read instead."""
+
+_VERSION = 1
+_LARGEST = 1 << 62
+_SUM_BYTES = 4
+_NAME = re.compile(r"(.{1,200})\.([1-8])([1-8])\.([0-9A-Za-z_-]{6,255})")
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a digest says of a checkpoint.
+
+    Args:
+        bytes: Size of its data files.
+        world_size: How many ranks wrote it.
+        final: Whether it was to be the last of its run.
+        metrics: What ``save`` was given as metrics.
+    """
+
+    bytes: int
+    world_size: int
+    final: bool
+    metrics: Mapping[str, float]
+
+    @property
+    def text(self) -> str:
+        """Its JSON; the same for two digests only if they say the same, NaN and -0.0 told apart."""
+        metrics = {name: encode_float(value) for name, value in self.metrics.items()}
+        return canonical([_VERSION, self.bytes, self.world_size, self.final, metrics])
+
+
+def digest_of(bundle: Bundle) -> Digest:
+    """The digest of an index.
+
+    Raises:
+        InvalidManifest: If its metrics are not numbers.
+    """
+    return Digest(
+        sum(file.size for part in bundle.parts for file in part.files),
+        bundle.world_size,
+        any(part.final for part in bundle.parts),
+        {name: decode_float(value) for name, value in bundle.parts[0].metrics.items()},
+    )
+
+
+def digest_keys(id: CheckpointId, digest: Digest) -> tuple[str, ...]:
+    """The keys that say a digest; none if it is too long for that."""
+    text = digest.text.encode("ascii")
+    room = (LONGEST_NAME - len(f"{id}.11.")) * 3 // 4 - _SUM_BYTES
+    pieces = [text[at : at + room] for at in range(0, len(text), room)]
+    if len(pieces) > MOST_PIECES:
+        return ()
+    places = [f"{id}.{number}{len(pieces)}." for number in range(1, len(pieces) + 1)]
+    return tuple(
+        f"{DIGESTS}{place}{_spelled(_sum(place, piece) + piece)}"
+        for place, piece in zip(places, pieces, strict=True)
+    )
+
+
+def digest_owner(key: str) -> CheckpointId | None:
+    """The checkpoint that a key says something of, damaged or not; None if it is no digest."""
+    match = _match(key)
+    return None if match is None else CheckpointId.parse(match[1])
+
+
+def read_digests(keys: Iterable[str]) -> dict[CheckpointId, Digest]:
+    """What keys say that were listed, in any order; whatever is damaged or twofold is left out.
+
+    Work and memory are bounded by the length of the keys, whoever made them.
+    """
+    found: dict[str, dict[int, tuple[int, bytes]]] = {}
+    doubtful: set[str] = set()
+    for key in keys:
+        match = _match(key)
+        piece = match and _piece(match)
+        if match is None or piece is None:
+            continue
+        known = found.setdefault(match[1], {}).setdefault(int(match[2]), (int(match[3]), piece))
+        if known != (int(match[3]), piece):
+            doubtful.add(match[1])
+    digests = {}
+    for name, pieces in found.items():
+        id, digest = CheckpointId.parse(name), _joined(pieces)
+        if id is not None and digest is not None and name not in doubtful:
+            digests[id] = digest
+    return digests
+
+
+def _match(key: str) -> re.Match[str] | None:
+    name = key.removeprefix(DIGESTS)
+    return None if name == key or len(name) > LONGEST_NAME else _NAME.fullmatch(name)
+
+
+def _piece(match: re.Match[str]) -> bytes | None:
+    """What one name says, if it is what was written."""
+    sealed = _unspelled(match[4])
+    place = f"{match[1]}.{match[2]}{match[3]}."
+    if sealed is None or not place.isascii():
+        return None
+    piece = sealed[_SUM_BYTES:]
+    return piece if sealed[:_SUM_BYTES] == _sum(place, piece) else None
+
+
+def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> Digest | None:
+    """The digest of all its pieces, if they are there and belong together."""
+    count = len(pieces)
+    if sorted(pieces) != list(range(1, count + 1)) or {of for of, _ in pieces.values()} != {count}:
+        return None
+    text = b"".join(pieces[number][1] for number in range(1, count + 1))
+    try:
+        data = json.loads(text)
+        digest = _decoded(data)
+        # Only one spelling counts, so that no name says anything twice or in a hidden way.
+        return digest if digest.text.encode() == text else None
+    except (InvalidManifest, RecursionError, ValueError):
+        return None
+
+
+def _decoded(data: Any) -> Digest:
+    if type(data) is not list or len(data) != 5 or type(data[4]) is not dict:
+        raise ValueError("This is no digest")
+    version, size, world_size, final, metrics = data
+    if version != _VERSION or type(final) is not bool:
+        raise ValueError("This digest is of another version")
+    if not all(type(each) is int and 0 <= each <= _LARGEST for each in (size, world_size)):
+        raise ValueError("A number of this digest is out of range")
+    return Digest(size, world_size, final, {name: decode_float(metrics[name]) for name in metrics})
+
+
+def _sum(place: str, piece: bytes) -> bytes:
+    return crc32c(piece, crc32c(place.encode())).to_bytes(_SUM_BYTES, "big")
+
+
+def _spelled(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _unspelled(text: str) -> bytes | None:
+    try:
+        data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except ValueError:
+        return None
+    return data if _spelled(data) == text else None
+
+
+__all__ = ["MOST_PIECES", "Digest", "digest_keys", "digest_of", "digest_owner", "read_digests"]
