@@ -131,6 +131,10 @@ def is_manifest(operation: Operation) -> bool:
     return operation.verb == "put" and "/m/0/" in operation.key
 
 
+def is_last_manifest(operation: Operation) -> bool:
+    return is_manifest(operation) and operation.key.endswith("rank-00001.json")
+
+
 def is_index(operation: Operation) -> bool:
     return operation.verb == "put" and operation.key.endswith(".0.json")
 
@@ -397,6 +401,26 @@ class TestRetention:
             assert [info.step for info in world[0].steps() if info.complete] == [3]
             left = [key for key in store.memory._store.objects if key.startswith("step-")]
             assert {key.split(".")[0] for key in left} == {"step-000000000003"}
+
+    def test_a_checkpoint_that_a_waiter_completes_is_followed_by_pruning(
+        self, store: Stores
+    ) -> None:
+        with ranks(store.url, 2, keep_last=1, **FAST) as world:
+            save_all(world, 1)
+            last = threading.Event()
+
+            def wait_for_the_waiter(operation: Operation) -> None:
+                last.set()
+                while not world[0]._core.submit(is_complete).result():
+                    pass
+
+            async def is_complete() -> bool:
+                return (await world[0]._core.engine.latest()).step == 2  # type: ignore[union-attr]
+
+            store.faulty.call(wait_for_the_waiter, is_last_manifest, Landing.AFTER)
+            save_all(world, 2)
+            assert last.is_set()
+            assert [info.step for info in world[0].steps()] == [2]
 
     def test_ranks_that_prune_at_once(self, store: Stores) -> None:
         with ranks(store.url, 3, **FAST) as world:

@@ -1,8 +1,8 @@
 """Which checkpoints of a root stay and which go, and which is the best.
 
-With many ranks, the one whose request created the index prunes: it knows before anybody else that
-there is a newer checkpoint, and there is exactly one such rank. Nothing depends on that. Ranks
-that prune at the same time create one tombstone and delete what others may have deleted already.
+With many ranks, the one that commits last prunes: it sees all commits, whoever writes the index
+then, and there is always such a rank and seldom more. Ranks that prune at the same time create one
+tombstone and delete what others may have deleted already.
 
 Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
 appear at the last moment, the tombstone stays and the data waits for the lease to end

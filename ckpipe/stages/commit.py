@@ -78,17 +78,19 @@ def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int
 
 
 async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> bool:
-    """Completes the checkpoint if this was the last commit; True if this rank wrote the index."""
+    """Completes the checkpoint if this was the last commit; True if it is complete now.
+
+    Who waits for it may have seen all commits first, and have written the index.
+    """
     outcome = await ascend(depot.patient, save.id, save.rank, depot.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
     if outcome.complete:
         whole = replace(info, complete=True, reason="")
         depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
-    if outcome.index is None:
-        return False
-    depot.facts.learn(info.id, known_of(outcome.index))
-    return True
+    if outcome.index is not None:
+        depot.facts.learn(info.id, known_of(outcome.index))
+    return outcome.complete
 
 
 def _info(save: Delivery[B], depot: Depot) -> CheckpointInfo:

@@ -14,9 +14,10 @@ from ckpipe.types import CheckpointInfo
 async def run(
     save: Delivery[B], depot: Depot, inbox: MemoryObjectReceiveStream[CheckpointInfo]
 ) -> None:
-    """After each checkpoint whose index this rank created, writes its digest, and prunes.
+    """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
 
-    The save is through by then, and nobody waits for this.
+    The save is through by then, and nobody waits for this. If one who waited for the checkpoint has
+    written its index first, there is no digest, which others read the index for.
 
     Raises:
         StoreError: If the store failed; the next save prunes again.
@@ -24,7 +25,8 @@ async def run(
     async with inbox:
         async for info in inbox:
             # Here it delays neither the commit nor what waits for it.
-            await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
+            if info.id in depot.facts:
+                await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
             with save.clock.timing("retention"):
