@@ -92,8 +92,10 @@ async def _remove(backend: Backend, id: CheckpointId, digests: Iterable[str]) ->
     below = prefix(id)
     while keys := [each.key async for each in backend.list(below)]:
         # What vouches for data goes before the data.
-        await backend.delete([key for key in keys if key.startswith(f"{below}m/")])
-        await backend.delete([key for key in keys if not key.startswith(f"{below}m/")])
+        manifests = [key for key in keys if key.startswith(f"{below}m/")]
+        data = [key for key in keys if not key.startswith(f"{below}m/")]
+        for each in filter(None, (manifests, data)):
+            await backend.delete(each)
     await backend.delete([pin_key(id), *digests])
 
 

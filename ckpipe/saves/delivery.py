@@ -7,6 +7,7 @@ that has neither.
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,11 +25,13 @@ from ckpipe.checkpoints.leases import (
     time_now,
 )
 from ckpipe.checkpoints.pruning import decide_on, prune
+from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
 from ckpipe.format.bundle_texts import SteadyTexts
 from ckpipe.format.cargo import BlockPlace, Cargo
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
+from ckpipe.format.object_names import index_key
 from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.saves.block_sums import BlockSums
@@ -211,21 +214,30 @@ class Depot:
         protected = await self._protected_by_all(now, launch)
         return await decide_on(self.patient, self.rule, protected, self.facts, now=now)
 
-    async def prune(self, launch: str) -> Decision:
+    async def prune(self, launch: str, after: CheckpointId | None = None) -> Decision:
         """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
 
         Args:
             launch: The id of this launch, of which the newest checkpoint stays.
+            after: A checkpoint whose index this process has written just now. It tells the time,
+                which costs several writes else.
 
         Raises:
             StoreError: If the store failed; pruning again goes on where it stopped.
         """
-        now = await store_time(self.patient)
+        now = await self._time(after)
         protected = await self._protected_by_all(now, launch)
         return await prune(
             self.patient, self.rule, protected, self.facts, self.deleted,
             sweep_after=self.sweep_after, now=now,
         )  # fmt: skip
+
+    async def _time(self, after: CheckpointId | None) -> datetime:
+        """The time by the store's own clock, if anything early, which keeps more and not less."""
+        if after is not None:
+            with contextlib.suppress(ObjectNotFound):  # somebody has deleted it already
+                return (await self.patient.stat(index_key(after))).modified
+        return await store_time(self.patient)
 
     async def _protected_by_all(self, now: datetime, launch: str) -> dict[str, str]:
         """Ids that retention must not remove, also since others load them, and running launches."""

@@ -30,7 +30,7 @@ async def run(
             if depot.rule is None:
                 continue
             with save.clock.timing("retention"):
-                decision = await depot.prune(launch_id(save.id.attempt))
+                decision = await depot.prune(launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
                 reason = decision.reasons[name]
                 depot.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
