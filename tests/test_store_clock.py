@@ -14,8 +14,9 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.backend import Backend, Children, ObjectInfo
+from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
 from ckpipe.checkpoints.leases import store_time
+from ckpipe.format.object_names import LEASES, index_id, index_key, launch_id
 from ckpipe.stores import registry
 from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.retrying import RetryPolicy
@@ -128,3 +129,35 @@ async def test_a_reading_of_the_clock_that_is_cancelled_leaves_nothing() -> None
         tasks.cancel_scope.cancel()
     store.release()
     assert [each async for each in store.inner.list("")] == []
+
+
+class Unasked(WrappedBackend):
+    """A store that nobody may ask for the time by writing."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        return await call()
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        if key.startswith(f"{LEASES}clock/"):
+            raise errors.StoreError("nobody is told the time", key=key)
+        await super().put(key, data, mode)
+
+
+async def test_retention_after_a_save_is_told_the_time_by_its_index(store: Stores) -> None:
+    registry.register_backend(f"{store.scheme}unasked", lambda url: Unasked(store.memory))
+    async with ckpipe.Pipeline(f"{store.scheme}unasked://store", keep_last=1) as pipeline:
+        for step in (1, 2, 3):
+            await pipeline.save(STATE, step=step, until="committed")
+    assert [id.step for id in map(index_id, store.memory._store.objects) if id] == [3]
+
+
+async def test_retention_goes_on_if_the_index_it_would_ask_is_gone(store: Stores) -> None:
+    url = f"{store.scheme}://store"
+    async with ckpipe.Pipeline(url) as pipeline:
+        for step in (1, 2):
+            handle = await pipeline.save(STATE, step=step, until="committed")
+        id = CheckpointId.parse(handle.id)
+        assert id is not None
+        depot = pipeline._core.engine.site
+        await depot.backend.delete([index_key(id)])
+        assert len((await depot.prune(launch_id(id.attempt), after=id)).keep) == 1
