@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import unquote_to_bytes
 
-import aiofiles
 import aiofiles.os
 import anyio
 
@@ -22,8 +21,8 @@ from ckpipe.backend import (
     UploadLimits,
     check_key,
 )
-from ckpipe.errors import InvalidKey, ObjectNotFound, StoreError, UsageError
-from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct
+from ckpipe.errors import InvalidKey, ObjectNotFound, UsageError
+from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct, read_small
 from ckpipe_local.directories import (
     delete_files,
     find_root,
@@ -114,14 +113,8 @@ class LocalBackend(Backend):
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         path = self._path(key)
-        with reading(f"read {path}", key), anyio.CancelScope(shield=True):
-            async with aiofiles.open(path, "rb") as file:
-                size = (await aiofiles.os.stat(file.fileno())).st_size
-                if size > max_bytes:
-                    message = f"The object has {size} bytes, more than the {max_bytes} expected"
-                    raise StoreError(message, key=key)
-                data = await file.read(size)
-        return data
+        with reading(f"read {path}", key):
+            return await in_thread(read_small, path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         path = self._path(key)

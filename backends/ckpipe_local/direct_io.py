@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 
+from ckpipe.errors import StoreError
 from ckpipe_local.failures import truncated
 from ckpipe_local.residency import cached_length
 from ckpipe_local.system_calls import address_of
@@ -70,6 +71,23 @@ def open_direct(path: str) -> int | None:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return None
         raise
+
+
+def read_small(path: str, key: str, max_bytes: int) -> bytes:
+    """Reads all of a small file.
+
+    Raises:
+        StoreError: If it is larger than expected.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            message = f"The object has {size} bytes, more than the {max_bytes} expected"
+            raise StoreError(message, key=key)
+        data = bytearray()
+        while len(data) < size and (piece := file.read(size - len(data))):
+            data += piece
+    return bytes(data)
 
 
 def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:

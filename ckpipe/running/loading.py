@@ -37,6 +37,7 @@ from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.running.choosing import first_choice, older_ones
 from ckpipe.saves.site import Site
+from ckpipe.tasks.collector import collector_paused_at_first
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
@@ -83,6 +84,12 @@ class Loading:
                 checkpoint is whole for them.
             CkpipeError: Whatever :func:`ckpipe.loads.restore.read_all` raises.
         """
+        with collector_paused_at_first():
+            return await self._counted(which, request, fallback=fallback)
+
+    async def _counted(
+        self, which: int | str | None, request: LoadRequest, *, fallback: bool
+    ) -> LoadResult | None:
         if self._site.settings.read_only and self._site.world_size > 1:
             _check_agreed(which, fallback=fallback)
         if which is not None and not fallback:

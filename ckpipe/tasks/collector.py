@@ -7,10 +7,11 @@ nothing to free: measured, that doubles the time.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 _lock = threading.Lock()
 _pauses = 0
@@ -29,6 +30,25 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         _resume()
+
+
+@contextmanager
+def collector_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
+    """The same for work that may take longer, of which the pause covers the first seconds.
+
+    Most objects that work makes die with it, without the collector if that has not seen them. To be
+    entered and left on a running event loop.
+
+    Args:
+        seconds: How long the pause lasts at the most.
+    """
+    with ExitStack() as pause:
+        pause.enter_context(collector_paused())
+        late = asyncio.get_running_loop().call_later(seconds, pause.close)
+        try:
+            yield
+        finally:
+            late.cancel()
 
 
 def _pause() -> None:
