@@ -160,8 +160,8 @@ class Retention(_Group):
     """Which complete checkpoints stay. Without ``keep_last`` and ``rules`` all do."""
 
     keep_last: int | None = Field(None, ge=0)
-    """How many of the newest to keep. 0 allows no intermediate checkpoints, only final ones.
-    Also written ``keep_last=`` at the top level."""
+    """How many of the newest to keep. 0 allows no intermediate checkpoints, only final ones
+    and the one that a preempted run is saved in. Also written ``keep_last=`` at the top level."""
 
     rules: RuleData | None = None
     """What to keep besides: a rule such as ``KeepEvery(steps=1000) | KeepBest("loss")``, or its

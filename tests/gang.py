@@ -60,7 +60,7 @@ def mortal(case: Case) -> None:
     elif url.startswith("gs:"):
         inner = GcsBackend(url, endpoint_url=case["endpoint"], anonymous=True)
     if case.get("slow") == dist.get_rank():
-        inner = SlowBackend(inner, latency=0.1)
+        inner = SlowBackend(inner, latency=case.get("latency", 0.1))
     faulty = FaultyBackend(inner)
     if case.get("victim") == dist.get_rank():
         key, nth = case["key"], case.get("nth", 1)

@@ -17,13 +17,14 @@ from ckpipe.backend import PutMode
 from ckpipe.format.digests import digest_keys, digest_of
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.object_names import DIGESTS, index_key, pin_key, tombstone_key
+from ckpipe.retention import KeepBest, KeepEvery
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.gate import Gate
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
-MANY = 10_000
+MANY, FEWER = 10_000, 1_000
 ATTEMPT = "20250101T000000000Z-x"
 TEMPLATE, _ = manifest_of({"t": torch.tensor([1])})
 
@@ -60,8 +61,8 @@ async def test_ten_thousand_checkpoints_cost_three_lists(store: Stores) -> None:
 async def test_the_newest_costs_one_list_however_many_were_deleted_or_pinned(
     store: Stores,
 ) -> None:
-    await fill(store, MANY, b"{}")
-    for step in range(MANY):
+    await fill(store, FEWER, b"{}")
+    for step in range(FEWER):
         id = CheckpointId("20240101T000000000Z-x", step, 0)
         await put(store, tombstone_key(id))
         await put(store, pin_key(id))
@@ -69,7 +70,7 @@ async def test_the_newest_costs_one_list_however_many_were_deleted_or_pinned(
         before = len(store.faulty.operations)
         newest = await pipeline.latest()
         assert newest is not None
-        assert newest.step == MANY - 1
+        assert newest.step == FEWER - 1
         done = store.faulty.operations[before:]
         assert kinds(done) == {"children": 1, "stat": 2}
         assert [each.key for each in done if each.verb == "children"] == [""]
@@ -161,6 +162,27 @@ async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(store: 
             assert await best_step(pipeline) == steps[-1]
             counts.append(kinds(store.faulty.operations[before:]))
     assert counts == [{"children": 4, "get": 1}] * 2
+
+
+@pytest.mark.parametrize("saved_again", [0, 3])
+async def test_pruning_reads_what_decides_and_no_more(store: Stores, saved_again: int) -> None:
+    (part,) = TEMPLATE.parts
+    ids = [CheckpointId(ATTEMPT, step, 0) for step in range(300)]
+    for id in [*ids, *(replace(each, count=1) for each in ids[:saved_again])]:
+        index = replace(TEMPLATE, kind="index", id=id)
+        index = replace(index, parts=(replace(part, metrics={"loss": 1.0 + id.step}),))
+        await put(store, index_key(id), encode_bundle(index))
+        for key in digest_keys(id, digest_of(index)):
+            await put(store, key)
+    rule = KeepEvery(steps=1) | KeepBest("loss", n=2)
+    async with ckpipe.Pipeline(store.url, retention=rule, worker="thread") as pipeline:
+        before = len(store.faulty.operations)
+        decision = await pipeline.prune()
+        reads = kinds(store.faulty.operations[before:])["get"]
+    # One of each step goes, unless it is one of the two best; what stays of its step is read too.
+    assert len(decision.remove) == max(0, saved_again - 1)
+    assert reads <= 1 + 2 * saved_again + 2
+    assert len(await digests(store)) == len(decision.keep)
 
 
 class HeldDigests(WrappedBackend):

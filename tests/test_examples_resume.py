@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_examples import EXAMPLES, indexes, run_example
+
+import ckpipe
 
 
 def losses(output: str) -> list[str]:
@@ -32,6 +35,30 @@ def test_a_run_stopped_in_an_epoch_goes_on_to_the_same_losses(tmp_path: Path) ->
         parts += losses(part.stdout)
     assert parts == losses(whole.stdout)
     assert indexes(tmp_path / "parts") == [25, 30, 40], "and the one resumed from"
+
+
+# torchdata calls what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_loader_of_torchdata_goes_on_in_the_middle_of_its_epoch(tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        data = torch.arange(40)
+        return stateful.StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=0)
+
+    torch.manual_seed(3)
+    first = loader()
+    batches = iter(first)
+    seen = [next(batches) for _ in range(4)]
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"loader": first, "rng": ckpipe.RngState()}, step=4, until="committed")
+        seen += list(batches)
+        torch.manual_seed(99)
+        second = loader()
+        pipeline.load({"loader": second, "rng": ckpipe.RngState()})
+    rest = list(second)
+    assert len(rest) == 6
+    assert torch.equal(torch.cat(rest), torch.cat(seen[4:]))
 
 
 def test_a_signal_makes_a_run_save_the_step_it_is_in(tmp_path: Path) -> None:

@@ -142,6 +142,27 @@ def test_the_last_save_waits_where_others_are_skipped(store: Stores) -> None:
         assert pipeline.save(STATE, step=2).wait(30).complete
 
 
+def test_what_keeps_only_final_ones_is_saved_before_it_is_stopped(tmp_path: Path) -> None:
+    told = {"enabled": True, "signals": []}
+    with ckpipe.SyncPipeline(tmp_path, keep_last=0, save_every_steps=1, preemption=told) as run:
+        assert run.save(STATE, step=0).status == "skipped"
+        run.preempt()
+        assert run.should_save(1)
+        assert run.save(STATE, step=1).wait(30).complete
+    # It goes on from there, and what the last one saves as final takes the place.
+    with ckpipe.SyncPipeline(tmp_path, keep_last=0) as run:
+        loaded = run.load()
+        assert loaded is not None
+        assert loaded.step == 1
+        assert run.save(STATE, step=2).status == "skipped"
+        run.save(STATE, step=3, final=True).wait(30)
+    with ckpipe.SyncPipeline(tmp_path, keep_last=0) as run:
+        run.load(step=3)
+        run.save(STATE, step=4, final=True).wait(30)
+        run.prune()
+        assert [info.step for info in run.steps()] == [3, 4]
+
+
 def test_time_left_counts_from_the_first_time_it_was_told() -> None:
     now = 10.0
     told = Preemption(clock=lambda: now)

@@ -17,7 +17,7 @@ import ckpipe
 from ckpipe import errors, events
 from ckpipe.checkpoints.discovery import NO_INDEX
 from ckpipe.checkpoints.leases import Lease
-from ckpipe.format.object_names import launch_id
+from ckpipe.format.object_names import DIGESTS, launch_id
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.course import Course
 from ckpipe.running.choosing import first_choice
@@ -264,6 +264,21 @@ def test_requests_of_a_save_do_not_grow_with_the_world() -> None:
             counts[size] = sorted(each.verb for each in done if each.verb != "stat")
     assert counts[2] == counts[250] == counts[16_384]
     assert counts[2].count("put") == 1
+
+
+def test_who_completes_a_checkpoint_writes_one_small_object_more(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        done = []
+        for rank, pipeline in enumerate(world):
+            before = len(store.faulty.operations)
+            pipeline.save(state(rank), step=1, metrics={"loss": 0.5, "accuracy": 0.75}).wait()
+            settle(pipeline)
+            done.append([e.key for e in store.faulty.operations[before:] if e.verb == "put"])
+        manifest, index, digest = done[1]
+        assert [len(keys) for keys in done] == [1, 3]
+        assert "/m/0/" in manifest
+        assert is_index(Operation("put", index))
+        assert digest.startswith(DIGESTS)
 
 
 def test_straggler_of_an_old_attempt_does_not_become_the_newest(store: Stores) -> None:

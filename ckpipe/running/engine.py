@@ -153,11 +153,11 @@ class Engine(Housekeeping):
         self.cadence.begin_at(step)
         self.diary.keep(step)
         self._events.emit(SaveStarted(save.name, step, save.rank))
-        if self._settings.retention.keep_last == 0 and not request.final:
+        if self._settings.retention.keep_last == 0 and not request.final and not request.urgent:
             self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
             self._tell_ended(save)
             return save
-        self._saved_final |= request.final
+        self._saved_final |= request.final or request.urgent
         self._active[save] = anyio.Event()
         save.head = head_start(save, self.site, look)
         self._tasks.start_soon(self._run, save, name=f"save {save.name}")
