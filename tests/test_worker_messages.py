@@ -191,6 +191,26 @@ def test_a_forked_child_has_no_end_of_the_socket() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_loop_without_memory_ends_the_process_and_other_faults_do_not() -> None:
+    code = (
+        "import asyncio, sys; from ckpipe._worker.service import _end_without_memory as end\n"
+        "def fail(error): raise error\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    loop.set_exception_handler(end)\n"
+        "    loop.call_soon(fail, ValueError('harmless'))\n"
+        "    loop.call_soon(fail, MemoryError('none left'))\n"
+        "    await loop.create_future()\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "harmless" in done.stderr
+    assert "none left" in done.stderr
+
+
 def test_sockets_are_closed_once() -> None:
     for each in socket_pair():
         close_socket(each)
