@@ -11,7 +11,7 @@ import io
 from typing import Any, Protocol
 
 import anyio.to_thread
-from store_sockets import Sockets
+from store_sockets import Lanes, Sockets
 
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access
@@ -65,7 +65,7 @@ class Boto:
         lanes: How many at a time.
     """
 
-    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: int) -> None:
+    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
         import boto3
         from boto3.s3.transfer import TransferConfig
 
@@ -73,8 +73,9 @@ class Boto:
         address = parse_address(url)
         self._where = (address.bucket, f"{address.prefix}boto")
         self._data = data
-        self._config = TransferConfig(
-            multipart_threshold=part, multipart_chunksize=part, max_concurrency=lanes
+        self._writing, self._reading = (
+            TransferConfig(multipart_threshold=part, multipart_chunksize=part, max_concurrency=each)
+            for each in lanes
         )
 
     async def write(self) -> None:
@@ -82,13 +83,13 @@ class Boto:
 
     def _write(self) -> None:
         body = io.BytesIO(self._data)
-        self._client.upload_fileobj(body, *self._where, Config=self._config)
+        self._client.upload_fileobj(body, *self._where, Config=self._writing)
 
     async def read(self) -> None:
         await anyio.to_thread.run_sync(self._read)
 
     def _read(self) -> None:
-        self._client.download_fileobj(*self._where, _Sink(self._data), Config=self._config)
+        self._client.download_fileobj(*self._where, _Sink(self._data), Config=self._reading)
 
     async def remove(self) -> None:
         bucket, key = self._where
@@ -106,7 +107,7 @@ class Obstore:
         lanes: How many at a time.
     """
 
-    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: int) -> None:
+    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
         from obstore.store import S3Store
 
         address = parse_address(url)
@@ -121,7 +122,7 @@ class Obstore:
 
         await obstore.put_async(
             self._store, self._key, self._data,
-            use_multipart=True, chunk_size=self._part, max_concurrency=self._lanes,
+            use_multipart=True, chunk_size=self._part, max_concurrency=self._lanes.writing,
         )  # fmt: skip
 
     async def read(self) -> None:
@@ -135,7 +136,7 @@ class Obstore:
 
         offsets = iter(range(0, len(self._data), self._part))
         async with anyio.create_task_group() as tasks:
-            for _ in range(self._lanes):
+            for _ in range(self._lanes.reading):
                 tasks.start_soon(lane, offsets)
 
     async def remove(self) -> None:

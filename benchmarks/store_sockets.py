@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import anyio
@@ -21,6 +21,18 @@ from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access
 
 HEAD_BYTES = 1 << 16
+
+
+class Lanes(NamedTuple):
+    """How many requests are under way at a time.
+
+    Args:
+        writing: Of parts.
+        reading: Of ranges.
+    """
+
+    writing: int
+    reading: int
 
 
 class Connection:
@@ -78,7 +90,7 @@ class Sockets:
         lanes: How many at a time.
     """
 
-    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: int) -> None:
+    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
         import boto3
         from botocore.auth import S3SigV4Auth
 
@@ -105,7 +117,7 @@ class Sockets:
         lines += [f"{name}: {value}" for name, value in request.headers.items()]
         return "\r\n".join([*lines, "", ""]).encode()
 
-    async def _in_lanes(self, work: Any) -> None:
+    async def _in_lanes(self, lanes: int, work: Any) -> None:
         offsets = iter(range(0, len(self._data), self._part))
         parts = urlsplit(self._url)
 
@@ -115,7 +127,7 @@ class Sockets:
                     await work(connection, offset, self._data[offset : offset + self._part])
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(self._lanes):
+            for _ in range(lanes):
                 tasks.start_soon(lane, offsets)
 
     async def write(self) -> None:
@@ -123,7 +135,7 @@ class Sockets:
             lambda: self._client.create_multipart_upload(**self._where)
         )
         upload, etags = begun["UploadId"], dict[int, str]()
-        scratch = [memoryview(bytearray(HEAD_BYTES)) for _ in range(self._lanes)]
+        scratch = [memoryview(bytearray(HEAD_BYTES)) for _ in range(self._lanes.writing)]
 
         async def send(connection: Connection, offset: int, data: memoryview) -> None:
             number, into = offset // self._part + 1, scratch.pop()
@@ -132,7 +144,7 @@ class Sockets:
             etags[number] = (await connection.ask(head, data, into))["etag"]
             scratch.append(into)
 
-        await self._in_lanes(send)
+        await self._in_lanes(self._lanes.writing, send)
         parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
         await anyio.to_thread.run_sync(
             lambda: self._client.complete_multipart_upload(
@@ -145,7 +157,7 @@ class Sockets:
             span = f"bytes={offset}-{offset + len(into) - 1}"
             await connection.ask(self._head("GET", "", {"Range": span}), memoryview(b""), into)
 
-        await self._in_lanes(fetch)
+        await self._in_lanes(self._lanes.reading, fetch)
 
     async def remove(self) -> None:
         await anyio.to_thread.run_sync(lambda: self._client.delete_object(**self._where))

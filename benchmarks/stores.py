@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +41,7 @@ import psutil
 import raw
 import torch
 from store_contenders import CONTENDERS, Contender
+from store_sockets import Lanes
 
 import ckpipe
 from ckpipe_s3.address import Address, parse_address
@@ -58,6 +60,11 @@ FIGURES = {
     "save against bare upload_part": ("bare write", "save", 0.92),
     "load against bare ranged GET": ("bare read", "load", 0.92),
     "save beside a trainer": ("save", "save beside a trainer", 0.85),
+    "save against bare, both beside": (
+        "bare write beside a trainer",
+        "save beside a trainer",
+        0.85,
+    ),
 }
 """What is set against what, and the share of its speed that is to be reached."""
 
@@ -185,6 +192,25 @@ def trainer() -> Iterator[None]:
         thread.join()
 
 
+@contextlib.contextmanager
+def other_trainer() -> Iterator[None]:
+    """A process that runs nothing but Python, until the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+BESIDE = {"save": trainer, "bare write": other_trainer}
+"""What is measured a second time with a trainer, and beside what."""
+
+
 async def peak_bytes(work: Work) -> int:
     """The most memory that this process has during some work above what it had before."""
     process = psutil.Process()
@@ -218,7 +244,8 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
         ckpipe.Pipeline(f"{url}/ours", backends=options, **plan.fields) as pipeline,
     ):
         bare = Bare(client, parse_address(url), memory)
-        others = {name: CONTENDERS[name](url, access, memory, PART, LANES) for name in plan.beside}
+        lanes = Lanes(LANES, READ_LANES)
+        others = {name: CONTENDERS[name](url, access, memory, PART, lanes) for name in plan.beside}
 
         async def save() -> None:
             await pipeline.save(state, until="committed")
@@ -235,10 +262,10 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
         memory_mib = (most - arena.blocks * arena.block_bytes) / raw.MIB
         for turn in range(-1, plan.rounds):
             into: Costs = costs if turn >= 0 else defaultdict(list)
-            for name, work in works(bare, others, save, load).items():
+            for name, work in works(bare, others, save, load, turn).items():
                 into[name].append(await cost(work))
-                if plan.trainer and name == "save":
-                    with trainer():
+                if plan.trainer and name in BESIDE:
+                    with BESIDE[name]():
                         into[f"{name} beside a trainer"].append(await cost(work))
             for each in (bare, *others.values()):
                 await each.remove()
@@ -247,16 +274,19 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
     return costs, memory_mib
 
 
-def works(bare: Contender, others: dict[str, Contender], save: Work, load: Work) -> dict[str, Work]:
-    """All that is measured in a round, in its order."""
-    return {
-        "bare write": bare.write,
-        "save": save,
-        **{f"{name} write": each.write for name, each in others.items()},
-        "bare read": bare.read,
-        "load": load,
-        **{f"{name} read": each.read for name, each in others.items()},
-    }
+def works(
+    bare: Contender, others: dict[str, Contender], save: Work, load: Work, turn: int
+) -> dict[str, Work]:
+    """All that is measured in a round, in its order.
+
+    Who begins is another in each round: what comes first after the writes finds the server busy.
+    """
+    writes = [("bare write", bare.write), ("save", save)]
+    writes += [(f"{name} write", each.write) for name, each in others.items()]
+    reads = [("bare read", bare.read), ("load", load)]
+    reads += [(f"{name} read", each.read) for name, each in others.items()]
+    first = turn % len(reads)
+    return dict([*writes[first:], *writes[:first], *reads[first:], *reads[:first]])
 
 
 @contextlib.contextmanager
@@ -322,7 +352,7 @@ def main() -> None:
     asked = parser.parse_args()
     fields = {"worker": asked.worker} if asked.worker else {}
     plan = Plan(asked.mib, asked.rounds, asked.trainer, tuple(asked.beside), fields)
-    written = asked.mib * (asked.rounds + 3) * (2 + len(asked.beside) + 2 * asked.trainer)
+    written = asked.mib * (asked.rounds + 3) * (2 + len(asked.beside) + 3 * asked.trainer)
     with store(asked.url, asked.endpoint_url, written) as (url, endpoint):
         measured = anyio.run(measure, url, Access(endpoint_url=endpoint), plan)
     results = report(*measured, plan)
