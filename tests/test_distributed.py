@@ -42,11 +42,13 @@ LARGE = [
     ("2d", 4, "plain", 1),
     ("hsdp", 4, "ddp", 2),
 ]
+HUGE = [("3d", 8, "2d", 4), ("tp", 2, "3d", 8), ("3d", 8, "plain", 1)] if EVERY else []
+"""HSDP over tensor parallel."""
 
 
 @pytest.mark.parametrize(
     ("saved", "ranks", "loaded", "again"),
-    PAIRS + (LARGE if EVERY else random.Random(SEED).sample(LARGE, 1)),
+    PAIRS + HUGE + (LARGE if EVERY else random.Random(SEED).sample(LARGE, 1)),
 )
 def test_training_goes_on_in_another_wrapper(
     world: Gang, tmp_path: Path, saved: str, ranks: int, loaded: str, again: int

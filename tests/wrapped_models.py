@@ -28,7 +28,7 @@ class Net(torch.nn.Module):
 def wrapped(kind: str) -> torch.nn.Module:
     """The same model, with the same numbers, in a wrapper."""
     torch.manual_seed(3)
-    net = Net(normalized=kind not in ("tp", "plain", "2d", "copies"))
+    net = Net(normalized=kind not in ("tp", "plain", "2d", "3d", "copies"))
     size = dist.get_world_size()
     if kind == "fsdp":
         fully_shard(net.first, mesh=init_device_mesh("cpu", (size,)))
@@ -40,6 +40,13 @@ def wrapped(kind: str) -> torch.nn.Module:
         parallelize_module(net, mesh["tp"], plan)
         if kind == "2d":
             fully_shard(net, mesh=mesh["dp"])
+    if kind == "3d":  # whole shards of a tensor-parallel model, in two copies
+        names = ("outer", "inner", "tp")
+        cube = init_device_mesh("cpu", (2, 2, size // 4), mesh_dim_names=names)
+        parallelize_module(
+            net, cube["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        )
+        fully_shard(net, mesh=cube["outer", "inner"])
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("outer", "inner"))
         fully_shard(net.first, mesh=mesh)
