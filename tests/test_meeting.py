@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,6 +74,37 @@ def test_rank_of_a_new_launch_waits_for_a_new_call(connect: Make) -> None:
         early = pool.submit(meeting(connect(), 1, 2).join)
         meeting(connect(), 0, 2).host("new")
         assert early.result() == "new"
+
+
+class Overtaken:
+    """The store of a rank that comes to rest after its first hello, until there is another call."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._stopped = store, False
+
+    def set(self, key: str, value: str) -> None:
+        call = self._store.get("call")
+        self._store.set(key, value)
+        while not self._stopped and self._store.get("call") == call:
+            os.sched_yield()
+        self._stopped = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_rank_that_is_overtaken_takes_the_names_of_both_calls(connect: Make) -> None:
+    def host() -> None:
+        for name in ("first", "second"):
+            meeting(connect(), 0, 2).host(name)
+
+    with ThreadPoolExecutor(1) as pool:
+        calls = pool.submit(host)
+        late = meeting(connect(), 1, 2, seconds=5)
+        late._store = Overtaken(late._store)
+        assert late.join() == "first"
+        assert meeting(connect(), 1, 2).join() == "second"
+        calls.result()
 
 
 def test_rank_that_answered_a_host_that_died_takes_the_next_name(connect: Make) -> None:

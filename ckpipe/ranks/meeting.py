@@ -128,13 +128,16 @@ class Meeting:
     def _answer(self, call: str) -> str | None:
         hello = secrets.token_hex(8)
         self._store.set(_hello_key(call, self._rank), hello)
-        while self._store.get("call").decode() == call and self._left() > 0:
-            if self._wait_for([_list_key(call)], _SLICE_SECONDS):
-                published = json.loads(self._store.get(_list_key(call)))
-                hellos = published["hellos"]
-                mine = self._rank < len(hellos) and hellos[self._rank] == hello
-                return str(published["attempt"]) if mine else None
-        return None
+        while not self._wait_for([_list_key(call)], _SLICE_SECONDS):
+            over = self._store.get("call").decode() != call
+            # Rank 0 may have opened one pipeline and called for the next since; the list of the
+            # first is there before it does.
+            if (over and not self._has(_list_key(call))) or self._left() <= 0:
+                return None
+        published = json.loads(self._store.get(_list_key(call)))
+        hellos = published["hellos"]
+        mine = self._rank < len(hellos) and hellos[self._rank] == hello
+        return str(published["attempt"]) if mine else None
 
     def _wait_for(self, keys: Iterable[str], seconds: float | None = None) -> bool:
         """Waits until all keys are there; False if they are not in time."""
