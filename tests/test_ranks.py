@@ -15,6 +15,7 @@ from ranks import one_rank, open_rank, ranks, settle
 
 import ckpipe
 from ckpipe import errors, events
+from ckpipe.checkpoints.completion import descend
 from ckpipe.checkpoints.discovery import NO_INDEX
 from ckpipe.checkpoints.leases import Lease
 from ckpipe.format.object_names import DIGESTS, launch_id
@@ -120,6 +121,25 @@ def test_no_way_to_agree_names_both_ways(store: Stores) -> None:
         open_rank(store.url, 1, 4, attempt_id=None)
     for way in ("4 ranks", "init_process_group", "attempt_id", "solo=True"):
         assert way in str(said.value)
+
+
+def test_ranks_that_count_the_world_differently_complete_nothing(store: Stores) -> None:
+    with (
+        one_rank(store.url, 0, 2, on_error="warn", **FAST) as first,
+        one_rank(store.url, 1, 3, on_error="warn", **FAST) as second,
+    ):
+        first.save(state(0), step=1).wait()
+        handle = second.save(state(1), step=1)
+        handle.wait()
+        assert first.latest() is None
+        with pytest.raises(errors.InvalidManifest, match=r"one of 3 ranks, .* there are 2") as said:
+            first._core.submit(
+                descend, first._core.engine.site.patient, first.steps()[0].key, 2
+            ).result()
+        assert "attempt_id" in (said.value.hint or "")
+        for pipeline in (first, second):
+            settle(pipeline)
+            pipeline._core.engine.take_failures()
 
 
 def test_solo_rank_saves_alone(store: Stores) -> None:

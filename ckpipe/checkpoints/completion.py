@@ -219,7 +219,15 @@ async def read_member(
         partial(_decoded, data, key, id, "group" if level else "manifest")
     )
     place = bundle.group if level else (0, bundle.parts[0].rank)
-    if place != (level, number) or bundle.world_size != world_size:
+    if bundle.world_size != world_size:
+        raise InvalidManifest(
+            f"This {kind} was written by one of {bundle.world_size} ranks, and another says that "
+            f"there are {world_size}",
+            step=id.step,
+            key=key,
+            hint="Give attempt_id to the ranks of one launch only, which have one WORLD_SIZE",
+        )
+    if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
     return bundle, len(data)
 
