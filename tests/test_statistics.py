@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -226,6 +227,25 @@ def test_the_live_line_draws_on_a_terminal_only(tmp_path: Path) -> None:
     assert "step 7" in shown[0]
     assert "\x1b[2K" in shown[0]  # the line is wiped at the end
     assert shown[1] == ""
+
+
+def test_the_live_line_draws_on_a_real_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    ours, theirs = os.openpty()
+    try:
+        with open(theirs, "w") as file:
+            console = Console(file=file)  # which finds out by itself that it is one
+            with LiveLine(console) as line, ckpipe.SyncPipeline(tmp_path) as pipeline:
+                pipeline.events.add(line)
+                pipeline.save(STATE, step=7, until="committed")
+            shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+    assert "step 7" in shown
+    assert "\x1b[2K" in shown
 
 
 def test_without_rich_the_live_line_says_what_to_install() -> None:
