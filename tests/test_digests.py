@@ -272,3 +272,29 @@ async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
     kept = [(each.attempt, each.step) for each in map(CheckpointId.parse, decision.keep) if each]
     # The newest of the first cannot be read, which leaves the one before to be its newest.
     assert sorted(kept) == [(launches[0], 1), (launches[0], 2), (launches[1], 2)]
+
+
+async def test_one_digest_that_lies_ends_the_belief_in_all() -> None:
+    told, _ = await with_checkpoints(
+        [
+            Saved(0.1, False, True, "contradicting", 5.0),
+            Saved(3.0, False, True, "contradicting", 0.05),
+            Saved(2.0, False, True, "right", 2.0),
+        ]
+    )
+    found = await best(told, "loss", "min", Facts())
+    assert found is not None
+    assert found.step == 0, "though its own digest had hidden it"
+
+
+async def test_what_takes_the_place_of_another_in_a_stretch_can_be_read() -> None:
+    told = MemoryBackend()
+    for step, count in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
+        id = CheckpointId(ATTEMPT, step, count)
+        index = replace(index_of(step, Saved(1.0, False, True, "right", 1.0)), id=id)
+        data = b"{}" if count else encode_bundle(index)
+        await told.put(index_key(id), data, PutMode.CREATE)
+        for key in digest_keys(id, digest_of(index)):
+            await told.put(key, b"{}", PutMode.CREATE)
+    decision = await prune(told, KeepEvery(steps=1), {}, Facts(), set(), sweep_after=DAY)
+    assert decision.remove == ()
