@@ -18,11 +18,12 @@ from stored_states import request
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpipe
 from ckpipe.distributed import training_state
+from ckpipe.errors import ShapeMismatch
 from ckpipe.plans import division
 from ckpipe.testing import MemoryBackend
 
@@ -79,6 +80,21 @@ async def test_what_ranks_save_loads_into_any_mesh(
     with rank_of(0, 1):
         assert local_parts(state) == local_parts(tensors((1,), (Replicate(),), 1.0))
     assert state["w"].data_ptr() == state["tied"].data_ptr()
+
+
+async def test_a_local_part_of_another_shape_than_its_placements_say_is_not_filled() -> None:
+    backend = MemoryBackend()
+    full = torch.arange(1.0, 36.0).reshape(7, 5)
+    bundle = await store_planned(backend, lambda rank: {"w": placed(full, (2,), (Shard(0),))}, 2)
+    with rank_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.zeros(1, 5)
+        wrong = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+        )
+        with pytest.raises(ShapeMismatch, match=r"\[1, 5\].*\[4, 5\].*rank 0, key 'w'"):
+            await load_as(backend, bundle, 0, 2, request({"w": wrong}))
+    assert not local.any()
 
 
 # Real ranks

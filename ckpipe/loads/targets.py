@@ -42,11 +42,14 @@ class Targets:
 
         Returns:
             False if its memory cannot be written, so that a fresh one has to serve.
+
+        Raises:
+            ShapeMismatch: If it is distributed, and its local part is not what its placements say.
         """
         view = writable_view(live)
         if view is None:
             return False
-        regions = regions_of(live, self._shardings) if is_placed(live) else None
+        regions = regions_of(live, self._shardings, label) if is_placed(live) else None
         pieces = self.stored.pieces(stored, regions)
         address, contiguous = view.data_ptr(), view.is_contiguous()
         self._lives.append(
