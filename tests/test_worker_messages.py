@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import anyio
 import pytest
@@ -35,7 +36,7 @@ from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
-from ckpipe.worker.worker_state import ProcessState, hangs, parse_state
+from ckpipe.worker.worker_state import ProcessState, hangs, parse_state, process_state
 
 ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
 INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))
@@ -223,6 +224,31 @@ def test_state_of_this_process() -> None:
     assert state.letter == "R"
     odd = b"12 (a) S 3) T 1 " + b"0 " * 9 + b"7 5 0"
     assert parse_state(odd) == ProcessState("T", 12)
+
+
+BUSY_THREAD = """
+import hashlib, threading
+data = bytes(1 << 28)
+threading.Thread(target=lambda: [hashlib.sha256(data) for _ in range(10**6)], daemon=True).start()
+print("begun", flush=True)
+input()
+"""
+
+
+def test_a_process_is_awake_while_any_thread_of_it_is() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", BUSY_THREAD], stdin=pipe, stdout=pipe) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"begun\n"
+            main = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+            while parse_state(main.read_bytes()).letter != "S":
+                os.sched_yield()  # until the main thread has come to its prompt
+            states = [process_state(process.pid) for _ in range(5)]
+        finally:
+            process.kill()
+    assert {each.letter for each in states if each is not None} == {"R"}
+    assert process_state(process.pid) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from socket import socket
 
 import ckpipe
 from ckpipe._worker.channel import close_socket, socket_pair
-from ckpipe.worker.worker_state import ProcessState, parse_state
+from ckpipe.worker.worker_state import ProcessState, process_state
 
 logger = logging.getLogger("ckpipe")
 
@@ -91,10 +91,7 @@ class WorkerProcess:
 
     def state(self) -> ProcessState | None:
         """What the system says of it; None if it is gone."""
-        try:
-            return parse_state(Path(f"/proc/{self.id}/stat").read_bytes())
-        except OSError:
-            return None
+        return process_state(self.id)
 
     def kill(self) -> None:
         """Ends it at once: no instruction of it runs after this, though it may not be gone yet."""

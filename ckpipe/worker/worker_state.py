@@ -7,7 +7,9 @@ or sleeps without having used the processor since the last look, will not speak 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 PATIENCE = 30
 """How many times as long one may be silent that is busy, or waits for a disk or a processor."""
@@ -19,7 +21,7 @@ class ProcessState:
 
     Args:
         letter: ``R`` for running, ``S`` for sleeping, ``D`` for waiting for a device, ``T`` or
-            ``t`` for stopped, ``Z`` for ended: proc(5).
+            ``t`` for stopped, ``Z`` for ended: proc(5). ``S`` only if all threads sleep.
         ticks: Processor time that all its threads have used.
     """
 
@@ -39,6 +41,30 @@ def parse_state(stat: bytes) -> ProcessState:
     return ProcessState(fields[0].decode(), int(fields[11]) + int(fields[12]))
 
 
+def process_state(id: int) -> ProcessState | None:
+    """What the system says of a process and its threads; None if it is gone.
+
+    The thread that would speak may sleep because another has what it needs, an import's lock or the
+    interpreter's, and waits for a disk or a processor with it.
+    """
+    folder = Path(f"/proc/{id}")
+    try:
+        state = parse_state((folder / "stat").read_bytes())
+        letters = set(_letters(folder / "task")) if state.letter == "S" else set()
+    except OSError:
+        return None
+    awake = next((each for each in "DR" if each in letters), state.letter)
+    return replace(state, letter=awake)
+
+
+def _letters(tasks: Path) -> Iterator[str]:
+    for task in tasks.iterdir():
+        try:
+            yield parse_state((task / "stat").read_bytes()).letter
+        except OSError:  # that thread has just ended
+            continue
+
+
 def hangs(before: ProcessState | None, now: ProcessState, silent: float, limit: float) -> bool:
     """Whether a silent process will not speak again.
 
@@ -55,4 +81,4 @@ def hangs(before: ProcessState | None, now: ProcessState, silent: float, limit: 
     return now.letter == "S" and before is not None and before.ticks == now.ticks
 
 
-__all__ = ["PATIENCE", "ProcessState", "hangs", "parse_state"]
+__all__ = ["PATIENCE", "ProcessState", "hangs", "parse_state", "process_state"]
