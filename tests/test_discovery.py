@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
+import anyio
 import pytest
 import torch
 from bundles import manifest_of
@@ -185,21 +186,21 @@ async def test_pruning_reads_what_decides_and_no_more(store: Stores, saved_again
     assert len(await digests(store)) == len(decision.keep)
 
 
-class HeldDigests(WrappedBackend):
-    """A store whose digests wait at a gate."""
+class Held(WrappedBackend):
+    """A store some of whose operations wait at a gate."""
 
-    def __init__(self, inner: MemoryBackend) -> None:
+    def __init__(self, inner: MemoryBackend, holds: Callable[[Operation], bool]) -> None:
         super().__init__(inner)
-        self.gate = Gate()
+        self.gate, self._holds = Gate(), holds
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
-        if operation.verb == "put" and operation.key.startswith(DIGESTS):
+        if self._holds(operation):
             await self.gate.passed()
         return await call()
 
 
 async def test_nobody_waits_for_a_digest(store: Stores) -> None:
-    held = HeldDigests(store.memory)
+    held = Held(store.memory, lambda each: each.verb == "put" and each.key.startswith(DIGESTS))
     registry.register_backend(scheme := f"{store.scheme}-held", lambda url: held)
     async with ckpipe.Pipeline(f"{scheme}://store", worker="thread") as pipeline:
         held.gate.hold()
@@ -211,6 +212,23 @@ async def test_nobody_waits_for_a_digest(store: Stores) -> None:
         assert await digests(store) == []
         held.gate.release()
     assert len(await digests(store)) == 2
+
+
+async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
+    held = Held(store.memory, lambda each: each.verb == "delete" and "step-" in each.key)
+    registry.register_backend(scheme := f"{store.scheme}-slow", lambda url: held)
+    url = f"{scheme}://store"
+    async with ckpipe.Pipeline(url, worker="thread", keep_last=1) as pipeline:
+        await (await pipeline.save({"w": torch.zeros(1 << 18)}, step=1)).complete()
+        held.gate.hold()
+        with anyio.fail_after(30):
+            for step in range(2, 6):
+                handle = await pipeline.save({"w": torch.full((1 << 18,), float(step))}, step=step)
+                assert (await handle.complete()).complete
+        held.gate.wait_until_held()
+        held.gate.release()
+    async with ckpipe.Pipeline(url, worker="thread") as pipeline:
+        assert [info.step for info in await pipeline.steps()] == [5]
 
 
 async def test_a_store_that_takes_no_digest_takes_saves(store: Stores) -> None:
