@@ -221,12 +221,15 @@ async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
     async with ckpipe.Pipeline(url, worker="thread", keep_last=1) as pipeline:
         await (await pipeline.save({"w": torch.zeros(1 << 18)}, step=1)).complete()
         held.gate.hold()
-        with anyio.fail_after(30):
+        try:
             for step in range(2, 6):
-                handle = await pipeline.save({"w": torch.full((1 << 18,), float(step))}, step=step)
-                assert (await handle.complete()).complete
-        held.gate.wait_until_held()
-        held.gate.release()
+                state = {"w": torch.full((1 << 18,), float(step))}
+                with anyio.fail_after(20):
+                    handle = await pipeline.save(state, step=step)
+                    assert (await handle.complete()).complete
+            held.gate.wait_until_held()
+        finally:
+            held.gate.release()
     async with ckpipe.Pipeline(url, worker="thread") as pipeline:
         assert [info.step for info in await pipeline.steps()] == [5]
 
