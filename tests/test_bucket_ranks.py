@@ -21,7 +21,8 @@ from ckpipe.checkpoints import sweeping
 
 BUCKET = "ranks"
 RANKS = 4
-SERVERS = ["moto_server", "gcs_server", *(["weed_server"] if EVERY else [])]
+SERVERS = ["moto_server", "gcs_server"]
+SERVERS = [*SERVERS, "weed_server"] if EVERY else random.Random(SEED).sample(SERVERS, 1)
 Server = S3Server | GcsServer
 
 _numbers = itertools.count()
