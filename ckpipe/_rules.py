@@ -129,6 +129,16 @@ class _Leaf(Rule):
         return f"{type(self).__name__}({inside})"
 
 
+class _Alone(_Leaf):
+    """A rule that judges each checkpoint by itself, so that none has rivals."""
+
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """None: each is judged by itself."""
+        return set()
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class KeepLast(_Leaf):
     """Keeps the newest checkpoints.
@@ -271,7 +281,7 @@ class KeepBest(_Leaf):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class KeepWithin(_Leaf):
+class KeepWithin(_Alone):
     """Keeps what was written within a period before now.
 
     Args:
@@ -290,12 +300,6 @@ class KeepWithin(_Leaf):
     def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
         return {each.id for each in newest_first if now - each.created <= self.period}
 
-    def rivals(
-        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
-    ) -> set[str]:
-        """None: each is judged by itself."""
-        return set()
-
     def _phrase(self) -> str:
         return f"written within the last {self.period}"
 
@@ -304,7 +308,7 @@ class KeepWithin(_Leaf):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class KeepIf(_Leaf):
+class KeepIf(_Alone):
     """Keeps the checkpoints for which a Python function returns true.
 
     The function is called once for each checkpoint and decision, and again if what was told of
@@ -322,12 +326,6 @@ class KeepIf(_Leaf):
     def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
         with user_code(f"The predicate of {self!r}", ""):
             return {candidate.id for candidate in newest_first if self.predicate(candidate)}
-
-    def rivals(
-        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
-    ) -> set[str]:
-        """None: each is judged by itself."""
-        return set()
 
     def _phrase(self) -> str:
         return f"chosen by {self.name or getattr(self.predicate, '__name__', 'a function')}"
