@@ -259,6 +259,18 @@ class TestHealing:
             with pytest.raises(errors.SaveError, match=r"The last 2 .* ranks 0, 2"):
                 lonely.save(state(1), step=5)
 
+    def test_several_incomplete_ones_in_a_row_only_warn_if_asked(self, store: Stores) -> None:
+        soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 2}
+        with ranks(store.url, 2, on_error="warn", **soon, **FAST) as world:
+            lonely, core = world[1], world[1]._core
+            for step in (1, 2):
+                lonely.save(state(1), step=step).wait()
+                settle(lonely)
+                core.submit(core.engine._look_back).result()
+            with pytest.warns(RuntimeWarning, match=r"The last 2 .* ranks 0"):
+                handle = lonely.save(state(1), step=3)
+            assert handle.wait().step == 3
+
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
             world[0].save(state(0), step=1).wait()
