@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
