@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
@@ -84,6 +84,9 @@ class Upload(abc.ABC):
     takes_checksums: ClassVar[bool] = False
     """Whether :meth:`write_summed` is called instead of :meth:`write`."""
 
+    most_blocks: ClassVar[int] = 1
+    """How many blocks :meth:`write_all` takes; with one, or checksums, it is not called."""
+
     @abc.abstractmethod
     async def write(self, offset: int, data: memoryview) -> None:
         """Writes one block.
@@ -117,6 +120,23 @@ class Upload(abc.ABC):
             StoreError: As in :meth:`write`.
         """
         await self.write(offset, data)
+
+    async def write_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        """Writes some blocks, in one call.
+
+        An optional speed-up of :meth:`write` for stores where a call costs the program more than
+        the store: while blocks wait, a lane takes up to :attr:`most_blocks` of them together. If it
+        fails, all of them are written again. The default writes one after the other.
+
+        Args:
+            blocks: The offset and the bytes of each, as in :meth:`write`.
+
+        Raises:
+            StoreFull: As in :meth:`write`.
+            StoreError: As in :meth:`write`.
+        """
+        for offset, data in blocks:
+            await self.write(offset, data)
 
     @abc.abstractmethod
     async def complete(self) -> None:

@@ -107,7 +107,7 @@ class Upload(_Group):
     """How data reaches the store, and the one policy of trying again."""
 
     lanes: int = Field(4, ge=1)
-    """Blocks of one save under way to the store at the same time."""
+    """Writes of one save to the store at the same time."""
 
     retries: int = Field(5, ge=0)
     """How often a request is tried again after an error that the backend calls transient."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -19,6 +22,7 @@ from ckpipe.format.checksum import (
     crc32c,
     crc32c_of_each,
 )
+from ckpipe.memory.crc_streams import crc_streams
 
 
 def slow_crc32c(data: bytes) -> int:
@@ -108,6 +112,68 @@ def test_sums_of_blocks_are_those_of_their_pieces(data: st.DataObject) -> None:
         assert sums.finished() == [
             crc32c(each[lo : lo + 16]) for each in whole for lo in range(0, len(each), 16)
         ]
+
+
+EDGES = st.sampled_from([0, 1, 7, 8, 9, 65_535, 65_536, 65_567, 65_568, 100_003, 262_144])
+
+
+@given(st.lists(st.tuples(EDGES, st.integers(0, 9)), max_size=9), st.integers(0, 99))
+def test_many_parts_in_one_call_have_the_sums_that_each_has(
+    parts: list[tuple[int, int]], seed: int
+) -> None:
+    begins, ends, at = [], [], 0
+    for nbytes, gap in parts:
+        begins.append(at + gap)
+        ends.append(at := at + gap + nbytes)
+    image = memoryview(random.Random(seed).randbytes(at))  # not a byte behind the last part
+    found = crc32c_of_each(image, begins, ends)
+    assert found == [crc32c(image[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    assert found[::-1] == crc32c_of_each(image, begins[::-1], ends[::-1])
+
+
+def test_every_bit_of_a_large_part_counts() -> None:
+    image = bytearray(random.Random(7).randbytes(100_000))
+    before = crc32c_of_each(memoryview(image), [0], [len(image)])
+    for at in [*range(0, len(image), 997), len(image) - 1]:
+        image[at] ^= 1 << at % 8
+        assert crc32c_of_each(memoryview(image), [0], [len(image)]) != before
+        image[at] ^= 1 << at % 8
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"), [([0], [101]), ([-1], [4]), ([9], [8]), ([0, 1], [1]), ([101], [101])]
+)
+def test_parts_that_are_not_in_the_data_are_refused(begins: list[int], ends: list[int]) -> None:
+    with pytest.raises(ValueError, match="parts"):
+        crc32c_of_each(memoryview(bytes(100)), begins, ends)
+
+
+STRICT = """
+import ctypes
+from ckpipe.format.checksum import crc32c_of_each
+from ckpipe.memory.crc_streams import crc_streams
+refuse_new_code, option = 1, 65  # PR_MDWE_REFUSE_EXEC_GAIN of PR_SET_MDWE, <linux/prctl.h>
+if ctypes.CDLL(None).prctl(option, refuse_new_code, 0, 0, 0):
+    raise SystemExit("no such policy")
+print(crc32c_of_each(memoryview(bytes(32) * 4096), [0, 0, 32], [32, 131072, 131072]))
+print(crc_streams())
+"""
+
+
+def test_sums_are_computed_one_by_one_where_the_system_allows_no_new_code() -> None:
+    run = subprocess.run([sys.executable, "-c", STRICT], capture_output=True, text=True)
+    if "no such policy" in run.stderr:
+        pytest.skip("the kernel has no such policy, which came with Linux 6.3")
+    data = bytes(32) * 4096
+    sums = [crc32c(data[begin:end]) for begin, end in ((0, 32), (0, 131072), (32, 131072))]
+    assert run.stdout.splitlines() == [repr(sums), "None"], run.stderr
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="there is none elsewhere"
+)
+def test_many_sums_are_computed_without_the_lock_on_this_processor() -> None:
+    assert crc_streams() is not None
 
 
 def test_missing_piece_is_noticed() -> None:

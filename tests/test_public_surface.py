@@ -112,8 +112,10 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "Upload": {
         "abort": "(self) -> None",
         "complete": "(self) -> None",
+        "most_blocks": "1",
         "takes_checksums": "False",
         "write": "(self, offset: int, data: memoryview) -> None",
+        "write_all": "(self, blocks: Sequence[tuple[int, memoryview]]) -> None",
         "write_summed": "(self, offset: int, data: memoryview, checksum: int) -> None",
     },
     "Planner": {"plan": "(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan"},

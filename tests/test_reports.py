@@ -217,7 +217,7 @@ def test_what_one_process_has_noted_another_takes_over() -> None:
     with one.timing("lock"):
         one.copied(plans[0], one.zero + 1, one.zero + 2, thread=7)
         one.copied(plans[1], one.zero + 2, one.zero + 3, thread=8)
-    with two.uploading(plans[1], lane=2):
+    with two.uploading([plans[1]], lane=2):
         pass
     with two.timing("serialize"):
         two.summed(plans[0], two.zero + 4, two.zero + 5)
@@ -232,12 +232,27 @@ def test_what_one_process_has_noted_another_takes_over() -> None:
     assert found[4096].copied == pytest.approx((2.0, 3.0))
 
 
+def test_blocks_that_are_written_together_share_the_time_of_the_call() -> None:
+    clock = StageClock(0.0)
+    plans = [BlockPlace(0, 0, 30, ()), BlockPlace(0, 4096, 10, ())]
+    with clock.uploading(plans, lane=3):
+        pass
+    first, second = clock.blocks()
+    assert first.uploaded is not None
+    assert second.uploaded is not None
+    assert first.uploaded[1] == second.uploaded[0]
+    seconds = second.uploaded[1] - first.uploaded[0]
+    assert first.uploaded[1] - first.uploaded[0] == pytest.approx(0.75 * seconds)
+    assert (first.lane, second.lane) == (3, 3)
+    assert clock.stages()["upload"].bytes == 40
+
+
 def test_blocks_are_remembered_in_little_memory() -> None:
     clock = StageClock(5.0)
     plans = [BlockPlace(0, 4096 * number, 4096, ()) for number in range(5000)]
     for plan in plans:
         clock.copied(plan, 1.0, 2.0, thread=1)
-        with clock.uploading(plan, lane=1):
+        with clock.uploading([plan], lane=1):
             pass
     arrays = sum(map(sys.getsizeof, (clock._sizes, clock._times, clock._places)))
     assert arrays < 5000 * 100

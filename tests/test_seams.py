@@ -15,7 +15,7 @@ from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.format.object_names import data_file_key
 from ckpipe.loads.load_planning import Fragment, Piece
 from ckpipe.loads.seams import Seams
-from ckpipe.memory.raw_memory import address_of
+from ckpipe.memory.addresses import address_of
 from ckpipe.testing import MemoryBackend
 
 KEY = data_file_key(ID, "rank-00000.safetensors")

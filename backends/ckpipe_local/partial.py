@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Sequence
 
 from ckpipe.backend import PutMode
 from ckpipe.errors import StoreError
@@ -52,6 +53,11 @@ class PartialFile:
             with self._state:
                 self._writers -= 1
                 self._state.notify_all()
+
+    def write_all(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Writes several ranges, one after the other."""
+        for offset, data in ranges:
+            self.write(offset, data)
 
     def _write(self, offset: int, data: memoryview) -> None:
         done = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import anyio
 
 from ckpipe.backend import PutMode, Upload
@@ -18,6 +20,10 @@ class LocalUpload(Upload):
     call ends only when its worker thread is through with the caller's memory, cancelled or not.
     """
 
+    # Each turn of a thread takes the interpreter from a trainer several times, and a write of this
+    # many blocks is still a small part of a save.
+    most_blocks = 4
+
     def __init__(
         self, key: str, size: int, file: PartialFile, unfinished: set[PartialFile]
     ) -> None:
@@ -30,11 +36,15 @@ class LocalUpload(Upload):
         return f"<LocalUpload {self._key} {self._size} bytes>"
 
     async def write(self, offset: int, data: memoryview) -> None:
-        if offset < 0 or offset + len(data) > self._size:
-            message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
-            raise UsageError(message, key=self._key)
+        await self.write_all([(offset, data)])
+
+    async def write_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, data in blocks:
+            if offset < 0 or offset + len(data) > self._size:
+                message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
+                raise UsageError(message, key=self._key)
         with writing(f"write {self._file.final}", self._key):
-            await in_thread(self._file.write, offset, data)
+            await in_thread(self._file.write_all, blocks)
 
     async def complete(self) -> None:
         with writing(f"complete {self._file.final}", self._key):

@@ -1,8 +1,9 @@
 """CRC-32C (Castagnoli, RFC 3720 appendix B.4), of bytes and of the chunks of an entry.
 
-The sums are computed by the AWS common runtime, which uses carry-less multiplication where the
-processor has it and does not hold the interpreter's lock on large buffers. It is imported at
-first use, since importing it costs as much as the rest of ckpipe.
+The sum of one piece is computed by the AWS common runtime, which uses carry-less multiplication
+where the processor has it and does not hold the interpreter's lock on large buffers. It is imported
+at first use, since importing it costs as much as the rest of ckpipe. Those of many pieces are
+computed in one call where that can be (:mod:`ckpipe.memory.crc_streams`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import le, sub
+
+from ckpipe.memory.addresses import address_of
+from ckpipe.memory.crc_streams import STREAMS, crc_streams, stream_bytes
 
 CHUNK_BYTES = 1 << 20
 """Every entry has one checksum for each mebibyte, counted from the entry's own start."""
@@ -39,13 +44,32 @@ def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
     return value
 
 
-def crc32c_of_each(data: memoryview, begins: Iterable[int], ends: Iterable[int]) -> list[int]:
-    """The CRC-32C of each of some parts of ``data``.
+def crc32c_of_each(data: memoryview, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """The CRC-32C of each of some parts of ``data``; the interpreter's lock is let go meanwhile.
 
-    The loop is one of Python, so that another thread gets the interpreter between two parts.
+    Args:
+        data: Flat bytes.
+        begins: Where each part begins.
+        ends: Where each ends.
+
+    Raises:
+        ValueError: If a part is not within the data.
     """
-    compute = _runtime()[0]
-    return [compute(data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    if len(begins) != len(ends) or not all(map(le, begins, ends)):
+        raise ValueError("parts that end before they begin have no checksum")
+    if min(begins, default=0) < 0 or max(ends, default=0) > len(data):
+        raise ValueError(f"parts reach out of the {len(data)} bytes that there are")
+    compute = crc_streams() if len(data) else None
+    if compute is None:  # one by one, the lock each time
+        return [crc32c(data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    found = compute(address_of(data), array("q", begins), array("q", ends))
+    sums = found[STREAMS - 1 :: STREAMS].tolist()
+    for number, nbytes in enumerate(map(sub, ends, begins)):
+        if size := stream_bytes(nbytes):
+            first, second, third, last = found[STREAMS * number : STREAMS * (number + 1)]
+            half = combine(first, second, size)
+            sums[number] = combine(combine(half, third, size), last, nbytes - 3 * size)
+    return sums
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

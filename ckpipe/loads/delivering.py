@@ -12,7 +12,7 @@ from ckpipe.format.checksum import crc32c
 from ckpipe.loads.destinations import Destination
 from ckpipe.loads.load_planning import Fragment, Piece, Read
 from ckpipe.loads.seams import Seams
-from ckpipe.memory.raw_memory import address_of
+from ckpipe.memory.addresses import address_of
 
 _RUNS = 4
 """Of how many parts a deliverer takes one at a time of a read that is in memory already. They are

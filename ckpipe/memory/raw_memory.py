@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
 
 from ckpipe.memory.streaming import streaming_copy
@@ -61,12 +60,6 @@ def join_pages(address: int, nbytes: int) -> None:
     just reads stay what they are. The mapping must be advised for huge pages.
     """
     _advise(address, nbytes, _MADV_COLLAPSE)
-
-
-def address_of(data: memoryview) -> int:
-    """The address of the first byte of flat bytes, read-only ones too."""
-    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
-    return address
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,14 +79,20 @@ class StageClock:
         self._set(self._row((plan.file, plan.offset), plan.nbytes), "summed", began, ended)
 
     @contextmanager
-    def uploading(self, plan: BlockPlace, lane: int) -> Iterator[None]:
-        """Notes when a block is written to the store, and by which lane."""
-        began = time.perf_counter()
-        with self.timing("upload", plan.nbytes):
+    def uploading(self, plans: Sequence[BlockPlace], lane: int) -> Iterator[None]:
+        """Notes when blocks are written to the store, and by which lane.
+
+        Of those that are written together each is taken to have its part of the time.
+        """
+        began, nbytes = time.perf_counter(), sum(plan.nbytes for plan in plans)
+        with self.timing("upload", nbytes):
             yield
-        row = self._row((plan.file, plan.offset), plan.nbytes)
-        self._set(row, "uploaded", began, time.perf_counter())
-        self._places[2 * row + 1] = lane
+        pace = (time.perf_counter() - began) / nbytes
+        for plan in plans:
+            row = self._row((plan.file, plan.offset), plan.nbytes)
+            ended = began + plan.nbytes * pace
+            self._set(row, "uploaded", began, ended)
+            self._places[2 * row + 1], began = lane, ended
 
     def _row(self, key: tuple[int, int], nbytes: int) -> int:
         """The row of a block, given its file and its offset there."""

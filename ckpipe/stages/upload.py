@@ -5,6 +5,8 @@ While the store throttles, fewer of them write at a time, of all saves together.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 from collections import Counter
 from dataclasses import replace
@@ -61,7 +63,8 @@ async def run(
 async def _lane(files: _Files[B], lane: int, inbox: MemoryObjectReceiveStream[B]) -> None:
     async with inbox:
         async for filled in inbox:
-            await files.write(filled, lane)
+            for some in files.together(filled, inbox):
+                await files.write(some, lane)
 
 
 class _Files(Generic[B]):
@@ -86,26 +89,48 @@ class _Files(Generic[B]):
         if self._save.cargo is not None and self._save.cargo.blocks:
             await self._upload(self._save.cargo.blocks[0].file)
 
-    async def write(self, filled: B, lane: int) -> None:
-        plan, save = filled.plan, self._save
-        upload = await self._upload(plan.file)
+    def together(self, first: B, inbox: MemoryObjectReceiveStream[B]) -> list[list[B]]:
+        """What a lane writes in one call each: a block, and its share of those that wait."""
+        found = [first]
+        share = 1 + inbox.statistics().current_buffer_used // self._depot.lanes
+        with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
+            while len(found) < min(share, self._most_blocks(first.plan.file)):
+                found.append(inbox.receive_nowait())
+        by_file = itertools.groupby(found, lambda filled: filled.plan.file)
+        return [list(some) for _, some in by_file]
+
+    def _most_blocks(self, file: int) -> int:
+        upload = self._uploads.get(file)
+        return 1 if upload is None or upload.takes_checksums else upload.most_blocks
+
+    async def write(self, some: list[B], lane: int) -> None:
+        """Writes blocks of one file."""
+        save, plans = self._save, [filled.plan for filled in some]
+        upload = await self._upload(plans[0].file)
         if upload.takes_checksums:
-            checksum = await block_checksum(self._cargo, filled)
+            checksum = await block_checksum(self._cargo, some[0])
 
         async def attempt() -> None:
             if upload.takes_checksums:
-                await upload.write_summed(plan.offset, filled.data, checksum)
+                await upload.write_summed(plans[0].offset, some[0].data, checksum)
+            elif len(some) == 1:
+                await upload.write(plans[0].offset, some[0].data)
             else:
-                await upload.write(plan.offset, filled.data)
+                await upload.write_all([(filled.plan.offset, filled.data) for filled in some])
 
-        with save.clock.uploading(plan, lane):
+        with save.clock.uploading(plans, lane):
             await retrying(self._writing, attempt)
+        for filled in some:
+            self._done(filled)
+
+    def _done(self, filled: B) -> None:
+        save, nbytes = self._save, filled.plan.nbytes
         save.release(filled)
-        self._written[plan.file] += 1
-        self._bytes += plan.nbytes
+        self._written[filled.plan.file] += 1
+        self._bytes += nbytes
         total = self._cargo.size
         self._depot.events.emit(
-            BlockUploaded(save.name, save.id.step, save.rank, plan.nbytes, self._bytes, total)
+            BlockUploaded(save.name, save.id.step, save.rank, nbytes, self._bytes, total)
         )
 
     async def _upload(self, number: int) -> Upload:

@@ -54,6 +54,16 @@ class LargeObjectConformance(ConformanceBase):
         await upload.complete()
         assert await self.read(backend, "data/file") == data
 
+    async def test_blocks_that_are_written_together(self, backend: Backend) -> None:
+        block = self.block_bytes(backend)
+        data = pattern(4 * block + 5)
+        upload = await backend.open_upload("data/file", size=len(data), block_bytes=block)
+        parts = [(at, memoryview(data)[at : at + block]) for at in range(0, len(data), block)]
+        await upload.write_all([parts[4], parts[0]])  # not in order, nor side by side
+        await upload.write_all(parts[1:4])
+        await upload.complete()
+        assert await self.read(backend, "data/file") == data
+
     async def test_upload_is_invisible_until_complete(self, backend: Backend) -> None:
         upload = await self.written(backend, "data/file", pattern(1000))
         with pytest.raises(ObjectNotFound):
