@@ -42,8 +42,10 @@ def state(rank: int) -> dict[str, Any]:
 
 
 def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.CheckpointInfo]:
-    infos = [pipe.save(state(n), step=step).wait() for n, pipe in enumerate(world)]
-    for pipeline in world:
+    """Saves with one rank after the other, each when the one before has looked who is through."""
+    infos = []
+    for number, pipeline in enumerate(world):
+        infos.append(pipeline.save(state(number), step=step).wait())
         settle(pipeline)
     return infos
 
@@ -200,6 +202,7 @@ class TestHealing:
     def test_death_before_the_index(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
             world[0].save(state(0), step=1).wait()
+            settle(world[0])  # else it may find that it is complete, and meet the fault
             store.faulty.fail(errors.StoreError("dead"), is_index, times=None)
             world[1].save(state(1), step=1).wait()
             settle(world[1])
@@ -216,6 +219,7 @@ class TestHealing:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
             first = world[0].save(state(0), step=1)
             first.wait()
+            settle(world[0])
             store.faulty.fail(errors.StoreError("dead"), is_index)
             world[1].save(state(1), step=1).wait()
             settle(world[1])
@@ -274,6 +278,7 @@ class TestHealing:
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
             world[0].save(state(0), step=1).wait()
+            settle(world[0])
             store.faulty.fail(errors.PermissionDenied("read only"), is_index, times=None)
             world[1].save(state(1), step=1).wait()
             settle(world[1])

@@ -11,6 +11,7 @@ import anyio
 import pytest
 import torch
 from pipelines import Stores, stores
+from ranks import settle
 
 import ckpipe
 from ckpipe import errors
@@ -100,6 +101,7 @@ def test_the_mark_of_a_deletion_stays_as_long_as_it_should(store: Stores, url: s
     with ckpipe.SyncPipeline(url, keep_last=1) as pipeline:
         id = pipeline.save(STATE, step=0).wait().id
         pipeline.save(STATE, step=1).wait()
+        settle(pipeline)  # else its own pruning may leave the mark once more, after the last look
         for _ in range(2):
             pipeline.prune()
             assert marks() == [f".ckpipe/deleted/{id}"]
