@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import contenders
 import psutil
@@ -45,7 +45,8 @@ from stall import Ending
 import ckpipe
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import s3_servers
+if TYPE_CHECKING:
+    import s3_servers
 
 Step = Callable[[], object]
 Worker = Literal["thread", "process"]
@@ -298,6 +299,8 @@ def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def bucket(folder: Path) -> Iterator[s3_servers.S3Server]:
     """A server on this machine, with a bucket."""
+    import s3_servers  # only with --s3: who compares with peers may not have a client of S3
+
     s3_servers.set_up_process()
     with s3_servers.seaweedfs(folder) as server:
         server.make_bucket("bench")
