@@ -30,7 +30,7 @@ class Hint:
         live = self.live
         if isinstance(live, dict):
             found = live.get(key, _NOTHING)
-        elif isinstance(live, list | tuple) and type(key) is int:
+        elif isinstance(live, _SEQUENCES) and type(key) is int:
             found = live[key] if key < len(live) else _NOTHING
         else:
             found = getattr(live, key, _NOTHING) if isinstance(key, str) else _NOTHING
@@ -38,3 +38,4 @@ class Hint:
 
 
 _NOTHING = object()
+_SEQUENCES = (list, tuple)  # named, since a union would be made anew for every element

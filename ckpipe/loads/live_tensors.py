@@ -63,7 +63,7 @@ def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | No
 
 def has_shape(obj: torch.Tensor | np.ndarray[Any, Any]) -> bool:
     """Whether it has a shape already; a parameter of a lazy module gets it from what is loaded."""
-    return not isinstance(obj, _UNINITIALIZED)
+    return type(obj) in PLAIN or not isinstance(obj, _UNINITIALIZED)
 
 
 def _is_wrapper(obj: torch.Tensor) -> bool:

@@ -36,6 +36,8 @@ from ckpipe.loads.targets import Targets
 from ckpipe.state.registered_types import registered_as
 from ckpipe.state.values import decode_value, resolve_class
 
+_FILLABLE = (torch.Tensor, np.ndarray)  # named, since a union would be made anew for every tensor
+
 
 class _Unfinished(Exception):  # a signal between functions of this file
     def __init__(self, number: int) -> None:
@@ -122,7 +124,7 @@ class Rebuild:
         live = None if hint is None else hint.live
         if number in self.per_rank.tensors:
             return self.combined(number, live, label)
-        if hint is not None and isinstance(live, torch.Tensor | np.ndarray) and has_shape(live):
+        if hint is not None and isinstance(live, _FILLABLE) and has_shape(live):
             stored = self._targets.stored[number]
             error = misfit(stored, live, cast=hint.must_fit and self._targets.cast)
             if error is None and self._targets.fill(stored, live, label):
