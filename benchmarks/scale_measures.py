@@ -34,7 +34,7 @@ from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
-from ckpipe.loads.restore import LoadRequest, _match
+from ckpipe.loads.restore import LoadRequest, _expect, _match
 from ckpipe.plans.planning import LocalPlanner, fingerprint
 from ckpipe.state.structure import walk
 from ckpipe.state.trail import trail_of
@@ -249,8 +249,9 @@ def load(ranks: int) -> Figures:
     request = LoadRequest(target, LabelFilter(), strict=True, cast=False, pickling=False)
 
     def planned() -> None:
-        matched = _match(bundle, request, 0, 1)
-        plan_reads(matched.data, matched.targets.needs, ReadLimits(16 << 20, 4096))
+        expected = _expect(bundle, request, 0, 1)
+        matched = _match(bundle, expected, request, 0, 1)
+        plan_reads(expected.data, matched.targets.needs, ReadLimits(16 << 20, 4096))
 
     return {
         "chunks": float(ranks * TENSORS),

@@ -134,9 +134,10 @@ class LoadReport:
     """How one load spent its time.
 
     Args:
-        stages: A report for each stage, by name.
+        stages: A report for each stage, by name. Reading begins beside the match, and waits for it
+            once all buffers are full.
         seconds: From the call of ``load`` until the state was in place.
-        bytes: Bytes read from data files.
+        bytes: Bytes read from data files, also those that turned out not to be needed.
         reads: Requests for ranges of data files.
         damaged: Ids of newer checkpoints that ``fallback`` passed over, each with what is wrong.
     """

@@ -15,7 +15,7 @@ from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Screen, size, visible
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint
-from ckpipe.loads.restore import verify
+from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store

@@ -26,13 +26,16 @@ class ReadTally:
     Args:
         bytes: Bytes read.
         reads: Requests made.
-        seconds: Time spent.
+        began: When reading began, by :func:`time.perf_counter`; 0 until then.
+        waited: Seconds in which nothing was read, since all buffers were full and nobody knew yet
+            who takes what is in them.
         delivered: Whether verified bytes have left the buffers.
     """
 
     bytes: int = 0
     reads: int = 0
-    seconds: float = 0.0
+    began: float = 0.0
+    waited: float = 0.0
     delivered: bool = False
 
 

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -50,6 +51,7 @@ from ckpipe.loads.load_planning import (
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.loads.read_queue import ReadQueue
 from ckpipe.memory.arena import Arena
+from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -58,6 +60,9 @@ _VIEW_BYTES = 128 << 20
 
 DELIVERERS = min(8, len(os.sched_getaffinity(0)))
 """Worker threads that verify and deliver."""
+
+Destinations = Mapping[int, Sequence[Destination]]
+"""For each entry that is asked for, by number, who takes its bytes."""
 
 
 class Reader:
@@ -88,55 +93,90 @@ class Reader:
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
         self.views: list[memoryview] = []
+        self._under_way, self._idle_since = 0, 0.0
 
     async def deliver(
         self,
         data: EntryTable,
         needs: Sequence[Need],
-        destinations: Mapping[int, Sequence[Destination]],
+        destinations: Callable[[], Awaitable[Destinations]],
     ) -> None:
         """Reads what is needed, verifies every chunk and hands it to its destinations.
 
         Args:
             data: Where the entries are.
             needs: What to read.
-            destinations: Who takes the bytes of an entry.
+            destinations: Tells who takes the bytes of each entry. Is asked once; until it has
+                answered, lanes read as far as there are buffers.
 
         Raises:
+            Exception: What the destinations raise.
             ChecksumMismatch: If bytes differ from those that were saved.
             TruncatedObject: If a data file is too short.
             MissingObject: If one is gone.
             StoreError: If the store failed.
         """
-        started = time.perf_counter()
+        self.tally.began = self.tally.began or time.perf_counter()
         lanes = max(1, len(self._buffers) - DELIVERERS)
         reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
+        if not reads:
+            return
         pending = ReadQueue(batched(reads))
         free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
         arrived_out, arrived = create_memory_object_stream[Arrived](0)
         for buffer in self._buffers:
             free_out.send_nowait(buffer)
         failures: list[Exception] = []
-        delivery = Delivery(destinations, self.tally)
+        delivery = Ahead(partial(self._delivery, destinations))
 
-        async def attempt(work: Awaitable[None]) -> None:
+        async def attempt(work: Awaitable[object]) -> None:
             try:
                 await work
             except Exception as error:
                 failures.append(error)
                 group.cancel_scope.cancel()
 
-        async with free_out, free, create_task_group() as group, arrived_out, arrived:
+        async with (
+            free_out,
+            free,
+            delivery.started(),
+            create_task_group() as group,
+            arrived_out,
+            arrived,
+        ):
+            # Lanes may be reading for long when it turns out that this was in vain.
+            group.start_soon(attempt, delivery.get(), name="ckpipe load destinations")
             for number in range(min(lanes, len(reads))):
                 lane = self._lane(data, pending, free, arrived_out.clone())
                 group.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
             for number in range(min(DELIVERERS, len(reads))):
                 deliverer = self._deliverer(data, arrived.clone(), free_out, delivery)
                 group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
-        self.tally.seconds += time.perf_counter() - started
         if failures:
             # Only the first tells something: the others may be what stopping them has caused.
             raise failures[0]
+
+    async def forget_views(self) -> None:
+        """Lets go of what the store has shown of its memory, and does not count it as read.
+
+        Only for views of which nothing was delivered.
+        """
+        if self.views:
+            self.tally.reads -= len(self.views)
+            self.tally.bytes -= sum(map(len, self.views))
+            await anyio.to_thread.run_sync(self.views.clear)
+
+    async def _delivery(self, destinations: Callable[[], Awaitable[Destinations]]) -> Delivery:
+        """What can be delivered with, once that is allowed."""
+        self._idle_since = time.perf_counter()
+        try:
+            delivery = Delivery(await destinations(), self.tally)
+        finally:
+            if not self._under_way:
+                self.tally.waited += time.perf_counter() - self._idle_since
+        if self._sure is not None:
+            await self._sure()
+        return delivery
 
     async def _lane(
         self,
@@ -171,15 +211,12 @@ class Reader:
         data: EntryTable,
         inbox: MemoryObjectReceiveStream[Arrived],
         free: MemoryObjectSendStream[memoryview],
-        delivery: Delivery,
+        delivery: Ahead[Delivery],
     ) -> None:
         async with inbox:
             async for arrived in inbox:
-                if self._sure is not None:
-                    await self._sure()
-                self._check(
-                    data, arrived.file, await anyio.to_thread.run_sync(delivery.put, arrived)
-                )
+                put = (await delivery.get()).put
+                self._check(data, arrived.file, await anyio.to_thread.run_sync(put, arrived))
                 if arrived.buffer is not None:
                     free.send_nowait(arrived.buffer)
 
@@ -228,7 +265,7 @@ class Reader:
         first, last = batch[0], batch[-1]
         size = last.offset + last.size - first.offset
         key = data_file_key(self._id, data.files[first.file].name)
-        with _translated(self._id.step, data.ranks[first.file], key):
+        with self._working(), _translated(self._id.step, data.ranks[first.file], key):
             view = await self._backend.view(key, first.offset, size)
         if view is None or len(view) != size:
             return None
@@ -240,11 +277,21 @@ class Reader:
     async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
         """The buffer, filled with a range of a file."""
         key = data_file_key(self._id, name)
-        with _translated(self._id.step, rank, key):
+        with self._working(), _translated(self._id.step, rank, key):
             await self._backend.read_into(key, offset, buffer)
         self.tally.reads += 1
         self.tally.bytes += len(buffer)
         return buffer
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Notes that something is being read."""
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            self._idle_since = time.perf_counter()
 
     def _check(self, data: EntryTable, file: int, piece: Piece | None) -> None:
         if piece is None:
@@ -258,6 +305,15 @@ class Reader:
             rank=data.ranks[file],
             key=data_file_key(self._id, name),
         )
+
+
+def known(destinations: Destinations) -> Callable[[], Awaitable[Destinations]]:
+    """Tells destinations that are known already, for :meth:`Reader.deliver`."""
+
+    async def tell() -> Destinations:
+        return destinations
+
+    return tell
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Loading a checkpoint into a state, and reading one through to verify it.
+"""Loading a checkpoint into a state.
 
 A load has three steps. *Match* walks the target and the saved tree together, proves that they
 fit and that every element has bytes, and changes nothing. *Read* brings the bytes, each chunk
-verified before it reaches a tensor. *Apply* puts everything else in place.
+verified before it reaches a tensor; it begins beside the match, with what is most likely needed,
+and delivers nothing before the match has ended. *Apply* puts everything else in place.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.trees import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
-from ckpipe.loads.load_planning import EntryTable, PartData, entry_table
+from ckpipe.loads.expecting import Expected, expect
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
 from ckpipe.loads.per_rank import PerRankPolicy
-from ckpipe.loads.reading import Reader, lane_buffers
+from ckpipe.loads.reading import Destinations, Reader, known, lane_buffers
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.saved_state import fitted, labels_of, lacks, state_for, without
 from ckpipe.loads.selecting import pruned, unmatched
@@ -37,7 +38,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused
-from ckpipe.types import LoadResult, VerifyResult
+from ckpipe.types import LoadResult
 
 _MOST_NAMED = 10
 
@@ -66,34 +67,16 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """A load that can begin: where bytes go, and what to do once they are there."""
+    """A load that was found to fit: where bytes go, and what to do once they are there."""
 
-    data: EntryTable
     targets: Targets
+    as_expected: bool
     make: Make
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FittingLoad:
-    """A load of which everything was found to fit; nothing is read or changed yet.
-
-    Args:
-        bundle: The checkpoint's index, or some of its parts.
-        rank: The rank that loads.
-        in_place: Whether there is a target.
-        matched: What fits where.
-        started: When the load began.
-        seconds: How long it took to find that out.
-    """
-
-    bundle: Bundle
-    rank: int
-    in_place: bool
-    matched: _Matched
-    started: float
-    seconds: float
+_Timed = tuple[_Matched, StageReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +128,38 @@ async def restore(
     rank: int = 0,
     world_size: int = 1,
 ) -> LoadResult:
-    """Loads a checkpoint: :func:`fitting`, :func:`read_all` and :meth:`ReadyLoad.apply`."""
-    found = await fitting(bundle, request, rank=rank, world_size=world_size)
-    ready = await read_all(backend, found, arena, lanes=lanes)
+    """Loads a checkpoint: :func:`read_all` and :meth:`ReadyLoad.apply`."""
+    ready = await read_all(
+        backend, bundle, request, arena, lanes=lanes, rank=rank, world_size=world_size
+    )
     return await ready.apply()
 
 
-async def fitting(
-    bundle: Bundle, request: LoadRequest, *, rank: int = 0, world_size: int = 1
-) -> FittingLoad:
-    """Finds out whether a checkpoint of any number of ranks fits one rank of any number.
+async def read_all(
+    backend: Backend,
+    bundle: Bundle,
+    request: LoadRequest,
+    arena: Arena,
+    *,
+    lanes: int,
+    rank: int = 0,
+    world_size: int = 1,
+    sure: Callable[[], Awaitable[None]] | None = None,
+) -> ReadyLoad:
+    """Finds out whether a checkpoint of any number of ranks fits, and reads all that is needed.
 
-    Nothing is read, and nothing of the target is changed.
+    Of the target nothing is changed before all of it was found to fit, and no byte reaches it
+    unverified. What a rank most likely needs is read meanwhile, as far as there are buffers.
 
     Args:
+        backend: The store.
         bundle: The checkpoint's index, validated; or some of its parts, if they suffice.
         request: What to load, and into what.
+        arena: Lends the blocks that are read into; used on the caller's thread only.
+        lanes: How many reads run at once.
         rank: The rank that loads.
         world_size: How many ranks load.
+        sure: Is awaited before any byte reaches the target; None if nothing need be.
 
     Raises:
         Elsewhere: If the parts do not suffice.
@@ -170,49 +167,32 @@ async def fitting(
         PerRankValue: If the target wants what each rank had for itself, and the number of ranks
             is another now.
         UnsupportedState: If the checkpoint holds pickled objects and these are refused.
-        CorruptCheckpoint: If the checkpoint is not what was saved.
-    """
-    started = time.perf_counter()
-    with _located(bundle, rank):
-        matched = await anyio.to_thread.run_sync(_match, bundle, request, rank, world_size)
-    seconds = time.perf_counter() - started
-    return FittingLoad(bundle, rank, request.into is not None, matched, started, seconds)
-
-
-async def read_all(
-    backend: Backend,
-    found: FittingLoad,
-    arena: Arena,
-    *,
-    lanes: int,
-    sure: Callable[[], Awaitable[None]] | None = None,
-) -> ReadyLoad:
-    """Reads all that a load needs; no byte reaches the target unverified.
-
-    Args:
-        backend: The store.
-        found: What to load.
-        arena: Lends the blocks that are read into; used on the caller's thread only.
-        lanes: How many reads run at once.
-        sure: Is awaited before any byte reaches the target; None if nothing need be.
-
-    Raises:
         CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
             whether parts had been loaded by then.
         SharingConflict: If tensors of the target share memory, and the checkpoint has different
             values for them.
         StoreError: If the store failed.
     """
-    bundle, rank, matched, began = found.bundle, found.rank, found.matched, time.perf_counter()
+    started = time.perf_counter()
     with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers:
+        expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
+        work = partial(_match, bundle, expected, request, rank, world_size)
+        matching = Ahead(partial(_timed, work, started))
         reader = Reader(backend, bundle.id, buffers, sure)
-        await _read(reader, matched, in_place=found.in_place)
+        async with matching.started():
+            await _read(reader, expected, matching, in_place=request.into is not None)
+            matched, stage = await matching.get()
     tally = reader.tally
-    stages = {
-        "match": StageReport(found.seconds),
-        "read": StageReport(time.perf_counter() - began, tally.bytes, began - found.started),
-    }
-    return ReadyLoad(bundle, rank, matched, stages, tally, reader.views, found.started)
+    seconds = time.perf_counter() - tally.began
+    read = StageReport(seconds, tally.bytes, tally.began - started, tally.waited)
+    stages = {"match": stage, "read": read}
+    return ReadyLoad(bundle, rank, matched, stages, tally, reader.views, started)
+
+
+async def _timed(match: Callable[[], _Matched], started: float) -> _Timed:
+    began = time.perf_counter()
+    matched = await anyio.to_thread.run_sync(match)
+    return matched, StageReport(time.perf_counter() - began, began=began - started)
 
 
 @contextmanager
@@ -224,10 +204,19 @@ def _located(bundle: Bundle, rank: int) -> Iterator[None]:
         raise
 
 
-def _match(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> _Matched:
+def _expect(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> Expected:
+    # A request that is not strict takes what there is, which may be little.
+    everything = request.strict and request.select.selects_all
+    with collector_paused():
+        return expect(bundle, rank, world_size, everything=everything)
+
+
+def _match(
+    bundle: Bundle, expected: Expected, request: LoadRequest, rank: int, world_size: int
+) -> _Matched:
     try:
         with collector_paused():
-            return _match_all(bundle, request, rank, world_size)
+            return _match_all(bundle, expected, request, rank, world_size)
     except CkpipeError:
         if not bundle.whole:
             raise Elsewhere from None  # The parts of all ranks may fit, or tell what is wrong.
@@ -239,13 +228,16 @@ def _match(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> 
         ) from None
 
 
-def _match_all(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> _Matched:
+def _match_all(
+    bundle: Bundle, expected: Expected, request: LoadRequest, rank: int, world_size: int
+) -> _Matched:
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = saved if fresh else fitted(saved, request.into)
-    data = entry_table(bundle)
     first_wins = request.per_rank == "rank0"
-    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), data, first_wins=first_wins)
+    stored = StoredTensors(
+        saved.rows, saved.homes, Sources(bundle), expected.data, first_wins=first_wins
+    )
     targets = Targets(stored, cast=request.cast)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
@@ -272,7 +264,8 @@ def _match_all(bundle: Bundle, request: LoadRequest, rank: int, world_size: int)
         if not bundle.whole and (missing or unexpected or _lack(matching)):
             raise Elsewhere
     targets.settle()
-    return _Matched(data, targets, make, tuple(missing), tuple(unexpected))
+    as_expected = not targets.first_needs and expected.met_by(targets.needs)
+    return _Matched(targets, as_expected, make, tuple(missing), tuple(unexpected))
 
 
 def _named_in_vain(bundle: Bundle, request: LoadRequest) -> list[str]:
@@ -301,16 +294,58 @@ def _lack(matching: Matching) -> bool:
     return any(lacks(node, live) for node, live in matching.objects)
 
 
-async def _read(reader: Reader, matched: _Matched, *, in_place: bool) -> None:
-    data, targets = matched.data, matched.targets
+async def _read(
+    reader: Reader, expected: Expected, matching: Ahead[_Timed], *, in_place: bool
+) -> None:
+    with _touching(reader.tally, in_place=in_place):
+        if expected.needs and await _read_as_expected(reader, expected, matching):
+            return
+    await reader.forget_views()
+    targets = (await matching.get())[0].targets
     if targets.first_needs:
-        await reader.deliver(data, targets.first_needs, targets.filling.destinations)
+        await reader.deliver(expected.data, targets.first_needs, known(targets.destinations))
         await anyio.to_thread.run_sync(targets.check_disputed)
     reader.tally.delivered = False
+    with _touching(reader.tally, in_place=in_place):
+        await reader.deliver(expected.data, targets.needs, known(targets.destinations))
+
+
+async def _read_as_expected(reader: Reader, expected: Expected, matching: Ahead[_Timed]) -> bool:
+    """Reads what is expected to be needed while that is being found out; whether it was so.
+
+    Raises:
+        Exception: What finding it out has raised, before anything else; and what reading has, if
+            what was read is needed.
+    """
+
+    async def destinations() -> Destinations:
+        matched, _ = await matching.get()
+        if not matched.as_expected:
+            raise _Unexpected
+        return matched.targets.destinations
+
+    failure: Exception | None = None
     try:
-        await reader.deliver(data, targets.needs, targets.filling.destinations)
+        await reader.deliver(expected.data, expected.needs, destinations)
+    except Exception as error:
+        failure = error
+    matched, _ = await matching.get()
+    if failure is not None and matched.as_expected:
+        raise failure
+    return matched.as_expected
+
+
+class _Unexpected(Exception):
+    """A load needs something else than what is being read for it."""
+
+
+@contextmanager
+def _touching(tally: ReadTally, *, in_place: bool) -> Iterator[None]:
+    """Says of a corrupt checkpoint whether the target has got anything of it."""
+    try:
+        yield
     except CorruptCheckpoint as error:
-        error.target_touched = in_place and reader.tally.delivered
+        error.target_touched = in_place and tally.delivered
         raise
 
 
@@ -335,33 +370,3 @@ def _result(bundle: Bundle, matched: _Matched, state: Any, report: LoadReport) -
 
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: decode_float(value) for name, value in metrics.items()}
-
-
-async def verify(backend: Backend, bundle: Bundle, arena: Arena, *, lanes: int) -> VerifyResult:
-    """Reads every byte of every data file of a checkpoint and checks all of them.
-
-    Args:
-        backend: The store.
-        bundle: The checkpoint's index or manifest, validated.
-        arena: Lends the blocks that are read into; used on the caller's thread only.
-        lanes: How many reads run at once.
-
-    Raises:
-        ChecksumMismatch: If bytes differ from those that were saved, or a file is too long.
-        TruncatedObject: If a data file is too short.
-        MissingObject: If one is gone.
-        StoreError: If the store failed.
-    """
-    files = 0
-    with lane_buffers(arena, backend, lanes) as buffers:
-        reader = Reader(backend, bundle.id, buffers)
-        for part in bundle.parts:
-            make_data = partial(PartData, part, bundle.layouts[part.layout])
-            data = await anyio.to_thread.run_sync(make_data)
-            for number in range(len(data.files)):
-                await reader.size(data, number)
-                await reader.header(data, number)
-            await reader.deliver(data, data.all_needs(), {})
-            await anyio.to_thread.run_sync(reader.views.clear)
-            files += len(data.files)
-    return VerifyResult(str(bundle.id), files, sum(f.size for p in bundle.parts for f in p.files))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ckpipe.loads.destinations import Destination
 from ckpipe.loads.filling import Filling
 from ckpipe.loads.live_tensors import LiveTensor, writable_view
 from ckpipe.loads.load_planning import Need
@@ -97,6 +99,11 @@ class Targets:
         if not self._first:
             return self.filling.needs
         return [need for need in self.filling.needs if need.entry not in self._first]
+
+    @property
+    def destinations(self) -> Mapping[int, Sequence[Destination]]:
+        """For each entry that is needed, who takes its bytes."""
+        return self.filling.destinations
 
     def check_disputed(self) -> None:
         """Proves that live tensors which overlap are given the same bytes.

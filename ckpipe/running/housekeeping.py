@@ -12,7 +12,7 @@ from ckpipe.checkpoints.protection import remove
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.object_names import launch_id
-from ckpipe.loads.restore import verify
+from ckpipe.loads.verifying import verify
 from ckpipe.retention import Decision
 from ckpipe.saves.following import until_complete
 from ckpipe.saves.site import Site

@@ -10,7 +10,6 @@ bounded time, since a rank may have died.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
-from ckpipe.loads.restore import FittingLoad, LoadRequest, ReadyLoad, fitting, read_all
+from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
 from ckpipe.loads.sources import Elsewhere
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.ballots import Ballot
@@ -182,19 +181,27 @@ class Loading:
     async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
         site = self._site
 
-        async def fit(bundle: Bundle) -> FittingLoad:
-            return await fitting(bundle, request, rank=site.rank, world_size=site.world_size)
-
-        async def look() -> FittingLoad:
+        async def look() -> Bundle:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
-            if near is not None:
-                with contextlib.suppress(Elsewhere):
-                    return await fit(near)
-            return await fit(await read_index(site.patient, info.key))
+            return near or await read_index(site.patient, info.key)
 
-        async def work(found: FittingLoad, sure: Sure) -> ReadyLoad:
-            lanes = site.settings.load.lanes
-            return await read_all(site.patient, found, site.arena, lanes=lanes, sure=sure)
+        async def work(found: Bundle, sure: Sure) -> ReadyLoad:
+            try:
+                return await read(found, sure)
+            except Elsewhere:
+                return await read(await read_index(site.patient, info.key), sure)
+
+        async def read(bundle: Bundle, sure: Sure) -> ReadyLoad:
+            return await read_all(
+                site.patient,
+                bundle,
+                request,
+                site.arena,
+                lanes=site.settings.load.lanes,
+                rank=site.rank,
+                world_size=site.world_size,
+                sure=sure,
+            )
 
         return await site.reading_ahead(info.key, look, work)
 

@@ -1,0 +1,378 @@
+"""A load reads what it most likely needs while it is still being matched with its target."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from anyio import create_task_group, fail_after, wait_all_tasks_blocked
+from hypothesis import given
+from hypothesis import strategies as st
+from pipelines import Stores, stores
+from placed_targets import placed
+from rank_states import load_as, store_planned, store_ranks
+from stored_states import BLOCK_BYTES, ID, load, request, store
+from torch.distributed.tensor import Replicate
+
+import ckpipe
+from ckpipe.backend import PutMode
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    MissingObject,
+    ShapeMismatch,
+    SharingConflict,
+    StructureMismatch,
+)
+from ckpipe.format.keys import label_filter
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.object_names import data_file_key, data_file_name, tombstone_key
+from ckpipe.loads.destinations import Destination
+from ckpipe.loads.expecting import expect
+from ckpipe.loads.load_planning import Need, entry_table
+from ckpipe.loads.reading import DELIVERERS, Reader
+from ckpipe.loads.restore import restore
+from ckpipe.loads.tensor_reading import read_tensors
+from ckpipe.memory.arena import Arena
+from ckpipe.testing import MemoryBackend
+from ckpipe.types import CheckpointId
+
+MIB = 1 << 20
+BUFFERS = 2 + DELIVERERS
+"""How many a load with two lanes has."""
+
+
+class Remote(MemoryBackend):
+    """A store that shows no memory, tells what was read, and can be told never to answer."""
+
+    silent: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: dict[str, int] = {}
+        self.reads, self.enough, self.full = 0, 0, threading.Event()
+
+    async def view(  # type: ignore[override]
+        self, key: str, offset: int, size: int
+    ) -> memoryview | None:
+        return None
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        if key in self.silent:
+            await anyio.sleep_forever()
+        buffer[:] = await MemoryBackend.view(self, key, offset, len(buffer))
+        self.fetched[key] = self.fetched.get(key, 0) + len(buffer)
+        self.reads += 1
+        if self.reads == self.enough:
+            self.full.set()
+
+
+class Slow:
+    """An object that a load looks at for as long as it is told to."""
+
+    def __init__(self, value: Any, until: threading.Event | None = None) -> None:
+        self.value, self.until, self.looked = value, until, threading.Event()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.looked.set()
+        if self.until is not None and not self.until.wait(20):
+            raise TimeoutError("nothing was read before the match had ended")
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def key_of(rank: int) -> str:
+    return data_file_key(ID, data_file_name(rank, 0))
+
+
+# What is expected
+
+
+def expected_of(
+    bundle: Bundle, rank: int, world_size: int, *, everything: bool = True
+) -> list[Need]:
+    return expect(bundle, rank, world_size, everything=everything).needs
+
+
+async def test_a_rank_is_expected_to_need_all_that_it_has_written_itself() -> None:
+    states = [{"a": torch.ones(n + 2), "b": torch.ones(3), "c": torch.empty(0)} for n in range(3)]
+    bundle = await store_ranks(MemoryBackend(), states)
+    assert expected_of(bundle, 1, 3) == [Need(0, 0, 12), Need(1, 0, 12)]
+    assert expect(bundle, 1, 3, everything=False).needs == []
+    assert expected_of(bundle, 1, 4) == expected_of(bundle, 3, 3) == []
+
+
+async def test_there_is_no_telling_where_another_rank_has_written_for_it() -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {"a": placed(torch.ones(4), (2,), (Replicate(),)), "own": torch.ones(2)}
+
+    bundle = await store_planned(MemoryBackend(), state, 2)
+    found = [expected_of(bundle, rank, 2) for rank in range(2)]
+    assert sorted(map(len, found)) == [0, 2]
+
+
+@given(st.lists(st.integers(1, 9), max_size=5), st.data())
+def test_what_was_expected_is_what_is_needed_to_the_byte(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    state = {f"t{n}": torch.ones(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
+    bundle = anyio.run(store, state, MemoryBackend())
+    expected = expect(bundle, 0, 1, everything=True)
+    needs = list(expected.needs)
+    for entry, _, hi in expected.needs:
+        at = data.draw(st.integers(0, hi))
+        lo, upto = (data.draw(st.integers(0, at)), data.draw(st.integers(at, hi)))
+        needs += [Need(entry, 0, upto), Need(entry, lo, hi)]
+        if data.draw(st.booleans()):
+            needs.remove(Need(entry, 0, hi))
+    assert expected.met_by(data.draw(st.permutations(needs)))
+    assert not expected.met_by([*needs, Need(len(sizes), 0, 1)])
+    if needs:
+        entry, byte = needs[0].entry, data.draw(st.integers(0, sizes[needs[0].entry] - 1))
+        rest = [
+            part
+            for need in needs
+            for part in (
+                Need(need.entry, need.lo, min(need.hi, byte)) if need.entry == entry else need,
+                Need(need.entry, max(need.lo, byte + 1), need.hi),
+            )
+            if part.lo < part.hi and not (part.entry == entry and part.lo <= byte < part.hi)
+        ]
+        assert not expected.met_by(rest)
+
+
+# Before the match has ended
+
+
+@pytest.fixture
+def shared() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def test_reads_are_under_way_before_the_match_has_ended(shared: Stores) -> None:
+    class Waiting(Slow):
+        def state_dict(self) -> dict[str, Any]:
+            if self.until is not None:
+                shared.slow.gate.wait_until_held(timeout=20)
+                shared.slow.release()
+            return {"value": self.value}
+
+    tensor, waiting = torch.zeros(1000), Waiting(0, threading.Event())
+    with ckpipe.SyncPipeline(shared.url) as pipeline:
+        pipeline.save({"a": torch.ones(1000), "x": Waiting(1)}, step=1, until="committed")
+        shared.slow.hold("view")
+        result = pipeline.load({"a": tensor, "x": waiting})
+    assert tensor.all()
+    assert waiting.value == 1
+    assert result is not None
+    assert result.report is not None
+    assert result.report.bytes < 5000
+
+
+async def test_lanes_read_as_far_as_there_are_buffers_and_nothing_is_delivered_before() -> None:
+    backend, target = Remote(), torch.zeros(3 * MIB)
+    backend.enough = BUFFERS
+    until = threading.Event()
+    bundle = await store({"a": torch.ones(3 * MIB), "x": Slow(1)}, backend)
+    results = []
+
+    async def run() -> None:
+        results.append(await load(backend, bundle, {"a": target, "x": Slow(0, until)}))
+
+    with fail_after(30):
+        async with create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.to_thread.run_sync(backend.full.wait, 20)
+            for _ in range(5):  # Whatever would go on now has a turn of the loop and of a thread.
+                await wait_all_tasks_blocked()
+                await anyio.to_thread.run_sync(int)
+            assert backend.reads == BUFFERS
+            assert not target.any()
+            until.set()
+    assert target.all()
+    report = results[0].report
+    assert report is not None
+    assert report.reads == backend.reads
+    assert report.bytes == sum(backend.fetched.values())
+    match, read = report.stages["match"], report.stages["read"]
+    assert 0 < read.waited < read.seconds
+    assert read.began < match.began + match.seconds
+
+
+async def test_destinations_that_fail_stop_lanes_whose_store_does_not_answer() -> None:
+    backend = Remote()
+    bundle = await store({"a": torch.ones(10)}, backend)
+    backend.silent = frozenset([key_of(0)])
+    reader = Reader(backend, ID, [memoryview(bytearray(BLOCK_BYTES)) for _ in range(BUFFERS)])
+
+    async def destinations() -> dict[int, list[Destination]]:
+        await wait_all_tasks_blocked()
+        raise LookupError("nobody takes them")
+
+    with fail_after(20), pytest.raises(LookupError, match="nobody"):
+        await reader.deliver(entry_table(bundle), [Need(0, 0, 40)], destinations)
+
+
+async def test_a_load_that_is_given_up_in_the_middle_of_both_keeps_no_buffer() -> None:
+    backend, until, target = Remote(), threading.Event(), torch.zeros(3 * MIB)
+    bundle = await store({"a": torch.ones(3 * MIB), "x": Slow(1)}, backend)
+    backend.silent = frozenset([key_of(0)])
+    slow, arena = Slow(0, until), Arena(BLOCK_BYTES)
+    with fail_after(30):
+        async with create_task_group() as tasks:
+            work = request({"a": target, "x": slow})
+            tasks.start_soon(lambda: restore(backend, bundle, work, arena, lanes=2))
+            await anyio.to_thread.run_sync(slow.looked.wait, 20)
+            await wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+            until.set()
+    assert arena.blocks == arena.free_blocks == BUFFERS
+    assert not target.any()
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("lost", ["gone", "silent", "damaged"])
+async def test_a_target_that_does_not_fit_goes_before_whatever_is_wrong_with_a_file(
+    lost: str,
+) -> None:
+    backend, target = Remote(), {"a": torch.zeros(9), "b": torch.zeros(3)}
+    bundle = await store({"a": torch.ones(10), "b": torch.ones(3)}, backend)
+    if lost == "gone":
+        await backend.delete([key_of(0)])
+    elif lost == "silent":
+        backend.silent = frozenset([key_of(0)])
+    else:
+        await spoil(backend, key_of(0))
+    with fail_after(20):
+        for wrong, error in ((target, ShapeMismatch), ({"b": target["b"]}, StructureMismatch)):
+            with pytest.raises(error):
+                await load(backend, bundle, wrong)
+    assert not target["a"].any()
+    assert not target["b"].any()
+
+
+async def spoil(backend: MemoryBackend, key: str) -> None:
+    """Inverts every byte of an object."""
+    found = await backend.get(key, max_bytes=1 << 30)
+    await backend.delete([key])
+    upload = await backend.open_upload(key, size=len(found), block_bytes=len(found))
+    await upload.write(0, memoryview(found.translate(bytes(range(255, -1, -1)))))
+    await upload.complete()
+
+
+@pytest.mark.parametrize("lost", ["gone", "silent", "damaged", "whole"])
+@pytest.mark.parametrize("kind", [MemoryBackend, Remote])
+async def test_what_is_wrong_with_a_file_that_is_not_needed_does_not_matter(
+    kind: type[MemoryBackend], lost: str
+) -> None:
+    backend = kind()
+    mine, other = {"a": torch.ones(3 * MIB)}, {"b": torch.full((3 * MIB,), 2.0)}
+    bundle = await store_ranks(backend, [{"m": mine}, {"m": other}])
+    unneeded = data_file_key(bundle.id, data_file_name(0, 0))
+    if lost == "gone":
+        await backend.delete([unneeded])
+    elif lost == "damaged":
+        await spoil(backend, unneeded)
+    elif isinstance(backend, Remote) and lost == "silent":
+        backend.silent = frozenset([unneeded])
+    target = {"m": {"b": torch.zeros(3 * MIB)}}
+    with fail_after(20):
+        result = await load_as(backend, bundle, 0, 2, request(target))
+    assert bool((target["m"]["b"] == 2).all())
+    assert result.report is not None
+    needed = 12 * MIB
+    if isinstance(backend, Remote):
+        # In vain, lanes read no more than there are buffers.
+        assert backend.fetched.get(unneeded, 0) <= BUFFERS * BLOCK_BYTES
+        assert result.report.bytes == sum(backend.fetched.values())
+    else:  # What was only shown was not read.
+        assert (result.report.bytes, result.report.reads) == (needed, 1)
+
+
+async def test_a_file_that_is_needed_and_gone_fails_the_load_after_the_match() -> None:
+    backend, until = Remote(), threading.Event()
+    bundle = await store({"a": torch.ones(3), "x": Slow(1)}, backend)
+    await backend.delete([key_of(0)])
+    slow = Slow(0, until)
+    with fail_after(20):
+        async with create_task_group() as tasks:
+
+            async def run() -> None:
+                with pytest.raises(MissingObject) as caught:
+                    await load(backend, bundle, {"a": torch.zeros(3), "x": slow})
+                assert not caught.value.target_touched
+
+            tasks.start_soon(run)
+            await anyio.to_thread.run_sync(slow.looked.wait, 20)
+            await wait_all_tasks_blocked()
+            until.set()
+
+
+async def test_tensors_of_the_target_that_overlap_are_compared_before_either_is_filled() -> None:
+    for values, fits in (((1.0, 1.0), True), ((1.0, 2.0), False)):
+        backend, memory = Remote(), torch.zeros(10)
+        saved = {"a": torch.full((6,), values[0]), "b": torch.full((6,), values[1])}
+        bundle = await store(saved, backend)
+        target = {"a": memory[:6], "b": memory[4:]}
+        if fits:
+            await load(backend, bundle, target)
+            assert memory.all()
+            continue
+        with pytest.raises(SharingConflict):
+            await load(backend, bundle, target)
+        assert not memory.any()
+
+
+def test_a_checkpoint_that_is_being_deleted_says_so_whatever_else_is_wrong(
+    shared: Stores,
+) -> None:
+    target = {"a": torch.zeros(8)}
+    with ckpipe.SyncPipeline(shared.url) as pipeline:
+        id = CheckpointId.parse(pipeline.save({"a": torch.ones(9)}, step=1).wait().id)
+        assert id is not None
+        anyio.run(shared.memory.put, tombstone_key(id), b"{}", PutMode.CREATE)
+        anyio.run(shared.memory.delete, [data_file_key(id, data_file_name(0, 0))])
+        for into in (target, {"a": torch.zeros(9)}):
+            with pytest.raises(CheckpointIncomplete):
+                pipeline.load(into, step=str(id))
+            assert not into["a"].any()
+
+
+# What is not guessed
+
+
+async def test_a_few_tensors_by_name_read_nothing_in_vain() -> None:
+    backend = Remote()
+    bundle = await store({"big": torch.ones(20 * MIB), "small": torch.ones(3)}, backend)
+    found = await read_tensors(backend, bundle, ["small"], Arena(BLOCK_BYTES), lanes=2)
+    assert found["small"].all()
+    assert sum(backend.fetched.values()) < 3 * MIB
+
+
+@pytest.mark.parametrize("changes", [{"strict": False}, {"select": label_filter(["small"])}])
+async def test_a_load_of_some_of_it_reads_nothing_in_vain(changes: dict[str, Any]) -> None:
+    backend, target = Remote(), {"small": torch.zeros(3)}
+    bundle = await store({"big": torch.ones(20 * MIB), "small": torch.ones(3)}, backend)
+    await load(backend, bundle, target, **changes)
+    assert target["small"].all()
+    assert sum(backend.fetched.values()) < 3 * MIB
+
+
+async def test_tens_of_thousands_of_tiny_tensors_are_read_as_expected() -> None:
+    backend = Remote()
+    state = {f"t{n}": torch.full((1 + n % 3,), float(n)) for n in range(10_000)}
+    bundle = await store(state, backend)
+    target = {name: torch.zeros_like(each) for name, each in state.items()}
+    result = await load(backend, bundle, target)
+    assert all(torch.equal(target[name], each) for name, each in state.items())
+    assert result.report is not None
+    assert result.report.reads == backend.reads == 1
