@@ -518,8 +518,8 @@ async def test_lists_come_in_pages(seen: Seen, backend: GcsBackend) -> None:
 
 
 async def test_a_server_that_goes_silent_is_given_up(seen: Seen) -> None:
-    async with seen.backend(request_timeout=0.2) as backend:
-        await backend.put("b", b"x", PutMode.CREATE)
+    async with seen.backend() as patient, seen.backend(request_timeout=0.2) as backend:
+        await patient.put("b", b"x", PutMode.CREATE)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "Put": lambda: backend.put("a", b"x", PutMode.CREATE),
             "Get": lambda: backend.get("b", max_bytes=1),
