@@ -102,8 +102,9 @@ def test_a_read_is_no_more_than_twice_a_lanes_share_of_what_is_left(
     cut = list(in_parts(whole_chunks(mebibytes, 4096), PART, lanes))
     left = sum(read.size for read in cut)
     for read in cut:
-        # What is cut is cut evenly, by the share that a lane has where the cut part begins.
-        assert read.size <= max(LEAST_BYTES, 2 * (left + PART) // lanes + MIB)
+        # What is cut is cut evenly, by the share that a lane has where the cut part begins, and
+        # at whole mebibytes.
+        assert read.size <= max(LEAST_BYTES, 2 * (left + PART) // lanes) + MIB
         left -= read.size
     assert all(read.size >= LEAST_BYTES // 2 - MIB for read in cut[:-1])
 
