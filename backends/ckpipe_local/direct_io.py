@@ -16,9 +16,9 @@ import mmap
 import os
 
 from ckpipe.errors import StoreError
+from ckpipe.memory.addresses import address_of
 from ckpipe_local.failures import truncated
 from ckpipe_local.residency import cached_length
-from ckpipe_local.system_calls import address_of
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """What offset, length and address must be multiples of to go past the page cache."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import mmap
 import os
 
+from ckpipe.memory.addresses import address_of
 from ckpipe_local.failures import truncated
-from ckpipe_local.system_calls import address_of, cached_pages, resident_pages
+from ckpipe_local.system_calls import cached_pages, resident_pages
 
 _LOOKED_THROUGH_BYTES = 128 << 20
 """How much is looked through page by page at a time; who wants more asks for parts of it."""

@@ -21,14 +21,6 @@ _PROBED_PAGES = 16
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
 
 
-def address_of(data: memoryview) -> int:
-    """Where a non-empty buffer begins in memory, read only or not."""
-    # Imported here, since who reads no bulk data has no other use for it, and it takes a while.
-    import numpy as np
-
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-
-
 def preallocate(descriptor: int, size: int) -> None:
     """Gives a file its size, with its space reserved where the file system can.
 
