@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 import anyio
 import pytest
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.errors import InvalidKey, ObjectExists, StoreError
+from ckpipe.errors import InvalidKey, ObjectExists, StoreError, StoreUnavailable
 from ckpipe.testing._conformance_base import CREATE, OVERWRITE, pattern
 from ckpipe.testing._conformance_large import LargeObjectConformance
 
@@ -92,10 +93,14 @@ class BackendConformance(LargeObjectConformance):
             for version in versions:
                 await backend.put("a", version, OVERWRITE)
 
+        seen: list[bytes] = []
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(overwrite)
             for _ in range(20):
-                assert await backend.get("a", max_bytes=50_000) in versions
+                with suppress(StoreUnavailable):  # a server may stumble over the race, and say so
+                    seen.append(await backend.get("a", max_bytes=50_000))
+        assert set(seen) <= set(versions)
+        assert seen
 
     @pytest.mark.parametrize("key", ODD_KEYS, ids=range(len(ODD_KEYS)))
     async def test_odd_keys(self, backend: Backend, key: str) -> None:
