@@ -40,9 +40,8 @@ def test_odd_meshes_load_into_each_other(world: Gang, tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(f"{root}-local", solo=True) as pipeline:
         result = pipeline.load()
         assert result is not None
-        (state,) = result.state.values()
-        assert torch.equal(state["w"], FULL)
-        assert state["scalar"] == 5
+        assert torch.equal(result.state["w"], FULL)
+        assert result.state["scalar"] == 5
 
 
 def test_meshes_within_meshes_load_into_each_other_and_outlive_their_group(

@@ -22,6 +22,7 @@ from ckpipe.planner_protocols import JointPlanner
 from ckpipe.plans import plan_rounds
 from ckpipe.plans.global_planner import GlobalPlanner
 from ckpipe.plans.planning import RankPlan
+from ckpipe.state.placements import Mesh
 
 Connect = Callable[[], Any]
 
@@ -131,6 +132,21 @@ def test_rank_that_changes_before_others_choose_makes_them_plan(store: Any) -> N
             while not store.check(["ckpipe/plan/run/1/way"]):
                 os.sched_yield()
         return [Tensor("w", (6, 4)), *([Tensor("more", (5,))] if rank else [])]
+
+    ranks.plans("1", state, MARKED)
+    assert number_of(ranks) == {2}
+
+
+def test_rank_that_has_nothing_of_what_lies_elsewhere_now_makes_them_plan(store: Any) -> None:
+    """Nothing that it could offer has changed, and a plan for all the same fits no more."""
+    ranks = Ranks(store.clone, 3)
+    there, back = ([Tensor("d", on(Mesh((2,), order), (6, 3), 0))] for order in ((1, 2), (2, 1)))
+    ranks.plans("0", lambda rank: there, MARKED)
+
+    def state(rank: int) -> list[Tensor]:
+        while rank and not store.check(["ckpipe/plan/run/1/way"]):
+            os.sched_yield()
+        return back
 
     ranks.plans("1", state, MARKED)
     assert number_of(ranks) == {2}

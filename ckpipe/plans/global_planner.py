@@ -9,7 +9,14 @@ from typing import Any
 
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.plans.division import Share, Unit, units
-from ckpipe.plans.offers import Offer, Offered, encode_offer, offered_shares, private_bytes
+from ckpipe.plans.offers import (
+    Offer,
+    Offered,
+    encode_offer,
+    not_held,
+    offered_shares,
+    private_bytes,
+)
 from ckpipe.plans.plan_rounds import PlanRounds
 from ckpipe.plans.planning import (
     RankPlan,
@@ -151,7 +158,7 @@ class GlobalPlanner:
         found = offered_shares(leaves, marked, rank=rank, world_size=world_size)
         offered = tuple(each for _, each in found if each is not None)
         offer = Offer(offered, private_bytes(leaves, found))
-        self._own = _Own(now, found, offer, encode_offer(offered))
+        self._own = _Own(now, found, offer, encode_offer(offered, not_held(leaves, found)))
         return self._own
 
     def _rounds_of(self, run: str, rank: int, world_size: int) -> PlanRounds:

@@ -121,22 +121,52 @@ def _nbytes(leaves: list[TensorLeaf], share: Share) -> int:
     return top - min(leaf.address for leaf in members)
 
 
-def encode_offer(offered: Iterable[Offered]) -> bytes:
-    """What is offered, as other ranks read it: compressed JSON, the same for equal offers."""
-    shardings: dict[int, int] = {}
-    table: list[Any] = []
+def not_held(
+    leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered | None]]
+) -> list[tuple[Form, Sharding]]:
+    """The DTensors of which this rank has nothing, so that it offers nothing of them."""
+    members = (share.members for share, offered in found if offered is None)
+    return [
+        (Form(leaf.label, leaf.dtype, leaf.full_shape), leaf.sharding)
+        for leaf in (leaves[number] for numbers in members for number in numbers)
+        if leaf.sharding is not None
+    ]
+
+
+def encode_offer(
+    offered: Iterable[Offered], elsewhere: Iterable[tuple[Form, Sharding]] = ()
+) -> bytes:
+    """What is offered, as other ranks read it: compressed JSON, the same for equal offers.
+
+    Args:
+        offered: The shares.
+        elsewhere: What only others have. Nobody reads that, but when it lies in another way, the
+            bytes differ: whoever has nothing of a tensor, too, tells that plans no longer fit.
+    """
+    table = _Table()
     rows = []
     for each in offered:
-        spread = each.sharding
-        if spread is not None and id(spread) not in shardings:
-            shardings[id(spread)] = len(table)
-            mesh, cuts = spread.mesh, [(cut.dim, cut.split_factor) for cut in spread.placements]
-            table.append((mesh.shape, mesh.ranks, cuts, spread.shape))
-        where = None if spread is None else shardings[id(spread)]
+        where = None if each.sharding is None else table.row(each.sharding)
         forms = [(form.label, form.dtype, form.shape) for form in each.forms]
         rows.append((forms, where, int(each.replicated), int(each.overlapping), each.window))
-    text = json.dumps({"version": _VERSION, "shardings": table, "shares": rows})
-    return zlib.compress(text.encode(), 1)
+    others = [(form.label, form.dtype, form.shape, table.row(spread)) for form, spread in elsewhere]
+    content = {"version": _VERSION, "shardings": table.rows, "shares": rows, "elsewhere": others}
+    return zlib.compress(json.dumps(content).encode(), 1)
+
+
+class _Table:
+    """Shardings that stand in a list once each, however many tensors lie so."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._known: dict[int, int] = {}
+
+    def row(self, spread: Sharding) -> int:
+        if id(spread) not in self._known:
+            self._known[id(spread)] = len(self.rows)
+            mesh, cuts = spread.mesh, [(cut.dim, cut.split_factor) for cut in spread.placements]
+            self.rows.append((mesh.shape, mesh.ranks, cuts, spread.shape))
+        return self._known[id(spread)]
 
 
 def decode_offer(data: bytes) -> tuple[Offered, ...]:
@@ -186,6 +216,7 @@ __all__ = [
     "decode_offer",
     "digest_of",
     "encode_offer",
+    "not_held",
     "offered_shares",
     "private_bytes",
 ]
