@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckpipe.format import checksum
 from ckpipe.format.checksum import (
     ChunkSums,
+    Parts,
     SumTable,
     chunk_count,
     chunk_spans,
@@ -107,7 +108,7 @@ def test_sums_of_blocks_are_those_of_their_pieces(data: st.DataObject) -> None:
                 if lo < hi:
                     spans.append((entry, lo - begin, hi - begin, lo - offset))
             cuts = table.cuts(data.draw(st.permutations(spans)))
-            sums.add_block(cuts, crc32c_of_each(block, cuts.begins, cuts.ends))
+            sums.add_block(cuts, *crc32c_of_each([Parts(block, cuts.begins, cuts.ends)]))
         whole = [image[begin:end] for begin, end in itertools.pairwise(begins)]
         assert sums.finished() == [
             crc32c(each[lo : lo + 16]) for each in whole for lo in range(0, len(each), 16)
@@ -119,26 +120,34 @@ EDGES = st.sampled_from(
 )
 
 
-@given(st.lists(st.tuples(EDGES, st.integers(0, 9)), max_size=9), st.integers(0, 99))
+PARTS = st.lists(st.tuples(EDGES, st.integers(0, 9)), max_size=9)
+
+
+@given(st.lists(PARTS, max_size=4), st.integers(0, 99))
 def test_many_parts_in_one_call_have_the_sums_that_each_has(
-    parts: list[tuple[int, int]], seed: int
+    drawn: list[list[tuple[int, int]]], seed: int
 ) -> None:
-    begins, ends, at = [], [], 0
-    for nbytes, gap in parts:
-        begins.append(at + gap)
-        ends.append(at := at + gap + nbytes)
-    image = memoryview(random.Random(seed).randbytes(at))  # not a byte behind the last part
-    found = crc32c_of_each(image, begins, ends)
-    assert found == [crc32c(image[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    assert found[::-1] == crc32c_of_each(image, begins[::-1], ends[::-1])
+    blocks, expected = [], []
+    for parts in drawn:
+        begins, ends, at = [], [], 0
+        for nbytes, gap in parts:
+            begins.append(at + gap)
+            ends.append(at := at + gap + nbytes)
+        image = memoryview(random.Random(seed).randbytes(at))  # not a byte behind the last part
+        blocks.append(Parts(image, begins, ends))
+        expected.append([crc32c(image[lo:hi]) for lo, hi in zip(begins, ends, strict=True)])
+    assert crc32c_of_each(blocks) == expected
+    backwards = [Parts(each.data, each.begins[::-1], each.ends[::-1]) for each in blocks[::-1]]
+    assert crc32c_of_each(backwards) == [sums[::-1] for sums in expected[::-1]]
 
 
 def test_every_bit_of_a_large_part_counts() -> None:
     image = bytearray(random.Random(7).randbytes(200_000))
-    before = crc32c_of_each(memoryview(image), [0], [len(image)])
+    whole = [Parts(memoryview(image), [0], [len(image)])]
+    before = crc32c_of_each(whole)
     for at in [*range(0, len(image), 997), len(image) - 1]:
         image[at] ^= 1 << at % 8
-        assert crc32c_of_each(memoryview(image), [0], [len(image)]) != before
+        assert crc32c_of_each(whole) != before
         image[at] ^= 1 << at % 8
 
 
@@ -147,17 +156,17 @@ def test_every_bit_of_a_large_part_counts() -> None:
 )
 def test_parts_that_are_not_in_the_data_are_refused(begins: list[int], ends: list[int]) -> None:
     with pytest.raises(ValueError, match="parts"):
-        crc32c_of_each(memoryview(bytes(100)), begins, ends)
+        Parts(memoryview(bytes(100)), begins, ends)
 
 
 STRICT = """
 import ctypes
-from ckpipe.format.checksum import crc32c_of_each
+from ckpipe.format.checksum import Parts, crc32c_of_each
 from ckpipe.memory.crc_streams import LEAST_BYTES, crc_streams
 refuse_new_code, option = 1, 65  # PR_MDWE_REFUSE_EXEC_GAIN of PR_SET_MDWE, <linux/prctl.h>
 if ctypes.CDLL(None).prctl(option, refuse_new_code, 0, 0, 0):
     raise SystemExit("no such policy")
-print(crc32c_of_each(memoryview(bytes(32) * 4096), [0, 0, 32], [32, 131072, 131072]))
+print(*crc32c_of_each([Parts(memoryview(bytes(32) * 4096), [0, 0, 32], [32, 131072, 131072])]))
 print(crc_streams())
 """
 

@@ -12,7 +12,7 @@ import functools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import le, sub
 
 from ckpipe.memory.addresses import address_of
@@ -44,8 +44,9 @@ def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
     return value
 
 
-def crc32c_of_each(data: memoryview, begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """The CRC-32C of each of some parts of ``data``; the interpreter's lock is let go meanwhile.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of a piece of memory.
 
     Args:
         data: Flat bytes.
@@ -55,21 +56,43 @@ def crc32c_of_each(data: memoryview, begins: Sequence[int], ends: Sequence[int])
     Raises:
         ValueError: If a part is not within the data.
     """
-    if len(begins) != len(ends) or not all(map(le, begins, ends)):
-        raise ValueError("parts that end before they begin have no checksum")
-    if min(begins, default=0) < 0 or max(ends, default=0) > len(data):
-        raise ValueError(f"parts reach out of the {len(data)} bytes that there are")
-    compute = crc_streams() if len(data) else None
+
+    data: memoryview
+    begins: Sequence[int]
+    ends: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.begins) != len(self.ends) or not all(map(le, self.begins, self.ends)):
+            raise ValueError("parts that end before they begin have no checksum")
+        if min(self.begins, default=0) < 0 or max(self.ends, default=0) > len(self.data):
+            raise ValueError(f"parts reach out of the {len(self.data)} bytes that there are")
+
+
+def crc32c_of_each(blocks: Sequence[Parts]) -> list[list[int]]:
+    """The CRC-32C of each part of each block; the interpreter's lock is let go once for all."""
+    compute = crc_streams()
     if compute is None:  # one by one, the lock each time
-        return [crc32c(data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    found = compute(address_of(data), array("q", begins), array("q", ends))
+        return [
+            [
+                crc32c(each.data[begin:end])
+                for begin, end in zip(each.begins, each.ends, strict=True)
+            ]
+            for each in blocks
+        ]
+    begins, ends = array("q"), array("q")
+    for block in blocks:
+        base = address_of(block.data) if len(block.data) else 0
+        begins.extend(map(base.__add__, block.begins))
+        ends.extend(map(base.__add__, block.ends))
+    found = compute(0, begins, ends)
     sums = found[STREAMS - 1 :: STREAMS].tolist()
     for number, nbytes in enumerate(map(sub, ends, begins)):
         if size := stream_bytes(nbytes):
             first, second, third, last = found[STREAMS * number : STREAMS * (number + 1)]
             half = combine(first, second, size)
             sums[number] = combine(combine(half, third, size), last, nbytes - 3 * size)
-    return sums
+    at = list(accumulate((len(block.begins) for block in blocks), initial=0))
+    return [sums[first:last] for first, last in pairwise(at)]
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

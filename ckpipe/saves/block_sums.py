@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.format.cargo import Cargo
-from ckpipe.format.checksum import combine, crc32c, crc32c_of_each
+from ckpipe.format.checksum import Parts, combine, crc32c, crc32c_of_each
 
 if TYPE_CHECKING:
     from ckpipe.saves.delivery import Filled
@@ -69,12 +69,16 @@ async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
 
 
 def _fill(cargo: Cargo, batch: list[Filled]) -> None:
-    for filled in batch:
-        sums = filled.sums
-        sums.began = time.perf_counter()
-        cuts = cargo.cuts(filled.plan)
-        sums.values = crc32c_of_each(filled.data, cuts.begins, cuts.ends)
-        sums.ended = time.perf_counter()
+    cuts = [cargo.cuts(filled.plan) for filled in batch]
+    began = time.perf_counter()
+    values = crc32c_of_each(
+        [Parts(f.data, c.begins, c.ends) for f, c in zip(batch, cuts, strict=True)]
+    )
+    pace = (time.perf_counter() - began) / sum(filled.plan.nbytes for filled in batch)
+    for filled, found in zip(batch, values, strict=True):
+        filled.sums.began, filled.sums.values = began, found
+        # Each is taken to have its part of the time.
+        filled.sums.ended = began = began + filled.plan.nbytes * pace
 
 
 async def block_checksum(cargo: Cargo, filled: Filled) -> int:
