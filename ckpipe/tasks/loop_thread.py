@@ -14,6 +14,7 @@ from anyio.from_thread import BlockingPortal
 from anyio.lowlevel import EventLoopToken, current_token
 
 from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.tasks.event_loop import KeepingLoop
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
             await portal.sleep_until_stopped()
 
     try:
-        anyio.run(serve)
+        anyio.run(serve, backend_options={"loop_factory": KeepingLoop})
     except BaseException as error:
         if ready.done():
             raise

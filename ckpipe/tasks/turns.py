@@ -1,10 +1,10 @@
 """Shorter turns of the interpreter, while a save shares it with who trains.
 
 A thread that wants the interpreter from one that never lets it go has to wait for the switch
-interval, by default 5 ms (``sys.setswitchinterval``). The end of a save needs about a thousand such
-turns for each GiB, one for every checksum and some for every block, so that beside a loop of plain
-Python it lasts five seconds instead of half a second. What the loop loses is the hand-overs, which
-are as many in either case, and a few microseconds each.
+interval, by default 5 ms (``sys.setswitchinterval``). A save needs more than a hundred such turns
+for each GiB, most of them one after the other, so that beside a loop of plain Python it lasts a
+third longer than it has to. What the loop loses is the Python that a save runs, which is as much in
+either case.
 """
 
 from __future__ import annotations
