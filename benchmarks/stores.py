@@ -4,6 +4,7 @@
     python benchmarks/stores.py --url s3://bucket/bench --endpoint-url http://127.0.0.1:8333
     python benchmarks/stores.py --beside boto3 obstore sockets    the same bytes by other clients
     python benchmarks/stores.py --trainer [--worker process]    while a thread runs Python
+    sudo unshare --net python benchmarks/stores.py --link 1000 …    at the rate of a network link
 
 The other clients come with the extra ``bench``. Without a URL it starts SeaweedFS on this machine.
 A save, from the call until it is committed, is measured against the same bytes sent as the parts
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import link
 import psutil
 import raw
 import torch
@@ -96,6 +98,7 @@ class Plan:
         trainer: Whether also beside a thread that runs Python.
         beside: Names of other clients.
         fields: Settings of the pipeline.
+        link_mbit: The rate of the way to the server; None for what the machine can do.
     """
 
     mib: int
@@ -103,6 +106,7 @@ class Plan:
     trainer: bool
     beside: tuple[str, ...]
     fields: dict[str, Any]
+    link_mbit: int | None = None
 
 
 async def in_lanes(
@@ -290,17 +294,23 @@ def works(
 
 
 @contextlib.contextmanager
-def store(url: str | None, endpoint: str | None, mib: int) -> Iterator[tuple[str, str | None]]:
+def store(
+    url: str | None, endpoint: str | None, mib: int, mbit: int | None
+) -> Iterator[tuple[str, str | None]]:
     """The URL and endpoint that were given, or those of a server that takes so many MiB in all."""
     if url is not None:
         yield url, endpoint
         return
+    if mbit:
+        link.up()
     s3_servers.set_up_process()
     with (
         tempfile.TemporaryDirectory(prefix="ckpipe-bench-", dir=Path.cwd()) as folder,
         s3_servers.seaweedfs(Path(folder), volumes=100 + mib // 32) as server,
     ):
         server.make_bucket("bench")
+        if mbit:
+            link.limit(server.port, mbit)
         yield "s3://bench/run", server.url
 
 
@@ -347,13 +357,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trainer", action="store_true", help="also beside a thread of Python")
     parser.add_argument("--worker", help="the pipeline's setting of this name")
+    parser.add_argument("--link", type=int, help="rate of the way to the server, in Mbit/s")
     parser.add_argument("--beside", nargs="*", default=[], choices=sorted(CONTENDERS))
     parser.add_argument("--json", type=Path, default=None)
     asked = parser.parse_args()
     fields = {"worker": asked.worker} if asked.worker else {}
-    plan = Plan(asked.mib, asked.rounds, asked.trainer, tuple(asked.beside), fields)
+    plan = Plan(asked.mib, asked.rounds, asked.trainer, tuple(asked.beside), fields, asked.link)
     written = asked.mib * (asked.rounds + 3) * (2 + len(asked.beside) + 3 * asked.trainer)
-    with store(asked.url, asked.endpoint_url, written) as (url, endpoint):
+    with store(asked.url, asked.endpoint_url, written, asked.link) as (url, endpoint):
         measured = anyio.run(measure, url, Access(endpoint_url=endpoint), plan)
     results = report(*measured, plan)
     if asked.json:
