@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import threading
 import time
 import warnings
@@ -25,10 +24,11 @@ import states
 import torch
 from comparison_parts import BESIDE, LIMIT, Extent, Journal, Part
 from contenders import Contender
+from undisturbed import Undisturbed, mean_step, steady
 
 Turn = Callable[[Contender], dict[str, float]]
 PYTHON_ROUNDS, MATRIX = 30_000, 320
-UNDISTURBED_STEPS = 100
+CALM_SECONDS = 0.5
 SLOW_SECONDS = 30.0
 """Whose turn takes longer is measured in few rounds."""
 
@@ -231,17 +231,24 @@ def times(each: Contender, state: dict[str, Any]) -> dict[str, float]:
 
 def beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> dict[str, float]:
     """What a loop feels of a save: its rate, its longest step and the training time it loses."""
-    calm = [raw.seconds(step) for _ in range(UNDISTURBED_STEPS)]
-    during, blocked, took = _steps_beside(each, state, step)
-    calm += [raw.seconds(step) for _ in range(UNDISTURBED_STEPS)]
-    alone = statistics.median(calm)
+
+    def turn() -> tuple[Undisturbed, list[float], float, float]:
+        before = mean_step(step, CALM_SECONDS)
+        during, blocked, took = _steps_beside(each, state, step)
+        alone = Undisturbed(before, mean_step(step, CALM_SECONDS))
+        each.forget()
+        settle()
+        return alone, during, blocked, took
+
+    alone, during, blocked, took = steady(turn, lambda found: found[0])
+    undisturbed = len(during) * alone.step
     values = {
-        "lost s": took - len(during) * alone,
+        "lost s": took - undisturbed,
         "longest step s": max([blocked, *during]),
         BESIDE: took,
     }
     if took > blocked:
-        values["step rate"] = len(during) * alone / (took - blocked)
+        values["step rate"] = undisturbed / (took - blocked)
     return values
 
 

@@ -5,7 +5,8 @@
 
 One thread trains: a loop of plain Python, or products of matrices that torch computes in the one
 thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all.
-A turn steps undisturbed for a while, then saves and goes on stepping until the save is durable.
+A turn steps undisturbed for a while, then saves and goes on stepping until the save is durable, and
+then steps undisturbed again. It is repeated if the machine changed its speed (`undisturbed.py`).
 *Rate* is the number of steps from the return of the call until then, against what it would be
 undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
 waits. *For a core* is the time in which the training thread could have run, after the call, and
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +43,7 @@ import torch
 import torch.distributed as dist
 from contenders import Contender, Wait
 from stall import Ending
+from undisturbed import MOST_CHANGE, Undisturbed, mean_step, steady, steps
 
 import ckpipe
 
@@ -91,7 +94,7 @@ def matmul_step() -> Step:
 class Turn:
     """One save and the steps beside it, in seconds."""
 
-    undisturbed: float
+    undisturbed: Undisturbed
     call: float
     durable: float
     steps: list[float]
@@ -101,12 +104,12 @@ class Turn:
     @property
     def rate(self) -> float:
         """Steps beside the save, against undisturbed ones in the same time."""
-        return len(self.steps) * self.undisturbed / (self.durable - self.call)
+        return len(self.steps) * self.undisturbed.step / (self.durable - self.call)
 
     @property
     def lost(self) -> float:
         """The training time that the save cost."""
-        return self.durable - len(self.steps) * self.undisturbed
+        return self.durable - len(self.steps) * self.undisturbed.step
 
 
 @dataclass(slots=True)
@@ -117,16 +120,17 @@ class Measured:
 
     def row(self) -> dict[str, float]:
         """The figures of the table."""
-        steps = sorted(step for turn in self.turns for step in turn.steps) or [0.0]
+        every = sorted(step for turn in self.turns for step in turn.steps)
 
         def median(of: Callable[[Turn], float]) -> float:
             return statistics.median(map(of, self.turns))
 
         return {
             "rate": median(lambda turn: turn.rate),
-            "p99 step, ms": steps[int(len(steps) * 0.99)] * 1e3,
+            "p99 step, ms": every[int(len(every) * 0.99)] * 1e3,
             "turns": float(len(self.turns)),
-            "undisturbed, ms": median(lambda turn: turn.undisturbed) * 1e3,
+            "unsteady": sum(turn.undisturbed.change > MOST_CHANGE for turn in self.turns),
+            "undisturbed, ms": median(lambda turn: turn.undisturbed.step) * 1e3,
             "call, ms": median(lambda turn: turn.call) * 1e3,
             "durable, s": median(lambda turn: turn.durable),
             "lost, ms": median(lambda turn: turn.lost) * 1e3,
@@ -135,32 +139,22 @@ class Measured:
         }
 
 
-def stepping(step: Step, until: Callable[[float], bool]) -> list[float]:
-    """Steps until something is so, which is asked after each; the seconds of the steps."""
-    taken = []
-    began = last = time.perf_counter()
-    while True:
-        step()
-        now = time.perf_counter()
-        taken.append(now - last)
-        last = now
-        if until(now - began):
-            return taken
-
-
 def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -> Turn:
-    """One save, with undisturbed steps before it."""
-    before = used_by_others()
-    undisturbed = statistics.fmean(stepping(step, lambda seconds: seconds > calm))
+    """One save, with undisturbed steps before it and after it."""
+    others = used_by_others()
+    before = mean_step(step, calm)
     began = time.perf_counter()
     ending = Ending(contender.save(state))
     call = time.perf_counter() - began
     waited = waited_for_core()
-    steps = stepping(step, lambda seconds: ending.over)
+    beside = steps(step, lambda _: ending.over)
     durable = time.perf_counter() - began
     for_core = waited_for_core() - waited
     ending.wait()
-    return Turn(undisturbed, call, durable, steps, for_core, used_by_others() - before)
+    undisturbed = Undisturbed(before, mean_step(step, calm))
+    others = used_by_others() - others
+    tidy(contender)
+    return Turn(undisturbed, call, durable, beside, for_core, others)
 
 
 def waited_for_core() -> float:
@@ -234,9 +228,9 @@ def measure(
             break
         for loop, step in loops.items():
             for name, contender in everybody.items():
-                found = turn(step, contender, state, given.calm)
+                once = partial(turn, step, contender, state, given.calm)
+                found = steady(once, lambda turn: turn.undisturbed)
                 results[loop].setdefault(name, Measured()).turns.append(found)
-                tidy(contender)
         longest = max(longest, time.monotonic() - began)
     for contender in everybody.values():
         contender.close()
@@ -313,7 +307,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each, beside each loop")
     parser.add_argument("--minutes", type=float, default=5.0, help="begin no round after these")
-    parser.add_argument("--calm", type=float, default=1.0, help="undisturbed seconds before each")
+    parser.add_argument("--calm", type=float, default=0.5, help="seconds before and after")
     parser.add_argument("--loop", choices=["python", "matmul"], help="one of the loops only")
     parser.add_argument("--only", nargs="+", default=[], help="parts of names")
     parser.add_argument("--niceness", type=int, nargs="+", default=[], help="more workers")
