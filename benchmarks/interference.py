@@ -9,12 +9,12 @@ A turn steps undisturbed for a while, then saves and goes on stepping until the 
 then steps undisturbed again. It is repeated if the machine changed its speed (`undisturbed.py`).
 *Rate* is the number of steps from the return of the call until then, against what it would be
 undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
-waits. *For a core* is the time in which the training thread could have run, after the call, and
-another ran in its place; *others* is what programs that have no part in this took of the
-processors, from the undisturbed steps on: where that is much, no figure means anything. No round
-begins that would, by the longest before it, end later than ``--minutes`` after the start. With
-``--s3``, ckpipe also saves to a server that is started on this machine; with ``--niceness``, also
-by workers that give way more or less than they do by default.
+waits. *Not running* is the time after the call in which the training thread was kept from running;
+unlike what it lost, it does not change with the machine's speed. *Others* is what programs that
+have no part in this took of the processors, from the undisturbed steps on: where that is much, no
+figure means anything. No round begins that would, by the longest before it, end later than
+``--minutes`` after the start. With ``--s3``, ckpipe also saves to a server that is started on this
+machine; with ``--niceness``, also by workers that give way more or less than they do by default.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Turn:
     call: float
     durable: float
     steps: list[float]
-    for_core: float
+    not_running: float
     others: float
 
     @property
@@ -134,7 +134,7 @@ class Measured:
             "call, ms": median(lambda turn: turn.call) * 1e3,
             "durable, s": median(lambda turn: turn.durable),
             "lost, ms": median(lambda turn: turn.lost) * 1e3,
-            "for a core, ms": median(lambda turn: turn.for_core) * 1e3,
+            "not running, ms": median(lambda turn: turn.not_running) * 1e3,
             "others, ms": median(lambda turn: turn.others) * 1e3,
         }
 
@@ -146,20 +146,15 @@ def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -
     began = time.perf_counter()
     ending = Ending(contender.save(state))
     call = time.perf_counter() - began
-    waited = waited_for_core()
+    ran = time.thread_time()
     beside = steps(step, lambda _: ending.over)
     durable = time.perf_counter() - began
-    for_core = waited_for_core() - waited
+    ran = time.thread_time() - ran
     ending.wait()
     undisturbed = Undisturbed(before, mean_step(step, calm))
     others = used_by_others() - others
     tidy(contender)
-    return Turn(undisturbed, call, durable, beside, for_core, others)
-
-
-def waited_for_core() -> float:
-    """Seconds that this thread was ready to run and did not: the kernel's schedstat."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return Turn(undisturbed, call, durable, beside, durable - call - ran, others)
 
 
 def used_by_others() -> float:
