@@ -143,6 +143,16 @@ def test_gathering_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert images(captured, plan, 4096) == gathered
 
 
+def test_torch_gathers_where_the_system_allows_no_new_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = {f"{number}": torch.randn(number % 7) for number in range(50)}
+    captured, plan = planned(state)
+    gathered = images(captured, plan, 4096)
+    monkeypatch.setattr(copying, "streaming_gather", lambda: None)
+    assert images(captured, plan, 4096) == gathered
+
+
 def test_shared_memory_is_copied_as_it_lies() -> None:
     memory = torch.arange(100.0)
     captured, plan = planned({"even": memory[::2], "odd": memory[1::2], "some": memory[10:20]})

@@ -7,15 +7,17 @@ import mmap
 import platform
 import subprocess
 import sys
+from array import array
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy
+from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy, streaming_gather
 
 copy = streaming_copy()
+gather = streaming_gather()
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="there is none elsewhere"
@@ -57,6 +59,32 @@ def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None
         assert ctypes.string_at(target - nbytes, nbytes) == b"\x11" * nbytes
 
 
+@given(
+    sizes=st.lists(st.integers(0, 3 * LEAST_BYTES) | st.integers(0, 20_000), max_size=20),
+    target_shift=st.integers(0, 70),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_gathers_every_byte_and_no_other(sizes: list[int], target_shift: int, seed: int) -> None:
+    assert gather is not None
+    random = np.random.default_rng(seed)
+    pieces = [random.integers(0, 256, nbytes + 1, np.uint8)[1:] for nbytes in sizes]
+    target = np.full(sum(sizes) + 160, GUARD, np.uint8)
+    sources = array("q", [each.ctypes.data for each in pieces])
+    gather(target.ctypes.data + target_shift, sources, array("q", sizes))
+    end = target_shift + sum(sizes)
+    assert target[target_shift:end].tobytes() == b"".join(each.tobytes() for each in pieces)
+    assert (target[:target_shift] == GUARD).all()
+    assert (target[end:] == GUARD).all()
+
+
+def test_gathers_up_to_the_last_byte_of_memory_and_no_further() -> None:
+    assert gather is not None
+    source, target = _before_a_wall(b"\x11"), _before_a_wall(b"\x22")
+    for sizes in ([3], [1000, 0, 1, 63], [64, 65, mmap.PAGESIZE]):
+        gather(target - sum(sizes), array("q", [source - n for n in sizes]), array("q", sizes))
+        assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
+
+
 _walls: list[mmap.mmap] = []
 
 
@@ -79,8 +107,9 @@ refuse_new_code, option = 1, 65  # PR_MDWE_REFUSE_EXEC_GAIN of PR_SET_MDWE, <lin
 if ctypes.CDLL(None).prctl(option, refuse_new_code, 0, 0, 0):
     raise SystemExit("no such policy")
 from ckpipe.memory.raw_memory import copy_bytes
-from ckpipe.memory.streaming import streaming_copy
+from ckpipe.memory.streaming import streaming_copy, streaming_gather
 assert streaming_copy() is None
+assert streaming_gather() is None
 source, target = (ctypes.c_char * 300_000)(*b"abc" * 100_000), (ctypes.c_char * 300_000)()
 copy_bytes(ctypes.addressof(target), ctypes.addressof(source), 300_000)
 assert target.raw == source.raw

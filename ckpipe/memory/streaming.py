@@ -9,7 +9,8 @@ not for a long time.
 
 No package has such a copy, and there is no compiler at installation. So the loop is machine code
 (:mod:`ckpipe.memory.machine_code`): 27 instructions that every x86-64 has (SSE2). Where that cannot
-be, the C library copies.
+be, the C library copies. Another copies many pieces in one call: who waits for a thousand small
+tensors waits for their bytes, and not for a thousand turns of the interpreter.
 
 Measured on two cores, 1.5 GB in pieces of 16 MiB: 43 ms where the C library takes 62, and 65 in a
 phase of a shared machine where it takes 95.
@@ -18,6 +19,8 @@ phase of a shared machine where it takes 95.
 from __future__ import annotations
 
 import ctypes
+import functools
+from array import array
 from collections.abc import Callable
 
 from ckpipe.memory.machine_code import loaded
@@ -25,13 +28,15 @@ from ckpipe.memory.machine_code import loaded
 Move = Callable[[int, int, int], object]
 """Copies bytes: to an address, from an address, so many."""
 
+Gather = Callable[[int, "array[int]", "array[int]"], None]
+"""Copies pieces to an address, one behind the other, given the address and the size of each."""
+
 LEAST_BYTES = 64
 """A streaming copy must not be asked for fewer bytes."""
 
-# On entry rdi is the target, rsi the source and rdx the number of bytes. First the target is
-# brought to the beginning of a cache line, then 64 bytes are moved at a time, then the rest.
-_INSTRUCTIONS = (
-    "f3 0f 1e fa",  #           endbr64
+# rdi is the target, rsi the source and rdx the number of bytes. First the target is brought to the
+# beginning of a cache line, then 64 bytes are moved at a time. What follows moves the rest: edx.
+_LINES = (
     "89 f9",  #                 mov ecx, edi
     "f7 d9",  #                 neg ecx
     "83 e1 3f",  #              and ecx, 63
@@ -54,19 +59,68 @@ _INSTRUCTIONS = (
     "48 83 c7 40",  #           add rdi, 64
     "48 ff c9",  #              dec rcx
     "75 c6",  #                 jnz to the prefetch
+)
+
+# On entry the registers are as above.
+_COPY = (
+    "f3 0f 1e fa",  #           endbr64
+    *_LINES,
     "0f ae f8",  #              sfence: what was streamed is seen before what is stored later
     "89 d1",  #                 mov ecx, edx
     "f3 a4",  #                 rep movsb
     "c3",  #                    ret
 )
 
+# On entry rdi is the target, rsi and rdx point to addresses and sizes, rcx is how many they are.
+_GATHER = (
+    "f3 0f 1e fa",  #           endbr64
+    "49 89 f0",  #              mov r8, rsi
+    "49 89 d1",  #              mov r9, rdx
+    "49 89 ca",  #              mov r10, rcx
+    "4d 85 d2",  #       piece: test r10, r10
+    "74 6f",  #                 jz done
+    "49 8b 30",  #              mov rsi, [r8]
+    "49 8b 11",  #              mov rdx, [r9]
+    "49 83 c0 08",  #           add r8, 8
+    "49 83 c1 08",  #           add r9, 8
+    "49 ff ca",  #              dec r10
+    "48 83 fa 40",  #           cmp rdx, 64
+    "72 52",  #                 jb rest
+    *_LINES,
+    "89 d1",  #           rest: mov ecx, edx
+    "f3 a4",  #                 rep movsb
+    "eb 8c",  #                 jmp piece
+    "0f ae f8",  #        done: sfence
+    "c3",  #                    ret
+)
+
 
 def streaming_copy() -> Move | None:
     """Makes a copy that lets the interpreter's lock go; None where there can be none."""
-    address = loaded(_INSTRUCTIONS)
-    return None if address is None else _PROTOTYPE(address)
+    address = loaded(_COPY)
+    return None if address is None else _COPY_TYPE(address)
 
 
-_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+@functools.cache
+def streaming_gather() -> Gather | None:
+    """Makes a copy of many pieces, of any sizes; None where there can be none.
 
-__all__ = ["LEAST_BYTES", "Move", "streaming_copy"]
+    It lets the interpreter's lock go, once, and whoever calls it keeps the memory alive.
+    """
+    address = loaded(_GATHER)
+    if address is None:
+        return None
+    function = _GATHER_TYPE(address)
+
+    def gather(target: int, sources: array[int], sizes: array[int]) -> None:
+        function(target, sources.buffer_info()[0], sizes.buffer_info()[0], len(sources))
+
+    return gather
+
+
+_COPY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_GATHER_TYPE = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+)
+
+__all__ = ["LEAST_BYTES", "Gather", "Move", "streaming_copy", "streaming_gather"]

@@ -3,13 +3,14 @@
 Making the program is pure. Running it is one call for each block, in one of several worker
 threads. Bytes that lie in host memory as the file wants them are moved by ``memmove``: torch's
 own parallel copy waits for its slowest thread at every tensor, and loses more than a core's share
-when a checksum or a trainer takes that core for a moment. Runs of small tensors are one
-concatenation each, since a call for each of twenty thousand scalars would cost more than their
-bytes.
+when a checksum or a trainer takes that core for a moment. Runs of small tensors are one call each,
+since a call for each of twenty thousand scalars would cost more than their bytes; where there is no
+code for it, torch concatenates them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from ckpipe.format.cargo import BlockPlace, Span
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.memory.arena import Block
 from ckpipe.memory.raw_memory import copy_bytes
+from ckpipe.memory.streaming import streaming_gather
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import RankPlan
 from ckpipe.state.captured import Captured
@@ -261,9 +263,7 @@ def fill_block(plan: BlockPlan, state: Captured, block: Block) -> None:
             case Copy():
                 _copy(step, memory[step.tensor], block.tensor)
             case Gather():
-                parts = [memory[number].view(-1) for number in step.tensors]
-                target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
-                torch.cat(parts, out=target)
+                _gather_into(block, step, state)
             case CopyWindow():
                 leaf = leaves[step.tensor]
                 if leaf.device == "cpu":
@@ -275,6 +275,19 @@ def fill_block(plan: BlockPlan, state: Captured, block: Block) -> None:
                     )
             case Fill():
                 block.view[step.at : step.at + len(step.data)] = step.data
+
+
+def _gather_into(block: Block, step: Gather, state: Captured) -> None:
+    gather = streaming_gather()
+    if gather is None:
+        parts = [state.memory[number].view(-1) for number in step.tensors]
+        target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
+        torch.cat(parts, out=target)
+        return
+    leaves = [state.tensors[number] for number in step.tensors]
+    sizes = array("q", [leaf.nbytes for leaf in leaves])
+    assert sum(sizes) == step.nbytes <= len(block.view) - step.at
+    gather(block.address + step.at, array("q", [leaf.address for leaf in leaves]), sizes)
 
 
 def _move(block: Block, at: int, source: int, nbytes: int) -> None:
