@@ -357,6 +357,51 @@ def test_every_change_of_a_container_is_seen(what: str) -> None:
     assert told(capture(before)) != told(capture(after))
 
 
+class Bare(dict[str, Any]):
+    """A dict of another class."""
+
+
+ROWS: dict[str, Callable[[list[Any]], Any]] = {
+    "key renamed": lambda rows: rows.__setitem__(2, {"a": rows[2]["a"], "c": rows[2]["b"]}),
+    "key retyped": lambda rows: rows[3].__setitem__(True, rows[3].pop(1)),
+    "keys swapped": lambda rows: rows[2].__setitem__("a", rows[2].pop("a")),
+    "key moved on": lambda rows: rows.__setitem__(1, {"c": rows[0].pop("c"), **rows[1]}),
+    "one more": lambda rows: rows[4].__setitem__("c", 1),
+    "one less": lambda rows: rows[4].pop("b"),
+    "one more dict": lambda rows: rows.append({"a": 1, "b": torch.ones(1)}),
+    "one dict less": lambda rows: rows.pop(),
+    "subclass": lambda rows: rows.__setitem__(1, Bare(rows[1])),
+    "list": lambda rows: rows.__setitem__(1, list(rows[1].values())),
+    "same dict twice": lambda rows: rows.__setitem__(4, rows[5]),
+    "same tensor twice": lambda rows: rows[1].__setitem__("b", rows[2]["b"]),
+    "container": lambda rows: rows[1].__setitem__("b", [rows[1]["b"]]),
+    "resized": lambda rows: rows[1].__setitem__("b", torch.ones(9)),
+    "leaf": lambda rows: rows.__setitem__(1, 7),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_every_change_of_one_of_many_dicts_is_seen(what: str) -> None:
+    rows: list[Any] = [{"a": n, "b": torch.full((2,), n)} for n in range(4)]
+    rows += [{"a": 4, "b": 4.5}, {"a": 5, "b": 5.5}, [0]]
+    rows[0]["c"] = rows[3][1] = 0
+    trail = trail_through(rows)
+    found = followed(trail, rows)
+    assert found is not None
+    assert_alike(found, rows)
+    ROWS[what](rows)
+    assert followed(trail, rows) is None
+
+
+def test_equal_keys_of_many_dicts_need_not_be_the_same_objects() -> None:
+    rows = [{f"key {n}": torch.ones(1), "n": n} for n in range(6)]
+    trail = trail_through(rows)
+    others = [{f"key {n}": torch.ones(1), "n": n + 1} for n in range(6)]
+    found = followed(trail, others)
+    assert found is not None
+    assert_alike(found, others)
+
+
 @pytest.mark.filterwarnings("ignore:The class .* is not found")
 def test_a_type_that_is_registered_meanwhile_is_seen() -> None:
     @dataclass

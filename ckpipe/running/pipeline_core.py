@@ -285,8 +285,8 @@ class PipelineCore:
         return SaveRequest(
             state,
             select,
-            plain_metrics(metrics or {}, step),
-            plain_metadata(metadata or {}, step),
+            plain_metrics(metrics, step) if metrics else {},
+            plain_metadata(metadata, step) if metadata else {},
             final,
             threading.get_ident(),
             cuda.fences(),

@@ -78,6 +78,11 @@ class Site(Depot):
     trail: Trail | None = None
     division: Division | None = None
     recent_blocks: list[int] = field(default_factory=list)
+    _plans_jointly: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # To ask for all methods of a protocol takes longer than to look at a hundred tensors.
+        self._plans_jointly = isinstance(self.planner, JointPlanner)
 
     async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
         """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
@@ -119,7 +124,7 @@ class Site(Depot):
     @property
     def reusable_program(self) -> Program | None:
         """The last program, if it serves another save without anybody being asked."""
-        return None if isinstance(self.planner, JointPlanner) else self.program
+        return None if self._plans_jointly else self.program
 
     def make_program(self, captured: Captured, save: CheckpointId) -> Program:
         """Plans a captured state; blocking, for a worker thread.

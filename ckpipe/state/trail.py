@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -88,8 +89,7 @@ class Trail:
 
     def _followed(self, state: Any) -> Captured:
         way, places, like = _Way([state]), self._places, self._like
-        for _, stop in self._root.onward:
-            way.go(stop, state)
+        way.go_on(self._root, [state])
         for number, stop in self._attributes:
             place = places.tensors[number]
             way.go(stop, attributes_of(way.met[place], like.tensors[number]))
@@ -125,7 +125,8 @@ class _Stop:
         type: Its class.
         size: How many children it has.
         keys: Their keys.
-        onward: The places among its children of those that are containers themselves.
+        onward: The places among its children of those that are containers themselves; of a run,
+            that of its first.
         key_types: The classes of its keys.
         odd_keys: Its keys as text, if comparing them does not tell them apart.
         head: What else belongs to it, as text.
@@ -135,10 +136,55 @@ class _Stop:
     type: type[Any]
     size: int
     keys: list[Any]
-    onward: list[tuple[int, _Stop]]
+    onward: list[tuple[int, _Stop | _Run]]
     key_types: list[Any]
     odd_keys: str | None
     head: str
+
+
+@dataclass(slots=True)
+class _Run:
+    """Dicts that stand side by side in a container and hold leaves only.
+
+    An optimizer has one for each parameter, and a module's ``state_dict`` one for each part.
+
+    Args:
+        stops: The dicts.
+        sizes: How many children each has.
+        keys: The keys of all.
+    """
+
+    stops: list[_Stop]
+    sizes: list[int]
+    keys: list[Any]
+
+
+_LEAST_RUN = 4
+"""Fewer dicts are gone into one by one."""
+
+
+def _in_runs(onward: list[tuple[int, _Stop]]) -> list[tuple[int, _Stop | _Run]]:
+    """Containers among the children of one, with those in runs that can be looked at together."""
+    found: list[tuple[int, _Stop | _Run]] = []
+    run: list[tuple[int, _Stop]] = []
+    for index, stop in onward:
+        bare = stop.type is dict and not stop.onward
+        if not bare or (run and index != run[-1][0] + 1):
+            found += _closed(run)
+            run = []
+        if bare:
+            run.append((index, stop))
+        else:
+            found.append((index, stop))
+    return found + _closed(run)
+
+
+def _closed(run: list[tuple[int, _Stop]]) -> list[tuple[int, _Stop | _Run]]:
+    if len(run) < _LEAST_RUN:
+        return list(run)
+    stops = [stop for _, stop in run]
+    keys = list(chain.from_iterable(stop.keys for stop in stops))
+    return [(run[0][0], _Run(stops, [stop.size for stop in stops], keys))]
 
 
 _PLAIN_KEYS = frozenset((str, int, bool, type(None)))
@@ -149,7 +195,8 @@ def _stop(passage: Passage, onward: list[tuple[int, _Stop]]) -> _Stop:
     types = list(map(type, keys))
     odd = None if _PLAIN_KEYS.issuperset(types) else _key_text(keys)
     head = canonical(passage.head)
-    return _Stop(passage, passage.type, len(passage.met), keys, onward, types, odd, head)
+    size = len(passage.met)
+    return _Stop(passage, passage.type, size, keys, _in_runs(onward), types, odd, head)
 
 
 def _key_text(keys: Iterable[Any]) -> str:
@@ -261,8 +308,31 @@ class _Way:
         if kind not in IMMUTABLE:
             self.once.append(obj)
         self.met += children
+        if stop.onward:
+            self.go_on(stop, children)
+
+    def go_on(self, stop: _Stop, children: Sequence[Any]) -> None:
+        """Goes into those children of a container that are containers themselves."""
         for index, further in stop.onward:
-            self.go(further, children[index])
+            if isinstance(further, _Run):
+                self._go_along(further, children[index : index + len(further.stops)])
+            else:
+                self.go(further, children[index])
+
+    def _go_along(self, run: _Run, dicts: Sequence[Any]) -> None:
+        """Goes into the dicts of a run: all at once, if their keys are the very objects."""
+        if (
+            set(map(type, dicts)) == {dict}
+            and list(map(len, dicts)) == run.sizes
+            and all(map(is_, chain.from_iterable(dicts), run.keys))
+        ):
+            children = list(chain.from_iterable(map(dict.values, dicts)))
+            check(len(children) == len(run.keys))
+            self.once += dicts
+            self.met += children
+            return
+        for stop, each in zip(run.stops, dicts, strict=True):
+            self.go(stop, each)
 
     def _contents(self, stop: _Stop, obj: Any) -> list[Any]:
         passage = stop.passage
