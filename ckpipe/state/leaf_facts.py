@@ -130,8 +130,9 @@ class LeafFacts:
             for n, now, before in zip(self._bulk, addresses, self._addresses, strict=True):
                 if now != before:
                     moved[n] = replace(self._leaves[n], address=now)
-        for place in self._detached:
-            bulk[place] = bulk[place].detach()
+        attached = [bulk[place] for place in self._detached]
+        for place, each in zip(self._detached, map(torch.Tensor.detach, attached), strict=True):
+            bulk[place] = each
         return self._with_singles(objects, bulk, moved), moved
 
     def _bases(self, objects: list[Any]) -> list[torch.Tensor]:

@@ -35,18 +35,19 @@ _WAYS_TO_SAVE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 def _saves_as_torch_does(module: nn.Module) -> bool:
     pending, seen, kinds = [module], {id(module)}, set()
+    hooks: dict[int, Any] = {}  # mostly one for all modules
     while pending:
         each = pending.pop()
         if each._state_dict_hooks or not each.__dict__.keys().isdisjoint(_WAYS_TO_SAVE):
             return False
-        if each._state_dict_pre_hooks and not _are_torchs(each._state_dict_pre_hooks.values()):
-            return False
+        for hook in each._state_dict_pre_hooks.values():
+            hooks[id(hook)] = hook
         kinds.add(type(each))
         for child in each._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 pending.append(child)
-    return all(map(_is_plain_kind, kinds))
+    return all(map(_is_plain_kind, kinds)) and _are_torchs(hooks.values())
 
 
 def _is_plain_kind(kind: type[nn.Module]) -> bool:
