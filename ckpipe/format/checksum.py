@@ -13,10 +13,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import le, sub
+from operator import le
 
 from ckpipe.memory.addresses import address_of
-from ckpipe.memory.crc_streams import STREAMS, crc_streams, stream_bytes
+from ckpipe.memory.crc_streams import LEAST_BYTES, STREAMS, crc_streams, stream_bytes
 
 CHUNK_BYTES = 1 << 20
 """Every entry has one checksum for each mebibyte, counted from the entry's own start."""
@@ -70,7 +70,7 @@ class Parts:
 
 def crc32c_of_each(blocks: Sequence[Parts]) -> list[list[int]]:
     """The CRC-32C of each part of each block; the interpreter's lock is let go once for all."""
-    compute = crc_streams()
+    compute = crc_streams() if blocks else None
     if compute is None:  # one by one, the lock each time
         return [
             [
@@ -79,18 +79,24 @@ def crc32c_of_each(blocks: Sequence[Parts]) -> list[list[int]]:
             ]
             for each in blocks
         ]
-    begins, ends = array("q"), array("q")
-    for block in blocks:
-        base = address_of(block.data) if len(block.data) else 0
-        begins.extend(map(base.__add__, block.begins))
-        ends.extend(map(base.__add__, block.ends))
-    found = compute(0, begins, ends)
-    sums = found[STREAMS - 1 :: STREAMS].tolist()
-    for number, nbytes in enumerate(map(sub, ends, begins)):
-        if size := stream_bytes(nbytes):
-            first, second, third, last = found[STREAMS * number : STREAMS * (number + 1)]
-            half = combine(first, second, size)
-            sums[number] = combine(combine(half, third, size), last, nbytes - 3 * size)
+    import numpy as np
+
+    bases = [address_of(each.data) if len(each.data) else 0 for each in blocks]
+    begins, ends = (
+        np.concatenate(
+            [np.asarray(at, np.int64) + base for at, base in zip(ats, bases, strict=True)]
+        )
+        for ats in ([each.begins for each in blocks], [each.ends for each in blocks])
+    )
+    found = compute(begins, ends)
+    sums: list[int] = found[STREAMS - 1 :: STREAMS].tolist()
+    sizes = ends - begins
+    for number in np.flatnonzero(sizes >= LEAST_BYTES).tolist():
+        nbytes = int(sizes[number])
+        size = stream_bytes(nbytes)
+        first, second, third, last = found[STREAMS * number : STREAMS * (number + 1)].tolist()
+        half = combine(first, second, size)
+        sums[number] = combine(combine(half, third, size), last, nbytes - 3 * size)
     at = list(accumulate((len(block.begins) for block in blocks), initial=0))
     return [sums[first:last] for first, last in pairwise(at)]
 

@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ckpipe.memory.machine_code import loaded
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 STREAMS = 4
 """How many sums are computed side by side of a large part."""
@@ -27,12 +31,12 @@ STREAMS = 4
 LEAST_BYTES = 128 << 10
 """A smaller part is not cut: combining sums costs Python what that saves the processor."""
 
-Compute = Callable[[int, "array[int]", "array[int]"], "array[int]"]
+Compute = Callable[["NDArray[np.int64]", "NDArray[np.int64]"], "NDArray[np.uint32]"]
 """Computes sums of parts of memory.
 
-The parts are given by the address that they are counted from, where each begins and where it
-ends. The result has :data:`STREAMS` sums for each: those of the pieces that it was cut in, which
-are all of :func:`stream_bytes` but for the last, which has the rest.
+The parts are given by the addresses at which each begins and ends. The result has
+:data:`STREAMS` sums for each: those of the pieces that it was cut in, which are all of
+:func:`stream_bytes` but for the last, which has the rest.
 """
 
 # On entry rdi is the address, rsi and rdx point to beginnings and ends, rcx to where the sums go,
@@ -123,10 +127,13 @@ def crc_streams() -> Compute | None:
         return None
     function = _PROTOTYPE(address)
 
-    def compute(base: int, begins: array[int], ends: array[int]) -> array[int]:
+    # Imported here, since who checksums nothing has no other use for it, and it takes a while.
+    import numpy as np
+
+    def compute(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.uint32]:
         count = len(begins)
-        found = array("I", bytes(4 * STREAMS * count))
-        function(base, *(each.buffer_info()[0] for each in (begins, ends, found)), count)
+        found = np.empty(STREAMS * count, np.uint32)
+        function(0, *(each.ctypes.data for each in (begins, ends, found)), count)
         return found
 
     return compute
