@@ -7,7 +7,8 @@ its entry row by row, so a range of bytes is a flat range of its elements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,8 +30,7 @@ class Destination(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
-class RawBytes:
+class RawBytes(NamedTuple):
     """Host memory that the bytes ``[start, stop)`` of an entry are copied to as they are."""
 
     start: int
@@ -38,10 +38,18 @@ class RawBytes:
     address: int
 
     def put(self, source: int, lo: int, hi: int) -> None:
-        first = max(lo, self.start)
-        nbytes = min(hi, self.stop) - first
+        start, stop, address = self
+        if start <= lo and hi <= stop:  # nearly always, and min and max take as long as a copy
+            first, nbytes = lo, hi - lo
+        else:
+            first = max(lo, start)
+            nbytes = min(hi, stop) - first
         if nbytes > 0:
-            copy_bytes(self.address + first - self.start, source + first - lo, nbytes)
+            copy_bytes(address + first - start, source + first - lo, nbytes)
+
+
+# Tens of thousands are made for a load, for which the class's own constructor is slow.
+new_raw_bytes = partial(tuple.__new__, RawBytes)
 
 
 @dataclass(frozen=True, slots=True)

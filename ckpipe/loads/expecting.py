@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpipe.format.manifest import Bundle
-from ckpipe.loads.load_planning import EntryTable, Need, entry_table
+from ckpipe.loads.load_planning import EntryTable, Need, entry_table, new_need
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,11 @@ class Expected:
         Args:
             needs: What is needed, in any order; needs may overlap.
         """
+        ordered = sorted(needs)
+        if ordered == self.needs:
+            return True
         reached = {need.entry: 0 for need in self.needs}
-        for entry, lo, hi in sorted(needs):
+        for entry, lo, hi in ordered:
             known = reached.get(entry)
             if known is None or lo > known:
                 return False
@@ -57,11 +60,12 @@ def expect(bundle: Bundle, rank: int, world_size: int, *, everything: bool) -> E
     if not everything or part is None or bundle.world_size != world_size:
         return Expected(data, [])
     layout = bundle.layouts[bundle.parts[part].layout]
-    if not layout.entries or any(chunk.owner is not None for chunk in layout.chunks):
+    owners = [chunk.owner for chunk in layout.chunks]
+    if not layout.entries or owners.count(None) < len(owners):
         return Expected(data, [])
     first = data.number(part, 0)
     sizes = enumerate(data.sizes[first : first + len(layout.entries)], first)
-    return Expected(data, [Need(entry, 0, nbytes) for entry, nbytes in sizes if nbytes])
+    return Expected(data, [new_need((entry, 0, nbytes)) for entry, nbytes in sizes if nbytes])
 
 
 __all__ = ["Expected", "expect"]

@@ -20,13 +20,17 @@ import torch
 
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.format.boxes import box_volume, flat_start
-from ckpipe.loads.destinations import BoxElements, Destination, Elements, RawBytes, boxed
-from ckpipe.loads.load_planning import Need
+from ckpipe.loads.destinations import (
+    BoxElements,
+    Destination,
+    Elements,
+    RawBytes,
+    boxed,
+    new_raw_bytes,
+)
+from ckpipe.loads.load_planning import Need, new_need
 from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor, StoredTensors
 from ckpipe.state.tensors import overlaps_itself
-
-# Tens of thousands are made for a load, for which the class's own constructor is slow.
-_new_need = partial(tuple.__new__, Need)
 
 
 class Filling:
@@ -100,18 +104,18 @@ class Filling:
     def plain(
         self, stored: StoredTensor, pieces: tuple[Piece, ...], target: torch.Tensor, address: int
     ) -> bool:
-        """The same for a contiguous tensor that is one chunk as it lies, as nearly all are.
+        """The same for a tensor that takes bytes and is one chunk as it lies, as nearly all are.
 
         Args:
             stored: The stored tensor.
             pieces: What the target is put together from.
-            target: A plain tensor, detached and contiguous.
+            target: A plain tensor, detached, that :func:`takes_bytes` of the stored one.
             address: Where it begins.
 
         Returns:
             False if it is anything else; then nothing was done.
         """
-        if len(pieces) != 1 or not takes_bytes(target, stored.dtype):
+        if len(pieces) != 1:
             return False
         (piece,) = pieces
         entry, start, stop, _, _, inside, fills, shared = piece
@@ -119,8 +123,8 @@ class Filling:
             return False
         if start < stop:
             self._alive.append(target)
-            self.destinations[entry].append(RawBytes(start, stop, address))
-            self.needs.append(_new_need((entry, start, stop)))
+            self.destinations[entry].append(new_raw_bytes((start, stop, address)))
+            self.needs.append(new_need((entry, start, stop)))
         return True
 
     def copy_later(

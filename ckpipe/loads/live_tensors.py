@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,15 +13,20 @@ from ckpipe.loads.placed_tensors import PLAIN, is_placed, local_tensor, why_unpl
 from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor
 from ckpipe.state.tensors import NUMPY
 
+FILLABLE = (torch.Tensor, np.ndarray)
+"""What a tensor can be loaded into; named, since a union would be made anew for every tensor."""
+
 _UNINITIALIZED = (
     torch.nn.parameter.UninitializedParameter,
     torch.nn.parameter.UninitializedBuffer,
 )
 
 
-@dataclass(eq=False, slots=True)
-class LiveTensor:
+class LiveTensor(NamedTuple):
     """A tensor of the target that a stored one is to be loaded into.
+
+    What must be known of many thousand tensors is asked of each while it is in the processor's
+    cache.
 
     Args:
         stored: The stored tensor.
@@ -29,7 +34,10 @@ class LiveTensor:
         tensor: Its memory, as a plain detached tensor.
         owner: The object that stands in the state.
         address: Where that memory begins.
+        device: Which memory it is.
+        nbytes: Its size without gaps.
         contiguous: Whether its elements lie row by row without a gap.
+        takes_bytes: Whether bytes of the stored tensor can be copied to it as they are.
         regions: Which parts of the stored tensor that memory holds; None for the whole.
         pieces: What it is put together from.
     """
@@ -39,20 +47,29 @@ class LiveTensor:
     tensor: torch.Tensor
     owner: torch.Tensor | np.ndarray[Any, Any]
     address: int
+    device: torch.device
+    nbytes: int
     contiguous: bool
+    takes_bytes: bool
     regions: tuple[Region, ...] | None
     pieces: tuple[Piece, ...]
+
+
+# Tens of thousands are made for a load, for which the class's own constructor is slow.
+new_live_tensor = partial(tuple.__new__, LiveTensor)
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
     """The memory of a tensor or array as a plain tensor; None if it cannot be written so."""
     if isinstance(obj, np.ndarray):
         return _array_view(obj)
-    if is_placed(obj):
-        obj = local_tensor(obj)
     kind = type(obj)
-    if kind not in PLAIN and _is_wrapper(obj):
-        return None
+    if kind not in PLAIN:
+        if is_placed(obj):
+            obj = local_tensor(obj)
+            kind = type(obj)
+        if kind not in PLAIN and _is_wrapper(obj):
+            return None
     if obj.layout is not torch.strided or obj.is_meta or obj.is_nested or obj.is_quantized:
         return None
     if kind is torch.Tensor and not obj.requires_grad:
@@ -93,8 +110,8 @@ def misfit(
         live: The tensor or array of the target.
         cast: Whether the values may be converted to the dtype of the target.
     """
-    plain = isinstance(live, torch.Tensor) and type(live) in PLAIN and not live.is_meta
-    if plain and (live.shape, live.dtype) == (stored.shape, stored.dtype):
+    plain = type(live) in PLAIN and live.dtype is stored.dtype
+    if plain and live.shape == stored.row.shape and not live.is_meta:  # type: ignore[union-attr]
         return None  # Nearly always, and quickly said.
     saved, shape, dtype = _array_form(stored) if isinstance(live, np.ndarray) else _form(stored)
     if isinstance(live, torch.Tensor) and live.is_meta:

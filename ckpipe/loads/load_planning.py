@@ -79,6 +79,7 @@ class Fragment(NamedTuple):
 
 # Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
 _piece = partial(tuple.__new__, Piece)
+new_need = partial(tuple.__new__, Need)
 
 
 @dataclass(frozen=True, slots=True)

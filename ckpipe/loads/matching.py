@@ -15,13 +15,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, encode_key, join
 from ckpipe.format.trees import Node, children_of, leaf_labels
-from ckpipe.loads.live_tensors import misfit
+from ckpipe.loads.live_tensors import FILLABLE, misfit
 from ckpipe.loads.making import Make, same, stays
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.refilling import (
@@ -59,6 +58,7 @@ class Matching:
         self, rebuild: Rebuild, targets: Targets, select: LabelFilter, *, strict: bool
     ) -> None:
         self._rebuild, self._targets = rebuild, targets
+        self._own_of_ranks = rebuild.per_rank.tensors
         self._select, self._strict = select, strict
         self._known: dict[tuple[int, int], Make] = {}
         self._loaded: dict[int, Make] = {}
@@ -89,6 +89,8 @@ class Matching:
     def match(self, target: Any, node: Node, label: str) -> Make:
         """Matches one object with one node."""
         tag = node[0]
+        if tag == "tensor" and target is not None:
+            return self.match_tensor(target, node, label)
         if tag == "absent":
             return self._left_out(target, label)
         if tag in ("shared", "ref"):
@@ -111,16 +113,17 @@ class Matching:
     # Leaves
 
     def match_tensor(self, target: Any, node: Node, label: str) -> Make:
-        if not isinstance(target, torch.Tensor | np.ndarray):
+        if not isinstance(target, FILLABLE):
             raise _wrong_kind("a tensor", target, label)
-        if node[1] in self._rebuild.per_rank.tensors:
-            return self._rebuild.combined(node[1], target, label)
-        stored = self._targets.stored[node[1]]
-        error = misfit(stored, target, cast=self._targets.cast)
+        number, targets = node[1], self._targets
+        if number in self._own_of_ranks:
+            return self._rebuild.combined(number, target, label)
+        stored = targets.stored[number]
+        error = misfit(stored, target, cast=targets.cast)
         if error is not None:
             error.key = label or error.key
             raise error
-        if not self._targets.fill(stored, target, label):
+        if not targets.fill(stored, target, label):
             return self._rebuild.plan(node, label)
         if not stored.row.attributes:
             return partial(same, target)
@@ -129,9 +132,7 @@ class Matching:
 
     def match_value(self, target: Any, node: Node, label: str) -> Make:
         combined = node[1] in self._rebuild.per_rank.values
-        if not combined and (
-            _is_container(target) or isinstance(target, torch.Tensor | np.ndarray)
-        ):
+        if not combined and (_is_container(target) or isinstance(target, FILLABLE)):
             raise _wrong_kind("a plain value", target, label)
         return self._rebuild.plan(node, label)
 
@@ -264,7 +265,6 @@ class Matching:
 _Match = Callable[[Matching, Any, Node, str], Make]
 
 _MATCHES: dict[str, _Match] = {
-    "tensor": Matching.match_tensor,
     "value": Matching.match_value,
     "dict": Matching.match_mapping,
     "ordered_dict": Matching.match_mapping,
@@ -323,7 +323,7 @@ def _is_container(target: Any) -> bool:
 
 def _is_plain(target: Sequence[Any], children: list[tuple[Any, Node, str]]) -> bool:
     return all(child[0] == "value" for _, child, _ in children) and not any(
-        _is_container(each) or isinstance(each, torch.Tensor | np.ndarray) for each in target
+        _is_container(each) or isinstance(each, FILLABLE) for each in target
     )
 
 

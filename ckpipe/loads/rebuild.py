@@ -20,7 +20,6 @@ from functools import partial
 from operator import setitem
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpipe.errors import InvalidManifest, StructureMismatch
@@ -28,15 +27,13 @@ from ckpipe.format.keys import Json, decode_key, join
 from ckpipe.format.trees import Node, children_of
 from ckpipe.loads.fresh_objects import check_attributes, empty_mapping, tensor_object, unpickled
 from ckpipe.loads.hints import Hint
-from ckpipe.loads.live_tensors import has_shape, misfit, writable_view
+from ckpipe.loads.live_tensors import FILLABLE, has_shape, misfit, writable_view
 from ckpipe.loads.making import Changeable, Make, same
 from ckpipe.loads.per_rank import PerRankItems
 from ckpipe.loads.selecting import any_selected
 from ckpipe.loads.targets import Targets
 from ckpipe.state.registered_types import registered_as
 from ckpipe.state.values import decode_value, resolve_class
-
-_FILLABLE = (torch.Tensor, np.ndarray)  # named, since a union would be made anew for every tensor
 
 
 class _Unfinished(Exception):  # a signal between functions of this file
@@ -124,7 +121,7 @@ class Rebuild:
         live = None if hint is None else hint.live
         if number in self.per_rank.tensors:
             return self.combined(number, live, label)
-        if hint is not None and isinstance(live, _FILLABLE) and has_shape(live):
+        if hint is not None and isinstance(live, FILLABLE) and has_shape(live):
             stored = self._targets.stored[number]
             error = misfit(stored, live, cast=hint.must_fit and self._targets.cast)
             if error is None and self._targets.fill(stored, live, label):
@@ -173,7 +170,7 @@ class Rebuild:
             tensor_object(row, self._targets.filling.fresh(stored.of_part(part, inner)))
             for part, inner in self.per_rank.tensors[number]
         ]
-        view = writable_view(live) if isinstance(live, torch.Tensor | np.ndarray) else None
+        view = writable_view(live) if isinstance(live, FILLABLE) else None
 
         def make() -> Any:
             made = combine(label, copies)

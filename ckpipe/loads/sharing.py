@@ -42,10 +42,10 @@ def _apart(lives: Sequence[LiveTensor]) -> bool:
     """Whether all lie row by row, and apart, in one memory: quickly said, and nearly always so."""
     if not all(live.contiguous for live in lives):
         return False
-    if len({live.tensor.device for live in lives}) > 1:
+    if len({live.device for live in lives}) > 1:
         return False
     begins = np.array([live.address for live in lives], np.uint64)
-    sizes = np.array([live.tensor.nbytes for live in lives], np.uint64)
+    sizes = np.array([live.nbytes for live in lives], np.uint64)
     order = np.argsort(begins)
     ends = begins[order] + sizes[order]
     return bool(np.all(ends[:-1] <= begins[order][1:]))

@@ -10,7 +10,7 @@ is looked at.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpipe.format.boxes import Box, whole
 from ckpipe.format.manifest import Bundle, ChunkRow, Layout, TensorRow
@@ -53,8 +53,8 @@ class Sources:
         """
         held = self._by_part.get(part) or self.held(part)
         rows = held.by_tensor.get(tensor, ())
-        if len(rows) == 1 and rows[0].owner is None:
-            return [(part, rows[0])]
+        if len(rows) == 1 and (chunk := rows[0]).owner is None:
+            return [(part, chunk)]
         found: list[Candidate] = []
         for chunk in rows:
             if chunk.owner is None:
@@ -144,15 +144,29 @@ class Held:
 
     def __init__(self, layout: Layout) -> None:
         self.entry_count = len(layout.entries)
-        self.by_tensor: defaultdict[int, list[ChunkRow]] = defaultdict(list)
+        self.by_tensor: Mapping[int, Sequence[ChunkRow]]
         self.shared: set[int] = set()
+        chunks = tuple(layout.chunks)
+        tensors = [chunk.tensor for chunk in chunks]
+        own = [
+            (chunk.entry, chunk)
+            for chunk in chunks
+            if chunk.owner is None and chunk.entry is not None
+        ]
+        if len(set(tensors)) == len(tensors) and len({entry for entry, _ in own}) == len(own):
+            # One chunk of each tensor, in an entry of its own, as nearly always: a short way.
+            self.by_tensor = dict(zip(tensors, zip(chunks), strict=True))
+            self.shared.update(entry for entry, chunk in own if chunk.stride is not None)
+            return
+        by_tensor: defaultdict[int, list[ChunkRow]] = defaultdict(list)
+        for chunk in chunks:
+            by_tensor[chunk.tensor].append(chunk)
+        self.by_tensor = by_tensor
         holder: dict[int, int] = {}
-        for chunk in layout.chunks:
-            self.by_tensor[chunk.tensor].append(chunk)
-            if chunk.owner is None and chunk.entry is not None:
-                first = holder.setdefault(chunk.entry, chunk.tensor)
-                if chunk.stride is not None or first != chunk.tensor:
-                    self.shared.add(chunk.entry)
+        for entry, chunk in own:
+            first = holder.setdefault(entry, chunk.tensor)
+            if chunk.stride is not None or first != chunk.tensor:
+                self.shared.add(entry)
 
 
 def chunk_box(chunk: ChunkRow, shape: Sequence[int]) -> Box:

@@ -141,7 +141,8 @@ class StoredTensors:
         if known is None:
             if not 0 <= number < len(self._rows):
                 raise InvalidManifest(f"The structure names tensor {number}, which does not exist")
-            known = self._known[number] = self._look_up(number, *self._homes[number])
+            part, inner = self._homes[number]
+            known = self._known[number] = self._look_up(number, part, inner, self._rows[number])
         return known
 
     def of_part(self, part: int, number: int) -> StoredTensor:
@@ -152,10 +153,7 @@ class StoredTensors:
         """
         return self._look_up(number, part, number, self._sources.row(part, number))
 
-    def _look_up(
-        self, number: int, part: int, inner: int, row: TensorRow | None = None
-    ) -> StoredTensor:
-        row = row or self._rows[number]
+    def _look_up(self, number: int, part: int, inner: int, row: TensorRow) -> StoredTensor:
         dtype = DTYPES.get(row.dtype)
         if dtype is None:
             raise InvalidManifest(f"This dtype is unknown: {row.dtype!r:.100}", key=row.label)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ckpipe.loads.destinations import Destination
-from ckpipe.loads.filling import Filling
-from ckpipe.loads.live_tensors import LiveTensor, writable_view
+from ckpipe.loads.filling import Filling, takes_bytes
+from ckpipe.loads.live_tensors import LiveTensor, new_live_tensor, writable_view
 from ckpipe.loads.load_planning import Need
 from ckpipe.loads.placed_tensors import is_placed, regions_of
 from ckpipe.loads.sharing import check_agreement, disputed_groups, distinct
@@ -51,12 +51,15 @@ class Targets:
         view = writable_view(live)
         if view is None:
             return False
-        regions = regions_of(live, self._shardings, label) if is_placed(live) else None
-        pieces = self.stored.pieces(stored, regions)
-        address, contiguous = view.data_ptr(), view.is_contiguous()
-        self._lives.append(
-            LiveTensor(stored, label, view, live, address, contiguous, regions, pieces)
-        )
+        regions, pieces = None, stored.whole
+        if is_placed(live):
+            regions = regions_of(live, self._shardings, label)
+        if pieces is None or regions is not None:
+            pieces = self.stored.pieces(stored, regions)
+        contiguous = view.is_contiguous()
+        as_bytes = contiguous and takes_bytes(view, stored.dtype)
+        place = (view.data_ptr(), view.device, view.nbytes, contiguous, as_bytes)
+        self._lives.append(new_live_tensor((stored, label, view, live, *place, regions, pieces)))
         return True
 
     def settle(self) -> None:
@@ -64,14 +67,14 @@ class Targets:
         lives = distinct(self._lives)
         self._disputed = disputed_groups(lives)
         self._first = self._entries_to_compare(lives)
+        plain = self.filling.plain
         for live in lives:
             if self._first and self._first.intersection(c.entry for c in live.pieces):
                 self.filling.copy_later(live.stored, live.regions, live.tensor)
-            elif not (live.contiguous and self._plainly(live)):
+            elif not (
+                live.takes_bytes and plain(live.stored, live.pieces, live.tensor, live.address)
+            ):
                 self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
-
-    def _plainly(self, live: LiveTensor) -> bool:
-        return self.filling.plain(live.stored, live.pieces, live.tensor, live.address)
 
     def _entries_to_compare(self, lives: list[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
@@ -123,5 +126,8 @@ class Targets:
         """Completes the tensors once all bytes are there, and tells autograd of the change."""
         with torch.no_grad():
             self.filling.finish()
-        changed = [live.owner for live in self._lives if isinstance(live.owner, torch.Tensor)]
-        torch.autograd.graph.increment_version([t for t in changed if not t.is_inference()])
+        owners = [live.owner for live in self._lives]
+        changed = [each for each in owners if isinstance(each, torch.Tensor)]
+        if any(map(torch.Tensor.is_inference, changed)):
+            changed = [each for each in changed if not each.is_inference()]
+        torch.autograd.graph.increment_version(changed)
