@@ -362,7 +362,7 @@ def test_writer_reports_what_was_refused(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
     descriptor = direct_io.open_direct(str(tmp_path / "f"))
     assert descriptor is not None
-    assert direct_io.write_direct(descriptor, memoryview(bytes(100)), 3) == 0
+    assert direct_io.write_direct(descriptor, [memoryview(bytes(100))], 3) == 0
     os.close(descriptor)
 
 
@@ -570,7 +570,7 @@ def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("ckpipe_local.partial.write_all", write_late)
     file = begin_file(str(tmp_path / "f"), str(tmp_path), set(), 3, False)
-    writer = threading.Thread(target=file.write, args=(0, memoryview(b"abc")))
+    writer = threading.Thread(target=file.write, args=([(0, memoryview(b"abc"))],))
     closer = threading.Thread(target=file.close)
     writer.start()
     assert begun.wait(30)
@@ -581,7 +581,7 @@ def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.M
     closer.join(30)
     assert Path(file.temporary).read_bytes() == b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
-        file.write(0, memoryview(b"abc"))
+        file.write([(0, memoryview(b"abc"))])
 
 
 UPLOADER = """

@@ -14,6 +14,9 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from ckpipe.errors import StoreError
 from ckpipe.memory.addresses import address_of
@@ -33,6 +36,22 @@ def aligned_part(data: memoryview, offset: int) -> tuple[int, int]:
     return start, stop
 
 
+def side_by_side(
+    ranges: Iterable[tuple[int, memoryview]],
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Ranges of a file in order, with those together that follow one another without a gap."""
+    begin, end, run = 0, 0, list[memoryview]()
+    for offset, data in sorted(ranges, key=itemgetter(0)):
+        if run and offset != end:
+            yield begin, run
+            run = []
+        begin = begin if run else offset
+        end = offset + len(data)
+        run.append(data)
+    if run:
+        yield begin, run
+
+
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Writes all of ``data``, however many calls the kernel needs for it."""
     while data:
@@ -40,20 +59,25 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def write_direct(descriptor: int, data: memoryview, offset: int) -> int:
-    """Writes through an O_DIRECT descriptor, as far as the file system accepts it.
+def write_direct(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Writes pieces one behind the other through an O_DIRECT descriptor, as far as it accepts them.
 
     Returns:
         How many bytes were written; fewer than all means that the rest was refused.
     """
-    written = 0
-    while written < len(data):
+    written, left = 0, deque(pieces)
+    while left:
         try:
-            written += _advance(os.pwrite(descriptor, data[written:], offset + written))
+            count = _advance(os.pwritev(descriptor, left, offset + written))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             break
+        written += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
     return written
 
 

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 
 from ckpipe.backend import PutMode
 from ckpipe.errors import StoreError
-from ckpipe_local.direct_io import aligned_part, open_direct, write_all, write_direct
+from ckpipe_local.direct_io import (
+    aligned_part,
+    open_direct,
+    side_by_side,
+    write_all,
+    write_direct,
+)
 from ckpipe_local.directories import create_temporary, sync_directory
 from ckpipe_local.failures import unrepeatable
 from ckpipe_local.system_calls import preallocate
@@ -41,32 +47,37 @@ class PartialFile:
         if direct:
             self._direct = open_direct(self.temporary)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Writes one range; several threads may do so at once."""
+    def write(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Writes ranges; several threads may do so at once."""
         with self._state:
             if self._closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             self._writers += 1
         try:
-            self._write(offset, data)
+            self._write(ranges)
         finally:
             with self._state:
                 self._writers -= 1
                 self._state.notify_all()
 
-    def write_all(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Writes several ranges, one after the other."""
+    def _write(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        direct = None if self._refused else self._direct
+        middles: list[tuple[int, memoryview]] = []
         for offset, data in ranges:
-            self.write(offset, data)
-
-    def _write(self, offset: int, data: memoryview) -> None:
-        done = 0
-        if self._direct is not None and not self._refused:
-            start, stop = aligned_part(data, offset)
+            start, stop = (0, 0) if direct is None else aligned_part(data, offset)
             write_all(self._buffered, data[:start], offset)
-            done = start + write_direct(self._direct, data[start:stop], offset + start)
-            self._refused = done < stop
-        write_all(self._buffered, data[done:], offset + done)
+            write_all(self._buffered, data[stop:], offset + stop)
+            if start < stop:
+                middles.append((offset + start, data[start:stop]))
+        for offset, pieces in side_by_side(middles):
+            assert direct is not None
+            done = write_direct(direct, pieces, offset)
+            for piece in pieces:
+                if done < len(piece):
+                    self._refused = True
+                    write_all(self._buffered, piece[done:], offset + done)
+                offset += len(piece)
+                done = max(0, done - len(piece))
 
     def publish(self, mode: PutMode) -> None:
         """Makes the data durable, then the name, and closes the file."""
@@ -140,7 +151,7 @@ def put_object(path: str, root: str, durable: set[str], data: bytes, mode: PutMo
     descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
     file = PartialFile(descriptor, temporary, path)
     try:
-        file.write(0, memoryview(data))
+        file.write([(0, memoryview(data))])
         file.publish(mode)
     except BaseException:
         file.discard()

@@ -22,7 +22,7 @@ class LocalUpload(Upload):
 
     # Each turn of a thread takes the interpreter from a trainer several times, and a write of this
     # many blocks is still a small part of a save.
-    most_blocks = 4
+    most_blocks = 8
 
     def __init__(
         self, key: str, size: int, file: PartialFile, unfinished: set[PartialFile]
@@ -44,7 +44,7 @@ class LocalUpload(Upload):
                 message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
                 raise UsageError(message, key=self._key)
         with writing(f"write {self._file.final}", self._key):
-            await in_thread(self._file.write_all, blocks)
+            await in_thread(self._file.write, blocks)
 
     async def complete(self) -> None:
         with writing(f"complete {self._file.final}", self._key):

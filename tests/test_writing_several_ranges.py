@@ -1,0 +1,102 @@
+"""Ranges of a local file that one thread writes: side by side in one call, and whole."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe.testing.conformance import pattern
+from ckpipe_local.direct_io import ALIGNMENT, side_by_side
+from ckpipe_local.partial import PartialFile, begin_file
+
+Ranges = list[tuple[int, memoryview]]
+Write = Callable[[int, Sequence[memoryview], int], int]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5))), st.randoms())
+def test_runs_have_all_bytes_and_no_gap(drawn: list[tuple[int, int]], order: random.Random) -> None:
+    image = pattern(100 * len(drawn))
+    ranges, at = Ranges(), 0
+    for gap, size in drawn:
+        ranges.append((at + gap, memoryview(image)[at + gap : at + gap + size]))
+        at += gap + size
+    order.shuffle(ranges)
+    runs = list(side_by_side(ranges))
+    ends = [offset + sum(map(len, pieces)) for offset, pieces in runs]
+    assert all(end < offset for end, (offset, _) in zip(ends, runs[1:], strict=False))
+    for offset, pieces in runs:
+        assert b"".join(pieces) == image[offset : offset + sum(map(len, pieces))]
+    assert sum(len(pieces) for _, pieces in runs) == len(ranges)
+
+
+SIZES = st.sampled_from([1, 100, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT, 5 * ALIGNMENT + 7])
+
+
+def cut(image: memoryview, sizes: list[int], apart: list[bool]) -> Ranges:
+    """Ranges of a file, each in memory where it could go past the page cache, or beside that."""
+    memory, found, at = (
+        memoryview(mmap.mmap(-1, len(image) + (len(sizes) + 1) * 3 * ALIGNMENT)),
+        [],
+        0,
+    )
+    place = 0
+    for size, beside in zip(sizes, apart, strict=True):
+        place += -place % ALIGNMENT + (16 if beside else at % ALIGNMENT)
+        memory[place : place + size] = image[at : at + size]
+        found.append((at, memory[place : place + size]))
+        place, at = place + size, at + size
+    return found
+
+
+def short(pwritev: Write) -> Write:
+    """A kernel that writes one page at a time."""
+
+    def write(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+        return pwritev(descriptor, [pieces[0][:ALIGNMENT]], offset)
+
+    return write
+
+
+def refusing(pwritev: Write) -> Write:
+    """A file system that takes one page past its cache, and then no more."""
+    calls = itertools.count()
+
+    def write(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+        if next(calls):
+            raise OSError(errno.EINVAL, "refused")
+        return pwritev(descriptor, [pieces[0][:ALIGNMENT]], offset)
+
+    return write
+
+
+def written(file: PartialFile, ranges: Ranges) -> bytes:
+    """What is in a file once the ranges are, of which it has one half at a time."""
+    for half in (ranges[::2], ranges[1::2]):
+        file.write(half)
+    file.close()
+    return Path(file.temporary).read_bytes()
+
+
+@pytest.mark.parametrize("kernel", [lambda pwritev: pwritev, short, refusing])
+@given(st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=8), st.randoms())
+def test_every_byte_is_written(
+    kernel: Callable[[Write], Write], drawn: list[tuple[int, bool]], order: random.Random
+) -> None:
+    sizes = [size for size, _ in drawn]
+    image = pattern(sum(sizes))
+    ranges = cut(memoryview(image), sizes, [beside for _, beside in drawn])
+    order.shuffle(ranges)
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", kernel(os.pwritev))
+        file = begin_file(f"{root}/f", root, set(), len(image), True)
+        assert written(file, ranges) == image
