@@ -9,10 +9,10 @@ A turn steps undisturbed for a while, then saves and goes on stepping until the 
 then steps undisturbed again. It is repeated if the machine changed its speed (`undisturbed.py`).
 *Rate* is the number of steps from the return of the call until then, against what it would be
 undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
-waits. *Not running* is the time after the call in which the training thread was kept from running;
-unlike what it lost, it does not change with the machine's speed. *Others* is what programs that
-have no part in this took of the processors, from the undisturbed steps on: where that is much, no
-figure means anything. No round begins that would, by the longest before it, end later than
+waits. *Held up* is the call and the time after it in which the training thread was kept from
+running; unlike what it lost, it does not change with the machine's speed. *Others* is what programs
+that have no part in this took of the processors, from the undisturbed steps on: where that is much,
+no figure means anything. No round begins that would, by the longest before it, end later than
 ``--minutes`` after the start. With ``--s3``, ckpipe also saves to a server that is started on this
 machine; with ``--niceness``, also by workers that give way more or less than they do by default.
 """
@@ -98,7 +98,7 @@ class Turn:
     call: float
     durable: float
     steps: list[float]
-    not_running: float
+    held_up: float
     others: float
 
     @property
@@ -134,7 +134,7 @@ class Measured:
             "call, ms": median(lambda turn: turn.call) * 1e3,
             "durable, s": median(lambda turn: turn.durable),
             "lost, ms": median(lambda turn: turn.lost) * 1e3,
-            "not running, ms": median(lambda turn: turn.not_running) * 1e3,
+            "held up, ms": median(lambda turn: turn.held_up) * 1e3,
             "others, ms": median(lambda turn: turn.others) * 1e3,
         }
 
@@ -154,7 +154,7 @@ def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -
     undisturbed = Undisturbed(before, mean_step(step, calm))
     others = used_by_others() - others
     tidy(contender)
-    return Turn(undisturbed, call, durable, beside, durable - call - ran, others)
+    return Turn(undisturbed, call, durable, beside, durable - ran, others)
 
 
 def used_by_others() -> float:
@@ -255,7 +255,8 @@ def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, f
         longer = process["durable, s"] / thread["durable, s"]
         yield f"{loop}: durable, process against thread", longer, "<=", 1.10
         if (peer := found.get(contenders.DcpProcess.name)) is not None:
-            yield f"{loop}: lost, process, ms", process["lost, ms"], "<=", peer["lost, ms"] / 2
+            for name in ("lost, ms", "held up, ms"):
+                yield f"{loop}: process, {name}", process[name], "<=", peer[name] / 2
 
 
 def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
