@@ -4,7 +4,7 @@ A thread that wants the interpreter from one that never lets it go has to wait f
 interval, by default 5 ms (``sys.setswitchinterval``). A save needs more than a hundred such turns
 for each GiB, most of them one after the other, so that beside a loop of plain Python it lasts a
 third longer than it has to. What the loop loses is the Python that a save runs, which is as much in
-either case.
+either case. Of a save in a worker process the trainer hears in a few turns, which took 20 to 40 ms.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from ckpipe.memory.arena import Segment
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
 from ckpipe.settings import Worker
+from ckpipe.tasks.turns import short_turns
 from ckpipe.worker.worker_link import Errand, Link
 from ckpipe.worker.worker_process import WorkerProcess
 
@@ -162,7 +163,9 @@ class WorkerCarrier:
                     tasks.start_soon(self._announce, save, voyage, unsummed, "serialize")
                     tasks.start_soon(self._announce, save, voyage, filled, "upload")
                     tasks.start_soon(self._seal, save, voyage)
-                    errand = await voyage.ended()
+                    await voyage.begun.wait()
+                    with short_turns():  # else a loop of Python hears late that all is durable
+                        errand = await voyage.ended()
                     tasks.cancel_scope.cancel()
             if errand.error is not None:
                 _judge(save, errand.error)
