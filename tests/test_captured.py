@@ -242,6 +242,27 @@ def test_a_parameter_changed_outside_of_the_step_fails_the_save(
         assert is_free(pipeline.lock)
 
 
+@pytest.mark.parametrize("width", [200, 20])  # copied one by one, and many in one call
+@pytest.mark.parametrize("change", ["data", "resize_"])
+def test_memory_that_is_exchanged_outside_of_the_step_fails_the_save(
+    store: Stores, slow: SlowCopies, change: str, width: int
+) -> None:
+    training = Training(width)
+    with open_pipeline(store, training) as pipeline:
+        handle = pipeline.save({"optimizer": training.optimizer}, step=0, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        weight = next(training.model.parameters())
+        momentum = training.optimizer.state[weight]["momentum_buffer"]
+        if change == "data":
+            momentum.data = torch.ones_like(momentum)  # no version counts this
+        else:
+            momentum.resize_(2 * width, 2 * width)
+        slow.go_on.set()
+        with pytest.raises(errors.StateChanged, match="momentum_buffer"):
+            handle.wait()
+        assert is_free(pipeline.lock)
+
+
 def test_a_cancelled_save_lets_the_trainer_go(store: Stores, slow: SlowCopies) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:

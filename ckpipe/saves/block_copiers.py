@@ -217,7 +217,9 @@ class BlockCopiers:
                 ends = self._fill(piece)
             else:
                 with self._turn.reading():
+                    self._check_places(piece.work)  # what lay there may be freed since
                     ends = self._fill(piece)
+                    self._check_places(piece.work)
             if ends:
                 launched.append((piece, ends))
             else:
@@ -233,6 +235,18 @@ class BlockCopiers:
             return self._devices.launch(devices, fill)
         fill()
         return ()
+
+    def _check_places(self, work: BlockPlan) -> None:
+        """Finds out whether tensors that are copied late still lie where they were captured.
+
+        Raises:
+            StateChanged: If one does not: a program has given it other memory, which torch does
+                not count as a change.
+        """
+        leaves, memory = self._state.tensors, self._state.memory
+        for number in tensors_of(work):
+            if memory[number].data_ptr() != leaves[number].address:
+                raise _changed_beside(leaves[number])
 
     def _devices_of(self, work: BlockPlan) -> set[str]:
         if not self._on_devices:
