@@ -38,13 +38,13 @@ from ckpipe.errors import (
     TruncatedObject,
     UsageError,
 )
+from ckpipe.tasks.awaited_threads import _Call, in_thread
 from ckpipe.testing.conformance import pattern
 from ckpipe_local import LocalBackend, direct_io
 from ckpipe_local.backend import path_of
 from ckpipe_local.directories import TEMPORARY_PREFIX, list_children
 from ckpipe_local.failures import reading, writing
 from ckpipe_local.partial import begin_file
-from ckpipe_local.threads import _Call, in_thread
 
 PAGE = direct_io.ALIGNMENT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     InvalidManifest,
     MissingObject,
+    StoreError,
     StoreUnavailable,
     TruncatedObject,
 )
@@ -25,6 +27,8 @@ from ckpipe.format.object_names import data_file_key
 from ckpipe.loads import reading as reading_module
 from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena
+from ckpipe.stores.patient_backend import PatientBackend
+from ckpipe.stores.retrying import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import VerifyResult
 
@@ -61,7 +65,32 @@ class PartlyShown(BufferedBackend):
         await super().read_into(key, offset, buffer)
 
 
-BACKENDS = [MemoryBackend, BufferedBackend, PartlyShown]
+class ReadInThreads(BufferedBackend):
+    """A store that threads read themselves, for as often as it can; then it is asked on the loop.
+
+    Args:
+        reads: How often.
+    """
+
+    def __init__(self, reads: int = 1 << 30) -> None:
+        super().__init__()
+        self.left, self.here, self.asked = reads, 0, 0
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        if self.left == 0:
+            return False
+        self.left -= 1
+        self.here += 1
+        assert threading.current_thread() is not threading.main_thread()
+        buffer[:] = anyio.run(MemoryBackend.view, self, key, offset, len(buffer))
+        return True
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.asked += 1
+        await super().read_into(key, offset, buffer)
+
+
+BACKENDS = [MemoryBackend, BufferedBackend, PartlyShown, ReadInThreads]
 
 
 def state() -> dict[str, Any]:
@@ -141,6 +170,18 @@ async def test_what_is_not_in_memory_is_read_and_the_rest_is_not(
     for ours, theirs in zip(leaves(target), leaves(state()), strict=True):
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
     assert len(backend.cold) <= backend.fetched <= 2 * MIB
+
+
+@pytest.mark.parametrize("reads", [0, 2, 1 << 30])
+async def test_a_store_that_threads_can_read_is_asked_on_the_loop_for_the_rest(reads: int) -> None:
+    backend, target = ReadInThreads(reads), blank()
+    bundle = await store(state(), backend)
+    result = await load(backend, bundle, target)
+    for ours, theirs in zip(leaves(target), leaves(state()), strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+    assert result.report is not None
+    assert result.report.reads == backend.here + backend.asked > 2
+    assert backend.here == min(reads, result.report.reads)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -260,6 +301,39 @@ async def test_a_store_that_fails_at_any_read_fails_the_load_with_its_own_error(
         assert (found.step, found.rank) == (7, 0)
         assert partly_loaded(target)
     raise AssertionError("the load never got through")
+
+
+class Unsteady(ReadInThreads):
+    """Fails a number of reads of threads in a way that may pass, or may not.
+
+    Args:
+        failures: How many.
+        error: How.
+    """
+
+    def __init__(self, failures: int, error: type[StoreError]) -> None:
+        super().__init__()
+        self.failures, self.error = failures, error
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        if self.failures:
+            self.failures -= 1
+            raise self.error("The disk has a bad day", key=key)
+        return super().read_here(key, offset, buffer)
+
+
+async def test_a_thread_that_fails_to_read_has_it_tried_again_where_that_may_help() -> None:
+    policy = RetryPolicy(1, 0.001, 0.001, 60)
+    backend, target = Unsteady(2, StoreUnavailable), blank()
+    bundle = await store(state(), backend)
+    await load(PatientBackend(backend, policy), bundle, target)
+    assert backend.asked == 2
+    assert torch.equal(target["big"], state()["big"])
+    backend = Unsteady(1, StoreError)
+    bundle = await store(state(), backend)
+    with pytest.raises(StoreError, match="bad day") as caught:
+        await load(PatientBackend(backend, policy), bundle, blank())
+    assert (caught.value.step, caught.value.rank, caught.value.key) == (7, 0, KEY)
 
 
 def with_chunks(bundle: Bundle, chunks: tuple[ChunkRow, ...]) -> Bundle:

@@ -22,6 +22,7 @@ from ckpipe.backend import (
     check_key,
 )
 from ckpipe.errors import InvalidKey, ObjectNotFound, UsageError
+from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct, read_small
 from ckpipe_local.directories import (
     delete_files,
@@ -37,7 +38,6 @@ from ckpipe_local.directories import (
 from ckpipe_local.failures import opening, reading, writing
 from ckpipe_local.partial import PartialFile, begin_file, put_object
 from ckpipe_local.residency import resident_view
-from ckpipe_local.threads import in_thread
 from ckpipe_local.upload import LocalUpload
 
 
@@ -117,10 +117,14 @@ class LocalBackend(Backend):
             return await in_thread(read_small, path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        await in_thread(self.read_here, key, offset, buffer)
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
         path = self._path(key)
         read = read_direct if self._direct else read_buffered
         with reading(f"read {path}", key):
-            await in_thread(read, path, key, offset, buffer)
+            read(path, key, offset, buffer)
+        return True
 
     async def view(self, key: str, offset: int, size: int) -> memoryview | None:
         path = self._path(key)

@@ -8,9 +8,9 @@ import anyio
 
 from ckpipe.backend import PutMode, Upload
 from ckpipe.errors import UsageError
+from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe_local.failures import writing
 from ckpipe_local.partial import PartialFile
-from ckpipe_local.threads import in_thread
 
 
 class LocalUpload(Upload):

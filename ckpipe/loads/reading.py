@@ -11,21 +11,27 @@ waits for a checksum; there is a deliverer for each core, since more would only 
 the store has in memory already is delivered from where it is, by all deliverers together, each
 taking the next few chunks when it is through with some. A chunk's bytes reach nothing before its
 checksum was found right, and are copied while they are still in the processor's cache.
+
+Lanes and deliverers are threads from beginning to end. A disk lies still from the end of a read to
+the beginning of the next, and the way through the event loop and back took a tenth of the time
+that it reads. A store that is asked on the loop is asked from the thread, which waits.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import anyio
+import anyio.from_thread
 import anyio.to_thread
-from anyio import create_memory_object_stream, create_task_group
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from anyio import CapacityLimiter, create_task_group
+from anyio.abc import TaskGroup
 
 from ckpipe.backend import Backend
 from ckpipe.errors import (
@@ -36,9 +42,11 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
+from ckpipe.format.manifest import FileRow
 from ckpipe.format.object_names import data_file_key
 from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shown
 from ckpipe.loads.destinations import Destination
+from ckpipe.loads.handover import Handover
 from ckpipe.loads.load_planning import (
     EntryTable,
     Need,
@@ -49,9 +57,9 @@ from ckpipe.loads.load_planning import (
     plan_reads,
 )
 from ckpipe.loads.read_parts import in_parts
-from ckpipe.loads.read_queue import ReadQueue
 from ckpipe.memory.arena import Arena
 from ckpipe.tasks.ahead import Ahead
+from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -93,6 +101,7 @@ class Reader:
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
         self.views: list[memoryview] = []
+        self._lock = threading.Lock()
         self._under_way, self._idle_since = 0, 0.0
 
     async def deliver(
@@ -121,37 +130,42 @@ class Reader:
         reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
         if not reads:
             return
-        pending = ReadQueue(batched(reads))
-        free_out, free = create_memory_object_stream[memoryview](len(self._buffers))
-        arrived_out, arrived = create_memory_object_stream[Arrived](0)
-        for buffer in self._buffers:
-            free_out.send_nowait(buffer)
-        failures: list[Exception] = []
+        lanes, deliverers = min(lanes, len(reads)), min(DELIVERERS, len(reads))
+        threads = partial(in_thread, limiter=CapacityLimiter(lanes + deliverers))
+        handover = Handover(self._buffers, lanes, deliverers)
         delivery = Ahead(partial(self._delivery, destinations))
+        failures: list[Exception] = []
 
         async def attempt(work: Awaitable[object]) -> None:
             try:
                 await work
             except Exception as error:
                 failures.append(error)
-                group.cancel_scope.cancel()
+                everything.cancel_scope.cancel()
 
-        async with (
-            free_out,
-            free,
-            delivery.started(),
-            create_task_group() as group,
-            arrived_out,
-            arrived,
-        ):
-            # Lanes may be reading for long when it turns out that this was in vain.
-            group.start_soon(attempt, delivery.get(), name="ckpipe load destinations")
-            for number in range(min(lanes, len(reads))):
-                lane = self._lane(data, pending, free, arrived_out.clone())
-                group.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
-            for number in range(min(DELIVERERS, len(reads))):
-                deliverer = self._deliverer(data, arrived.clone(), free_out, delivery)
-                group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
+        async def ask(tasks: TaskGroup) -> None:
+            async for found in self._not_in_memory(data, reads, handover):
+                for number in range(0 if handover.asked else lanes):
+                    lane = threads(self._lane, data, handover)
+                    tasks.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
+                handover.ask(found)
+            handover.all_asked()
+
+        async def read() -> None:
+            async with create_task_group() as tasks:
+                tasks.start_soon(attempt, ask(tasks))
+            handover.all_arrived()
+
+        async with delivery.started(), create_task_group() as everything:
+            everything.start_soon(handover.closed_at_the_end)
+            async with create_task_group() as group:
+                # Lanes may be reading for long when it turns out that this was in vain.
+                group.start_soon(attempt, delivery.get(), name="ckpipe load destinations")
+                group.start_soon(read, name="ckpipe load reads")
+                for number in range(deliverers):
+                    deliverer = threads(self._deliverer, data, handover, delivery)
+                    group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
+            everything.cancel_scope.cancel()
         if failures:
             # Only the first tells something: the others may be what stopping them has caused.
             raise failures[0]
@@ -178,47 +192,36 @@ class Reader:
             await self._sure()
         return delivery
 
-    async def _lane(
-        self,
-        data: EntryTable,
-        pending: ReadQueue,
-        free: MemoryObjectReceiveStream[memoryview],
-        out: MemoryObjectSendStream[Arrived],
-    ) -> None:
-        async with out:
-            while (found := await pending.next()) is not None:
-                if isinstance(found, Read):
-                    read = found
-                elif (seen := await self._view(data, found)) is not None:
-                    pending.settle()
-                    for _ in range(min(DELIVERERS, len(found))):
-                        await out.send(seen)
-                    continue
-                elif len(smaller := list(batched(found, _VIEW_BYTES))) > 1:
-                    pending.divide(smaller)
-                    continue
-                else:
-                    read, *rest = found
-                    pending.settle(rest)
-                buffer = await free.receive()
-                rank, name = data.ranks[read.file], data.files[read.file].name
-                source = await self._filled(rank, name, read.offset, buffer[: read.size])
-                run = (0, read.pieces, read.fragments)
-                await out.send(Arrived(read.file, source, iter([run]), buffer))
+    async def _not_in_memory(
+        self, data: EntryTable, reads: Sequence[Read], handover: Handover
+    ) -> AsyncIterator[Sequence[Read]]:
+        """Has what the store has in memory delivered from there, and tells the rest."""
+        groups = deque(batched(reads))
+        while groups:
+            group = groups.popleft()
+            if (seen := await self._view(data, group)) is not None:
+                for _ in range(min(DELIVERERS, len(group))):
+                    handover.arrive(seen)
+            elif len(smaller := list(batched(group, _VIEW_BYTES))) > 1:
+                groups.extendleft(reversed(smaller))
+            else:
+                yield group
 
-    async def _deliverer(
-        self,
-        data: EntryTable,
-        inbox: MemoryObjectReceiveStream[Arrived],
-        free: MemoryObjectSendStream[memoryview],
-        delivery: Ahead[Delivery],
-    ) -> None:
-        async with inbox:
-            async for arrived in inbox:
-                put = (await delivery.get()).put
-                self._check(data, arrived.file, await anyio.to_thread.run_sync(put, arrived))
-                if arrived.buffer is not None:
-                    free.send_nowait(arrived.buffer)
+    def _lane(self, data: EntryTable, handover: Handover) -> None:
+        while (found := handover.next_read()) is not None:
+            anyio.from_thread.check_cancelled()
+            read, buffer = found
+            rank, name = data.ranks[read.file], data.files[read.file].name
+            source = self._filled(rank, name, read.offset, buffer[: read.size])
+            run = (0, read.pieces, read.fragments)
+            handover.arrive(Arrived(read.file, source, iter([run]), buffer))
+
+    def _deliverer(self, data: EntryTable, handover: Handover, delivery: Ahead[Delivery]) -> None:
+        while (arrived := handover.next_arrived()) is not None:
+            put = anyio.from_thread.run(delivery.get).put
+            self._check(data, arrived.file, put(arrived))
+            if arrived.buffer is not None:
+                handover.give_back(arrived.buffer)
 
     async def header(self, data: EntryTable, file: int) -> None:
         """Verifies the header of a data file.
@@ -227,12 +230,7 @@ class Reader:
             As :meth:`deliver` does.
         """
         row, rank = data.files[file], data.ranks[file]
-        found = at = 0
-        while at < row.header_bytes:
-            size = min(self._limits.read_bytes, row.header_bytes - at)
-            source = await self._filled(rank, row.name, at, self._buffers[0][:size])
-            found = await anyio.to_thread.run_sync(crc32c, source, found)
-            at += size
+        found = await in_thread(self._header_sum, row, rank)
         if found != row.header_crc32c:
             raise ChecksumMismatch(
                 "The header of a data file is not what was saved",
@@ -240,6 +238,14 @@ class Reader:
                 rank=rank,
                 key=data_file_key(self._id, row.name),
             )
+
+    def _header_sum(self, row: FileRow, rank: int) -> int:
+        found = at = 0
+        while at < row.header_bytes:
+            size = min(self._limits.read_bytes, row.header_bytes - at)
+            found = crc32c(self._filled(rank, row.name, at, self._buffers[0][:size]), found)
+            at += size
+        return found
 
     async def size(self, data: EntryTable, file: int) -> None:
         """Verifies the size of a data file.
@@ -269,29 +275,34 @@ class Reader:
             view = await self._backend.view(key, first.offset, size)
         if view is None or len(view) != size:
             return None
-        self.tally.reads += 1
-        self.tally.bytes += size
+        with self._lock:
+            self.tally.reads += 1
+            self.tally.bytes += size
         self.views.append(view)
         return shown(batch, view)
 
-    async def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
-        """The buffer, filled with a range of a file."""
+    def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
+        """The buffer, filled with a range of a file; to be called in a thread."""
         key = data_file_key(self._id, name)
         with self._working(), _translated(self._id.step, rank, key):
-            await self._backend.read_into(key, offset, buffer)
-        self.tally.reads += 1
-        self.tally.bytes += len(buffer)
+            if not self._backend.read_here(key, offset, buffer):
+                anyio.from_thread.run(self._backend.read_into, key, offset, buffer)
+        with self._lock:
+            self.tally.reads += 1
+            self.tally.bytes += len(buffer)
         return buffer
 
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Notes that something is being read."""
-        self._under_way += 1
+        with self._lock:
+            self._under_way += 1
         try:
             yield
         finally:
-            self._under_way -= 1
-            self._idle_since = time.perf_counter()
+            with self._lock:
+                self._under_way -= 1
+                self._idle_since = time.perf_counter()
 
     def _check(self, data: EntryTable, file: int, piece: Piece | None) -> None:
         if piece is None:

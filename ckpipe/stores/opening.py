@@ -51,6 +51,9 @@ class WatchedBackend(PatientBackend):
         await super().read_into(key, offset, buffer)
         self._on_read(len(buffer))
 
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        return False  # what is read is told on the event loop
+
     async def view(self, key: str, offset: int, size: int) -> memoryview | None:
         view = await super().view(key, offset, size)
         if view is not None:

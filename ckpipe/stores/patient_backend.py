@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TypeVar
 
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload
+from ckpipe.errors import StoreError
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import RetryPolicy, retrying
 
@@ -52,6 +53,14 @@ class PatientBackend(Backend):
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         await retrying(self._reading, lambda: self._inner.read_into(key, offset, buffer))
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        try:
+            return self._inner.read_here(key, offset, buffer)
+        except StoreError as error:
+            if error.transient:
+                return False  # and so it is tried again as other requests are
+            raise
 
     async def view(self, key: str, offset: int, size: int) -> memoryview | None:
         return await self._try(lambda: self._inner.view(key, offset, size))

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
+from anyio import to_thread
 
 from ckpipe.backend import Backend
 from ckpipe.errors import ObjectExists, ObjectNotFound, TruncatedObject
@@ -195,6 +196,22 @@ class LargeObjectConformance(ConformanceBase):
         with pytest.raises(TruncatedObject, match="1000") as caught:
             await backend.read_into("data/file", offset, memoryview(bytearray(size)))
         assert caught.value.key == "data/file"
+
+    async def test_threads_read_the_same(self, backend: Backend) -> None:
+        data = pattern(100_001)
+        await self.upload(backend, "data/file", data)
+
+        async def read(key: str, offset: int, size: int) -> bytes | None:
+            buffer = bytearray(size)
+            done = await to_thread.run_sync(backend.read_here, key, offset, memoryview(buffer))
+            return bytes(buffer) if done else None
+
+        for offset, size in ((0, 100_001), (4096, 4096), (5, 77_777), (100_000, 1)):
+            assert await read("data/file", offset, size) in (None, data[offset : offset + size])
+        with contextlib.suppress(TruncatedObject):
+            assert await read("data/file", 99_999, 3) is None
+        with contextlib.suppress(ObjectNotFound):
+            assert await read("data/missing", 0, 1) is None
 
     async def test_view_agrees_with_read(self, backend: Backend) -> None:
         data = pattern(100_001)

@@ -14,8 +14,15 @@ Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 
 
-async def in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
+async def in_thread(
+    function: Callable[[*Args], Result], *args: *Args, limiter: anyio.CapacityLimiter | None = None
+) -> Result:
     """Runs a function in a worker thread and never returns while it still runs.
+
+    Args:
+        function: What to run.
+        args: What to call it with.
+        limiter: Bounds how many threads there are; None for anyio's own, which all share.
 
     A cancelled anyio scope waits for the thread by itself. A task cancelled by asyncio's own
     means does not: its caller would go on while the thread still reads the caller's memory.
@@ -23,7 +30,7 @@ async def in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result
     """
     call = _Call(lambda: function(*args))
     try:
-        return await anyio.to_thread.run_sync(call.run)
+        return await anyio.to_thread.run_sync(call.run, limiter=limiter)
     except asyncio.CancelledError:
         await call.ended_or_revoked()
         raise
@@ -58,3 +65,6 @@ class _Call(Generic[Result]):
                     await anyio.to_thread.run_sync(self._ended.wait)
             except asyncio.CancelledError:
                 continue  # The first cancellation is raised by our caller once the thread ended.
+
+
+__all__ = ["in_thread"]
