@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -42,12 +43,15 @@ def data_file(root: Path) -> Path:
     return max(root.glob("step-*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def best_raw(path: Path, memory: Any, nbytes: int) -> tuple[int, int]:
-    """Lanes and block size of the fastest raw write."""
+def best_lanes(measure: Callable[[int, int], float]) -> tuple[int, int]:
+    """Lanes and block size with which the machine is fastest, of two tries each.
+
+    Args:
+        measure: Seconds for so many lanes of blocks of so many bytes.
+    """
     tried = {}
     for lanes, mib in itertools.product((1, 2, 4, 8), (4, 16, 64)):
-        times = [raw.write(path, memory, nbytes, lanes, mib * raw.MIB) for _ in range(2)]
-        tried[lanes, mib * raw.MIB] = min(times)
+        tried[lanes, mib * raw.MIB] = min(measure(lanes, mib * raw.MIB) for _ in range(2))
     return min(tried, key=lambda key: tried[key])
 
 
@@ -69,7 +73,7 @@ def measure_saves(root: Path, state: Any, nbytes: int, rounds: int) -> tuple[Tim
     source = torch.randn(nbytes // 4)
     target = torch.frombuffer(memory, dtype=torch.float32)[: source.numel()]
     scratch = root / "raw.bin"
-    lanes, block = best_raw(scratch, memory, nbytes)
+    lanes, block = best_lanes(partial(raw.write, scratch, memory, nbytes))
     print(f"raw writes: {lanes} lanes of {block >> 20} MiB are the fastest")
     overlapped = ckpipe.SyncPipeline(root / "ours")
     separate = ckpipe.SyncPipeline(root / "separate", staging={"overlap": False})
@@ -89,30 +93,28 @@ def measure_saves(root: Path, state: Any, nbytes: int, rounds: int) -> tuple[Tim
     return times, data_file(root / "ours")
 
 
+def prepared_read(
+    prepare: Callable[[Path], None], path: Path, memory: Any, direct: bool, lanes: int, block: int
+) -> float:
+    """Seconds of a raw read, before which something is done to the page cache."""
+    prepare(path)
+    return raw.read(path, memory, lanes, block, direct=direct)
+
+
 def measure_loads(root: Path, state: Any, path: Path, rounds: int) -> Times:
-    """Raw reads and ours, past the page cache and from it."""
+    """Raw reads and ours, past the page cache and then from it."""
     times: Times = defaultdict(list)
     memory = raw.touched(path.stat().st_size)
     with ckpipe.SyncPipeline(root / "ours") as pipeline:
-        for step in range(-1, rounds):
-            into: Times = times if step >= 0 else defaultdict(list)
-            for lanes, mib in ((4, 16), (8, 16)):
-                raw.drop_from_cache(path)
-                into[f"raw cold {lanes}"].append(
-                    raw.read(path, memory, lanes, mib * raw.MIB, direct=True)
-                )
-            raw.drop_from_cache(path)
-            into["ours cold"].append(raw.seconds(lambda: pipeline.load(state)))
-            raw.drop_from_cache(path)
-            raw.bring_into_cache(path)
-            for lanes, mib in ((2, 16), (4, 16)):
-                into[f"raw warm {lanes}"].append(
-                    raw.read(path, memory, lanes, mib * raw.MIB, direct=False)
-                )
-            into["ours warm"].append(raw.seconds(lambda: pipeline.load(state)))
-    for name in ("cold", "warm"):
-        pair = [times.pop(key) for key in list(times) if key.startswith(f"raw {name} ")]
-        times[f"raw {name}"] = [min(each) for each in zip(*pair, strict=True)]
+        for name, prepare in (("cold", raw.drop_from_cache), ("warm", raw.bring_into_cache)):
+            bare = partial(prepared_read, prepare, path, memory, name == "cold")
+            lanes, block = best_lanes(bare)
+            print(f"raw {name} reads: {lanes} lanes of {block >> 20} MiB are the fastest")
+            for step in range(-1, rounds):
+                into: Times = times if step >= 0 else defaultdict(list)
+                into[f"raw {name}"].append(bare(lanes, block))
+                prepare(path)
+                into[f"ours {name}"].append(raw.seconds(lambda: pipeline.load(state)))
     return times
 
 
