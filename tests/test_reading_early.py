@@ -216,8 +216,9 @@ async def test_destinations_that_fail_stop_lanes_whose_store_does_not_answer() -
         await wait_all_tasks_blocked()
         raise LookupError("nobody takes them")
 
+    reads = await reader.plan(entry_table(bundle), [Need(0, 0, 40)])
     with fail_after(20), pytest.raises(LookupError, match="nobody"):
-        await reader.deliver(entry_table(bundle), [Need(0, 0, 40)], destinations)
+        await reader.deliver(entry_table(bundle), reads, destinations)
 
 
 async def test_a_load_that_is_given_up_in_the_middle_of_both_keeps_no_buffer() -> None:

@@ -101,20 +101,31 @@ class Reader:
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
         self.views: list[memoryview] = []
+        self._lanes = max(1, len(buffers) - DELIVERERS)
         self._lock = threading.Lock()
         self._under_way, self._idle_since = 0, 0.0
 
-    async def deliver(
-        self,
-        data: EntryTable,
-        needs: Sequence[Need],
-        destinations: Callable[[], Awaitable[Destinations]],
-    ) -> None:
-        """Reads what is needed, verifies every chunk and hands it to its destinations.
+    async def plan(self, data: EntryTable, needs: Sequence[Need]) -> list[Read]:
+        """The reads that bring what is needed.
 
         Args:
             data: Where the entries are.
             needs: What to read.
+        """
+        self.tally.began = self.tally.began or time.perf_counter()
+        return await anyio.to_thread.run_sync(_plan, data, needs, self._limits, self._lanes)
+
+    async def deliver(
+        self,
+        data: EntryTable,
+        reads: Sequence[Read],
+        destinations: Callable[[], Awaitable[Destinations]],
+    ) -> None:
+        """Reads, verifies every chunk and hands it to its destinations.
+
+        Args:
+            data: Where the entries are.
+            reads: What :meth:`plan` has found.
             destinations: Tells who takes the bytes of each entry. Is asked once; until it has
                 answered, lanes read as far as there are buffers.
 
@@ -125,12 +136,9 @@ class Reader:
             MissingObject: If one is gone.
             StoreError: If the store failed.
         """
-        self.tally.began = self.tally.began or time.perf_counter()
-        lanes = max(1, len(self._buffers) - DELIVERERS)
-        reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
         if not reads:
             return
-        lanes, deliverers = min(lanes, len(reads)), min(DELIVERERS, len(reads))
+        lanes, deliverers = min(self._lanes, len(reads)), min(DELIVERERS, len(reads))
         threads = partial(in_thread, limiter=CapacityLimiter(lanes + deliverers))
         handover = Handover(self._buffers, lanes, deliverers)
         delivery = Ahead(partial(self._delivery, destinations))

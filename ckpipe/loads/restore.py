@@ -9,7 +9,7 @@ and delivers nothing before the match has ended. *Apply* puts everything else in
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from ckpipe.format.manifest import Bundle
 from ckpipe.format.trees import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.expecting import Expected, expect
+from ckpipe.loads.load_planning import EntryTable, Read
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
 from ckpipe.loads.per_rank import PerRankPolicy
@@ -38,6 +39,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused
+from ckpipe.tasks.turns import short_turns
 from ckpipe.types import LoadResult
 
 _MOST_NAMED = 10
@@ -174,13 +176,15 @@ async def read_all(
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers:
+    with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers, short_turns():
         expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
         work = partial(_match, bundle, expected, request, rank, world_size)
         matching = Ahead(partial(_timed, work, started))
         reader = Reader(backend, bundle.id, buffers, sure)
+        # Planned before the match begins, which would only take turns at the interpreter with it.
+        reads = await reader.plan(expected.data, expected.needs)
         async with matching.started():
-            await _read(reader, expected, matching, in_place=request.into is not None)
+            await _read(reader, expected, reads, matching, in_place=request.into is not None)
             matched, stage = await matching.get()
     tally = reader.tally
     seconds = time.perf_counter() - tally.began
@@ -295,22 +299,31 @@ def _lack(matching: Matching) -> bool:
 
 
 async def _read(
-    reader: Reader, expected: Expected, matching: Ahead[_Timed], *, in_place: bool
+    reader: Reader,
+    expected: Expected,
+    reads: Sequence[Read],
+    matching: Ahead[_Timed],
+    *,
+    in_place: bool,
 ) -> None:
+    data = expected.data
     with _touching(reader.tally, in_place=in_place):
-        if expected.needs and await _read_as_expected(reader, expected, matching):
+        if expected.needs and await _read_as_expected(reader, data, reads, matching):
             return
     await reader.forget_views()
     targets = (await matching.get())[0].targets
+    takers = known(targets.destinations)
     if targets.first_needs:
-        await reader.deliver(expected.data, targets.first_needs, known(targets.destinations))
+        await reader.deliver(data, await reader.plan(data, targets.first_needs), takers)
         await anyio.to_thread.run_sync(targets.check_disputed)
     reader.tally.delivered = False
     with _touching(reader.tally, in_place=in_place):
-        await reader.deliver(expected.data, targets.needs, known(targets.destinations))
+        await reader.deliver(data, await reader.plan(data, targets.needs), takers)
 
 
-async def _read_as_expected(reader: Reader, expected: Expected, matching: Ahead[_Timed]) -> bool:
+async def _read_as_expected(
+    reader: Reader, data: EntryTable, reads: Sequence[Read], matching: Ahead[_Timed]
+) -> bool:
     """Reads what is expected to be needed while that is being found out; whether it was so.
 
     Raises:
@@ -326,7 +339,7 @@ async def _read_as_expected(reader: Reader, expected: Expected, matching: Ahead[
 
     failure: Exception | None = None
     try:
-        await reader.deliver(expected.data, expected.needs, destinations)
+        await reader.deliver(data, reads, destinations)
     except Exception as error:
         failure = error
     matched, _ = await matching.get()
