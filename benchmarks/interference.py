@@ -12,7 +12,9 @@ undisturbed. *Lost* is the training time that the save costs, with the call, for
 waits. *Held up* is the call and the time after it in which the training thread was kept from
 running; unlike what it lost, it does not change with the machine's speed. *Others* is what programs
 that have no part in this took of the processors, from the undisturbed steps on: where that is much,
-no figure means anything. No round begins that would, by the longest before it, end later than
+no figure means anything. One contender is a process that does nothing but write as many bytes
+(`raw_process.py`): what is lost beside it is lost to any save on this machine, and everybody is set
+beside it too, round by round. No round begins that would, by the longest before it, end later than
 ``--minutes`` after the start. With ``--s3``, ckpipe also saves to a server that is started on this
 machine; with ``--niceness``, also by workers that give way more or less than they do by default.
 """
@@ -42,6 +44,7 @@ import raw
 import torch
 import torch.distributed as dist
 from contenders import Contender, Wait
+from raw_process import RawWrite
 from stall import Ending
 from undisturbed import MOST_CHANGE, Undisturbed, mean_step, steady, steps
 
@@ -139,6 +142,15 @@ class Measured:
         }
 
 
+def beside_raw(measured: Measured, bare: Measured) -> dict[str, float]:
+    """How a contender compares with the raw write of the same rounds."""
+    pairs = list(zip(measured.turns, bare.turns, strict=True))
+    return {
+        "rate / raw": statistics.median(each.rate / other.rate for each, other in pairs),
+        "lost - raw, ms": statistics.median(each.lost - other.lost for each, other in pairs) * 1e3,
+    }
+
+
 def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -> Turn:
     """One save, with undisturbed steps before it and after it."""
     others = used_by_others()
@@ -175,6 +187,8 @@ def contestants(
     for kind in kinds:
         if wanted(f"ckpipe, {kind}", given.only):
             found[f"ckpipe, {kind}"] = Ours(root / kind, kind)
+    if wanted(RawWrite.name, given.only):
+        found[RawWrite.name] = RawWrite(root / "raw", given.mib * raw.MIB)
     for number in given.niceness:
         worker = {"mode": "process", "niceness": number}
         found[f"ckpipe, niceness {number}"] = Ours(root / f"niceness-{number}", worker)
@@ -265,10 +279,14 @@ def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
         loop: {name: measured.row() for name, measured in found.items()}
         for loop, found in results.items()
     }
-    for loop, found in rows.items():
-        names = list(next(iter(found.values())))
+    for loop, found in results.items():
+        if (bare := found.get(RawWrite.name)) is not None:
+            for name, measured in found.items():
+                rows[loop][name] |= beside_raw(measured, bare)
+    for loop, row_of in rows.items():
+        names = list(next(iter(row_of.values())))
         print(f"{loop + ' loop':24s}" + "".join(f"{name:>17s}" for name in names))
-        for contender, row in found.items():
+        for contender, row in row_of.items():
             print(f"{contender:24s}" + "".join(f"{row[name]:17.3f}" for name in names))
         print()
     figures = {}

@@ -37,21 +37,33 @@ def _in_lanes(lanes: int, pieces: range, work: Callable[[int], object]) -> None:
 
 def write(path: Path, memory: mmap.mmap, nbytes: int, lanes: int, block: int) -> float:
     """Seconds of an O_DIRECT write and fsync into a preallocated file; it is left behind."""
-    view, whole = memoryview(memory), -(-nbytes // 4096) * 4096
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+    file = preallocated(path, nbytes)
     try:
-        os.posix_fallocate(file, 0, whole)
-
-        def lane(at: int) -> None:
-            os.pwrite(file, view[at : min(at + block, whole)], at)
-
-        def everything() -> None:
-            _in_lanes(lanes, range(0, whole, block), lane)
-            os.fsync(file)
-
-        return seconds(everything)
+        return seconds(lambda: write_into(file, memory, nbytes, lanes, block))
     finally:
         os.close(file)
+
+
+def preallocated(path: Path, nbytes: int) -> int:
+    """The descriptor of an empty file that has its space, for writes past the page cache."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+    os.posix_fallocate(file, 0, _whole_pages(nbytes))
+    return file
+
+
+def write_into(file: int, memory: mmap.mmap, nbytes: int, lanes: int, block: int) -> None:
+    """Writes and syncs a file that was preallocated."""
+    view, whole = memoryview(memory), _whole_pages(nbytes)
+
+    def lane(at: int) -> None:
+        os.pwrite(file, view[at : min(at + block, whole)], at)
+
+    _in_lanes(lanes, range(0, whole, block), lane)
+    os.fsync(file)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
 
 
 def read(path: Path, memory: mmap.mmap, lanes: int, block: int, *, direct: bool) -> float:

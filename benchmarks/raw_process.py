@@ -1,0 +1,120 @@
+"""A process that writes as many bytes as a save has, and does nothing else.
+
+Theory. No save in the background can do with less than the write of its bytes, and that costs a
+loop already: a virtual disk copies them by the host's processors and over the memory that the loop
+uses, too. How the loop steps beside the bare write is what this machine leaves to any save, so what
+a save costs above that is its own. The process is started, its memory touched and its file
+preallocated before a turn, it gives way as ckpipe's worker does, and lies still between turns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import raw
+from contenders import Contender, Wait
+
+from ckpipe._worker.priority import step_back, step_back_together
+
+LANES = (1, 2, 4)
+BLOCK = 16 * raw.MIB
+TRIES = 3
+NICENESS = 10
+"""That of ckpipe's worker, by default."""
+
+AS_FAST = 1.05
+"""How much longer than the fastest a write may take that is as fast."""
+
+WRITE, PREPARE, DONE = b"w", b"p", b"."
+
+
+class RawWrite(Contender):
+    """A bare write of some bytes, whatever the state.
+
+    Args:
+        root: A folder of its own.
+        nbytes: How many bytes.
+    """
+
+    name = "raw write, process"
+
+    def __init__(self, root: Path, nbytes: int) -> None:
+        super().__init__(root)
+        self.path = root / "raw.bin"
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self.path), str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._answer()
+
+    def save(self, state: dict[str, Any]) -> Wait:
+        self._ask(WRITE)
+        return self._answer
+
+    def _save(self, state: dict[str, Any]) -> Wait:
+        raise NotImplementedError
+
+    def load(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Makes the file anew, as a save does, to be done outside of every clock."""
+        self._ask(PREPARE)
+        self._answer()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _ask(self, word: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word)
+
+    def _answer(self) -> None:
+        assert self._process.stdout is not None
+        if self._process.stdout.read(1) != DONE:
+            self.close()
+            raise RuntimeError(f"the raw write failed, exit code {self._process.returncode}")
+
+
+def fewest_lanes(seconds: Mapping[int, float]) -> int:
+    """The smallest number of lanes that is as fast as any.
+
+    Args:
+        seconds: How long a write takes, by the number of lanes.
+    """
+    return min(lanes for lanes in seconds if seconds[lanes] <= AS_FAST * min(seconds.values()))
+
+
+def main(path: Path, nbytes: int) -> None:
+    """Writes, and makes the file anew, whenever it is told to."""
+    step_back(NICENESS)
+    step_back_together(NICENESS)
+    memory = raw.touched(nbytes)
+    tried = {
+        lanes: min(raw.write(path, memory, nbytes, lanes, BLOCK) for _ in range(TRIES))
+        for lanes in LANES
+    }
+    lanes = fewest_lanes(tried)
+    print(f"raw writes: {lanes} lanes, {tried[lanes]:.3f} s", file=sys.stderr)
+    file = raw.preallocated(path, nbytes)
+    os.write(1, DONE)
+    while word := os.read(0, 1):
+        if word == WRITE:
+            raw.write_into(file, memory, nbytes, lanes, BLOCK)
+        else:
+            os.close(file)
+            path.unlink()
+            file = raw.preallocated(path, nbytes)
+        os.write(1, DONE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
