@@ -312,6 +312,18 @@ def test_a_trail_leads_through_sharded_tensors_that_are_alike(mesh: DeviceMesh) 
     assert follow({"w": one}, {"w": placed(init_device_mesh("cpu", (2, 2)), Shard(0), Replicate())})
 
 
+def test_a_trail_ends_at_sharded_tensors_that_say_something_else_than_before(
+    mesh: DeviceMesh,
+) -> None:
+    one = placed(mesh, Shard(0), Replicate())
+    select = LabelFilter()
+    trail = trail_of(walk({"w": one}, select, pickling=False), select)
+    assert trail is not None
+    assert trail.follow({"w": one}, select) is not None
+    one._spec.placements = (Shard(1), Replicate())
+    assert trail.follow({"w": one}, select) is None
+
+
 def test_a_trail_ends_at_sharded_tensors_that_are_not(mesh: DeviceMesh) -> None:
     one = placed(mesh, Shard(0), Replicate())
     strided = _StridedShard(0, split_factor=2)

@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ckpipe.format.cargo import Cargo
+from ckpipe.format.keys import LabelFilter
 from ckpipe.locking.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
-from ckpipe.state.structure import capture
+from ckpipe.plans.planning import LocalPlanner
+from ckpipe.saves.programs import Division, Program
+from ckpipe.state.structure import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf
+from ckpipe.state.trail import trail_of
 
 SIZE = 24
 
@@ -139,9 +144,11 @@ def without_strides(model: Layers, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["params"][0] = torch.ones(2, 2).to_sparse()
 
 
-@pytest.mark.parametrize(
-    "change", [other_parameter, other_moment, one_more, one_less, without_strides]
-)
+def other_memory(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.two.weight]["exp_avg"].data = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("change", [other_moment, one_more, one_less, without_strides])
 def test_what_is_known_of_owned_tensors_holds_until_something_changes(
     trained: Trained,
     change: Callable[[Layers, torch.optim.Optimizer], None],
@@ -149,8 +156,33 @@ def test_what_is_known_of_owned_tensors_holds_until_something_changes(
     model, optimizer = trained
     state = {"model": model, "optimizer": optimizer}
     captured = capture(state)
-    facts = OwnedFacts(list(owned_tensors([optimizer])), captured.memory)
-    assert facts.hold(list(owned_tensors([optimizer])), capture(state).memory)
-    memory = captured.memory  # as if the walk had seen nothing, to rely on nothing but the facts
+    facts = OwnedFacts(list(owned_tensors([optimizer])), captured.objects)
+    assert facts.hold(list(owned_tensors([optimizer])), capture(state).objects)
+    objects = captured.objects  # as if the walk had seen nothing, to rely on nothing but the facts
     change(model, optimizer)
-    assert not facts.hold(list(owned_tensors([optimizer])), memory)
+    assert not facts.hold(list(owned_tensors([optimizer])), objects)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [other_parameter, other_moment, other_memory, one_more, one_less],
+)
+def test_a_division_serves_until_something_changes(
+    trained: Trained,
+    change: Callable[[Layers, torch.optim.Optimizer], None],
+) -> None:
+    model, optimizer = trained
+    state = {"model": model, "optimizer": optimizer}
+    walked = walk(state, LabelFilter(), pickling=False)
+    trail, captured = trail_of(walked, LabelFilter()), walked.captured
+    assert trail is not None
+    facts = OwnedFacts(owned_tensors([optimizer]), captured.objects)
+    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
+    program = Program(plan, (), Cargo(plan.files, plan.layout, ()), "")
+    division = Division(captured.tensors, program, facts, [], [])
+    again = trail.follow(state, LabelFilter())
+    assert again is not None
+    assert division.serves(again, program, owned_tensors([optimizer]))
+    change(model, optimizer)
+    now = trail.follow(state, LabelFilter())
+    assert now is None or not division.serves(now, program, owned_tensors([optimizer]))

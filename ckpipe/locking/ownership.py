@@ -123,39 +123,40 @@ class OwnedFacts:
 
     Args:
         tensors: The owned tensors.
-        memory: The memory of the leaves of the state, as the walk has found it.
+        objects: The tensors and arrays of the state, as the walk has met them.
 
     Raises:
         RuntimeError: If there are no such facts, such as strides, of one of them.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> None:
-        numbers = {id(each): number for number, each in enumerate(memory)}
-        local = _locals(tensors)
-        self._count = len(local)
-        found = [numbers.get(id(each)) for each in local]
+    def __init__(self, tensors: list[torch.Tensor], objects: list[Any]) -> None:
+        numbers = {id(each): number for number, each in enumerate(objects)}
+        found = [numbers.get(id(each)) for each in tensors]
+        self._count = len(tensors)
         self._walked = [n for n, number in enumerate(found) if number is not None]
         self._numbers = [number for number in found if number is not None]
         self._others = [n for n, number in enumerate(found) if number is None]
-        others = [local[n] for n in self._others]
+        others = _locals([tensors[n] for n in self._others])
+        self._parts = len(others)
         self._addresses = list(map(torch.Tensor.data_ptr, others))
         self._looks, self._facts = Looks(others), _columns(others)
 
-    def hold(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> bool:
+    def hold(self, tensors: list[torch.Tensor], objects: list[Any]) -> bool:
         """Whether the same leaves are owned as before.
 
         Args:
             tensors: What is owned now.
-            memory: The memory of leaves of which the walk has found the same as before.
+            objects: What the walk has met now, and of which it has found the same as before.
         """
-        local = _locals(tensors)
-        if len(local) != self._count:
+        if len(tensors) != self._count:
             return False
-        walked = map(local.__getitem__, self._walked)
-        if not all(map(is_, walked, map(memory.__getitem__, self._numbers))):
+        walked = [tensors[n] for n in self._walked]
+        if not all(map(is_, walked, [objects[n] for n in self._numbers])):
             return False
-        others = [local[n] for n in self._others]
+        others = _locals([tensors[n] for n in self._others])
         try:
+            if len(others) != self._parts:
+                return False
             if list(map(torch.Tensor.data_ptr, others)) != self._addresses:
                 return False
             return self._looks.are_those_of(others) or _columns(others) == self._facts

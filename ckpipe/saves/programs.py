@@ -63,7 +63,7 @@ class Division:
             tensors: What the optimizers own now.
         """
         same = self.leaves is captured.tensors and self.program is program
-        return same and self.facts is not None and self.facts.hold(tensors, captured.memory)
+        return same and self.facts is not None and self.facts.hold(tensors, captured.objects)
 
 
 __all__ = ["Division", "Program"]

@@ -70,6 +70,8 @@ def look(save: Save, site: Site, turn: Turn) -> CapturedState:
     """
     captured = _walk(save, site, turn)
     deferral = _let_caller_go(save, site, turn, captured) if save.request.owners else None
+    if deferral is not None or not save.request.owners:
+        captured.objects = []  # only a division is made of them
     return CapturedState(turn, captured, deferral)
 
 
@@ -211,6 +213,7 @@ async def _copy_beside_training(
         copiers.defer(state.deferral.watch, grace)
     else:
         division = await anyio.to_thread.run_sync(_division, save, site, captured, program)
+        captured.objects = []
         soon, late = _pieces(save, program, division)
         copiers.add(soon)
         await copiers.finish()
@@ -243,7 +246,7 @@ def _division(save: Save, site: Site, captured: Captured, program: Program) -> D
     owned = owned_leaves(captured.tensors, tensors)
     halves = [split_block(plan, owned) for plan in program.blocks]
     try:
-        facts = OwnedFacts(tensors, captured.memory)
+        facts = OwnedFacts(tensors, captured.objects)
     except RuntimeError:  # such as that there are no strides
         facts = None
     site.division = made = Division(captured.tensors, program, facts, sorted(owned), halves)

@@ -31,6 +31,7 @@ class Captured:
         replicated: The numbers of the plain tensors of which an object in the state says that
             all ranks hold them alike; see :mod:`ckpipe.state.replication`.
         memory: For each leaf its bytes, as a plain tensor on the same memory.
+        objects: For each leaf the tensor or array itself, as it stands in the state.
     """
 
     tree: Node
@@ -38,6 +39,7 @@ class Captured:
     values: list[Json]
     replicated: frozenset[int] = frozenset()
     memory: list[torch.Tensor] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     _derived: dict[Hashable, Any] = field(default_factory=dict)
     _described: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -63,23 +65,27 @@ class Captured:
         made: T = self._derived[make]
         return made
 
-    def again(self, values: list[Json], memory: list[torch.Tensor]) -> Captured:
+    def again(self, values: list[Json], memory: list[torch.Tensor], objects: list[Any]) -> Captured:
         """A state of the very same structure, with other values and perhaps other bytes."""
-        return Captured(
-            self.tree, self.tensors, values, self.replicated, memory, self._derived, self._described
-        )
+        made = self.moved(self.tensors, values, memory, objects)
+        made._derived = self._derived
+        return made
 
     def moved(
-        self, leaves: list[TensorLeaf], values: list[Json], memory: list[torch.Tensor]
+        self,
+        leaves: list[TensorLeaf],
+        values: list[Json],
+        memory: list[torch.Tensor],
+        objects: list[Any],
     ) -> Captured:
         """The same of which some tensors lie elsewhere; their leaves differ by the address."""
-        return Captured(
-            self.tree, leaves, values, self.replicated, memory, _described=self._described
-        )
+        made = Captured(self.tree, leaves, values, self.replicated, memory, objects)
+        made._described = self._described
+        return made
 
     def forget_memory(self) -> None:
         """Lets go of the tensors; what was made of them stays."""
-        self.memory = []
+        self.memory, self.objects = [], []
 
 
 @dataclass(slots=True)
@@ -119,7 +125,6 @@ class Walked:
         captured: What it found.
         root: Stands around the state, which is its only child.
         attributes: Of tensors that have attributes, the number and the passage through those.
-        objects: For each leaf, the tensor or array as it stands in the state.
         attached: The numbers of those that stand for what ``detach`` makes of them.
         repeatable: Whether a state that is met in the same way has the same tree: no container
             stands in two places, and nothing was pickled.
@@ -128,6 +133,5 @@ class Walked:
     captured: Captured
     root: Passage
     attributes: list[tuple[int, Passage]]
-    objects: list[Any]
     attached: frozenset[int]
     repeatable: bool

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpipe.state.captured import Captured
 from ckpipe.state.dtensors import Shardings, is_dtensor_type
 from ckpipe.state.tensor_looks import Looks
 from ckpipe.state.tensors import PLAIN_TYPES, TensorLeaf, attributes_of, leaf_of
@@ -57,15 +58,13 @@ class LeafFacts:
     tensors of other classes are few, and their leaves are made anew and compared.
 
     Args:
-        leaves: The leaves.
-        objects: For each of them, the tensor or array as it stands in the state.
+        captured: What the walk has found.
         attached: The numbers of those that stand for what ``detach`` makes of them, which drops
             what a program has set on them.
     """
 
-    def __init__(
-        self, leaves: list[TensorLeaf], objects: list[Any], attached: frozenset[int]
-    ) -> None:
+    def __init__(self, captured: Captured, attached: frozenset[int]) -> None:
+        leaves, objects = captured.tensors, captured.objects
         self._leaves, self._attached = leaves, attached
         numbers = range(len(leaves))
         self._wrapped = [
@@ -95,7 +94,9 @@ class LeafFacts:
         ]
         wrapped = _of(objects, self._wrapped)
         self._wrapper_looks, self._wrapper_facts = Looks(wrapped), _wrapper_facts(wrapped)
-        self._placed = _placed(wrapped)
+        self._specs = _specs(wrapped)
+        self._distinct = list({id(each): each for each in self._specs}.values())
+        self._placed, self._placed_distinct = _placed(self._specs), _placed(self._distinct)
 
     def look_at(self, objects: list[Any]) -> tuple[list[torch.Tensor], dict[int, TensorLeaf]]:
         """Looks at the tensors of a state that has gone the same way so far.
@@ -147,8 +148,11 @@ class LeafFacts:
     def _check_wrappers(self, wrapped: list[Any]) -> None:
         if not self._wrapper_looks.are_those_of(wrapped):
             check(_wrapper_facts(wrapped) == self._wrapper_facts)
-        placed = _placed(wrapped)
-        if all(all(map(is_, now, was)) for now, was in zip(placed, self._placed, strict=True)):
+        specs = _specs(wrapped)
+        # A few serve all DTensors, as a rule the same as before; what they say may be another.
+        if _same(specs, self._specs) and _same(_placed(self._distinct), self._placed_distinct):
+            return
+        if _same(_placed(specs), self._placed):
             return
         # Other objects may say the same; DTensors are compared by what is made of them then.
         shardings = Shardings()
@@ -203,11 +207,18 @@ def _wrapper_facts(wrapped: list[Any]) -> list[list[Any]]:
 _WRAPPER_FACTS = (attrgetter("shape"), attrgetter("requires_grad"))
 
 
-def _placed(wrapped: list[Any]) -> tuple[list[Any], list[Any]]:
+def _specs(wrapped: list[Any]) -> list[Any]:
+    return list(map(attrgetter("_spec"), wrapped))
+
+
+def _placed(specs: list[Any]) -> list[Any]:
     """The meshes and placements of DTensors, neither of which ever changes in itself."""
-    specs = list(map(attrgetter("_spec"), wrapped))
-    meshes, placements = attrgetter("mesh"), attrgetter("placements")
-    return list(map(meshes, specs)), list(map(placements, specs))
+    return [*map(attrgetter("mesh"), specs), *map(attrgetter("placements"), specs)]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists of one length hold the very same objects."""
+    return all(map(is_, now, before))
 
 
 __all__ = ["Differs", "LeafFacts", "check"]

@@ -75,9 +75,10 @@ def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
         going.values,
         frozenset(going.replicated),
         going.memory,
+        going.objects,
     )
     attached = frozenset(going.attached)
-    return Walked(captured, root, going.attributes, going.objects, attached, going.repeatable)
+    return Walked(captured, root, going.attributes, attached, going.repeatable)
 
 
 @dataclass(slots=True)

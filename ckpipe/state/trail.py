@@ -61,14 +61,16 @@ class Trail:
 
     def __init__(self, walked: Walked, select: LabelFilter) -> None:
         self._patterns = select.patterns
-        self._like = walked.captured.again([], [])
+        self._values = walked.captured.values
+        self._like = walked.captured.again([], [], [])
         places = _PlacesBuilder()
         self._root = places.enter(walked.root)
         attributes = sorted(walked.attributes, key=lambda each: each[0])
         self._attributes = [(number, places.enter(passage)) for number, passage in attributes]
         self._places = places.finished()
-        self._leaves = LeafFacts(walked.captured.tensors, walked.objects, walked.attached)
-        self._bound = [n for n in range(len(walked.objects)) if n not in walked.attached]
+        self._leaves = LeafFacts(walked.captured, walked.attached)
+        numbers = range(len(walked.captured.tensors))
+        self._bound = [n for n in numbers if n not in walked.attached]
 
     def follow(self, state: Any, select: LabelFilter) -> Captured | None:
         """What the walk over a state would find; None if it has to be walked.
@@ -98,12 +100,16 @@ class Trail:
         check(way.replicated == like.replicated)
         objects = [way.met[place] for place in places.tensors]
         self._check_identities(way, objects)
-        values = [encode_value(way.met[place]) for place in places.values]
+        values = [
+            # Those that JSON has are encoded as themselves.
+            was if way.met[place] is was else encode_value(way.met[place])
+            for place, was in zip(places.values, self._values, strict=True)
+        ]
         memory, moved = self._leaves.look_at(objects)
         if not moved:
-            return like.again(values, memory)
+            return like.again(values, memory, objects)
         leaves = [moved.get(number, leaf) for number, leaf in enumerate(like.tensors)]
-        return like.moved(leaves, values, memory)
+        return like.moved(leaves, values, memory, objects)
 
     def _check_identities(self, way: _Way, objects: list[Any]) -> None:
         """Finds what stands in other places than before, or in one more or one less."""
