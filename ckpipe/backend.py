@@ -188,6 +188,16 @@ class Backend(abc.ABC):
     for a trainer that runs Python. Saves then go through a worker process unless the settings say
     otherwise."""
 
+    def __init_subclass__(cls, **options: object) -> None:
+        """A class with another :meth:`read_into` than the one it inherits is not read past it."""
+        super().__init_subclass__(**options)
+        for each in cls.__mro__:
+            if "read_here" in vars(each):
+                return
+            if "read_into" in vars(each):
+                cls.read_here = Backend.read_here  # type: ignore[method-assign]
+                return
+
     async def __aenter__(self) -> Self:
         """Opens the store; creates the root if the store has such a thing.
 
@@ -261,7 +271,8 @@ class Backend(abc.ABC):
 
         An optional speed-up of it, for stores that threads can read without the event loop: a
         disk that is asked for the next range as soon as the last has come is a tenth faster. The
-        default can do nothing of the kind.
+        default can do nothing of the kind, and is what a class has that overrides only
+        :meth:`read_into`.
 
         Returns:
             False, with nothing done, where :meth:`read_into` is the way.

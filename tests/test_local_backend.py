@@ -316,6 +316,24 @@ async def test_cached_data_is_viewed(tmp_path: Path, backend: LocalBackend) -> N
     assert view == pattern(100_000)[5000:95_000]
 
 
+class Inverted(LocalBackend):
+    """Inverts what it reads."""
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        await super().read_into(key, offset, buffer)
+        buffer[:] = bytes(255 - byte for byte in buffer)
+
+
+async def test_a_class_that_reads_in_its_own_way_is_not_read_past_it(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes([0, 1, 2]))
+    buffer = memoryview(bytearray(3))
+    async with Inverted(str(tmp_path)) as backend:
+        assert not backend.read_here("f", 0, buffer)
+        await backend.read_into("f", 0, buffer)
+    assert bytes(buffer) == bytes([255, 254, 253])
+    assert await in_thread(LocalBackend(str(tmp_path)).read_here, "f", 0, buffer)
+
+
 @pytest.mark.usefixtures("passes_cache")
 async def test_half_cached_data_is_read_whole(
     tmp_path: Path, backend: LocalBackend, aligned_buffer: Callable[[int], memoryview]

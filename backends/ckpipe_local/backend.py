@@ -117,7 +117,8 @@ class LocalBackend(Backend):
             return await in_thread(read_small, path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        await in_thread(self.read_here, key, offset, buffer)
+        # A class that overrides this method has another read_here, which may do nothing.
+        await in_thread(LocalBackend.read_here, self, key, offset, buffer)
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
         path = self._path(key)
