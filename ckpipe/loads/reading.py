@@ -59,7 +59,7 @@ from ckpipe.loads.load_planning import (
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.memory.arena import Arena
 from ckpipe.tasks.ahead import Ahead
-from ckpipe.tasks.awaited_threads import in_thread
+from ckpipe.tasks.awaited_threads import in_thread, on_loop
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -164,16 +164,21 @@ class Reader:
                 tasks.start_soon(attempt, ask(tasks))
             handover.all_arrived()
 
-        async with delivery.started(), create_task_group() as everything:
-            everything.start_soon(handover.closed_at_the_end)
-            async with create_task_group() as group:
+        async def work() -> None:
+            async with create_task_group() as tasks:
                 # Lanes may be reading for long when it turns out that this was in vain.
-                group.start_soon(attempt, delivery.get(), name="ckpipe load destinations")
-                group.start_soon(read, name="ckpipe load reads")
+                tasks.start_soon(attempt, delivery.get(), name="ckpipe load destinations")
+                tasks.start_soon(read, name="ckpipe load reads")
                 for number in range(deliverers):
                     deliverer = threads(self._deliverer, data, handover, delivery)
-                    group.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
+                    tasks.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
             everything.cancel_scope.cancel()
+
+        # Nobody waits for threads but in this group: a task that asyncio itself cancels cancels
+        # the group that it waits for, and what closes the handover must be in it.
+        async with delivery.started(), create_task_group() as everything:
+            everything.start_soon(handover.closed_at_the_end)
+            everything.start_soon(work)
         if failures:
             # Only the first tells something: the others may be what stopping them has caused.
             raise failures[0]
@@ -226,7 +231,7 @@ class Reader:
 
     def _deliverer(self, data: EntryTable, handover: Handover, delivery: Ahead[Delivery]) -> None:
         while (arrived := handover.next_arrived()) is not None:
-            put = anyio.from_thread.run(delivery.get).put
+            put = on_loop(delivery.get).put
             self._check(data, arrived.file, put(arrived))
             if arrived.buffer is not None:
                 handover.give_back(arrived.buffer)
@@ -238,7 +243,9 @@ class Reader:
             As :meth:`deliver` does.
         """
         row, rank = data.files[file], data.ranks[file]
-        found = await in_thread(self._header_sum, row, rank)
+        header = Ahead(partial(in_thread, self._header_sum, row, rank))
+        async with header.started():  # so that being cancelled in any way reaches the thread
+            found = await header.get()
         if found != row.header_crc32c:
             raise ChecksumMismatch(
                 "The header of a data file is not what was saved",
@@ -294,7 +301,7 @@ class Reader:
         key = data_file_key(self._id, name)
         with self._working(), _translated(self._id.step, rank, key):
             if not self._backend.read_here(key, offset, buffer):
-                anyio.from_thread.run(self._backend.read_into, key, offset, buffer)
+                on_loop(self._backend.read_into, key, offset, buffer)
         with self._lock:
             self.tally.reads += 1
             self.tally.bytes += len(buffer)

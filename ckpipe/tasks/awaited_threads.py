@@ -1,13 +1,16 @@
-"""Worker threads whose end is always awaited."""
+"""Worker threads whose end is always awaited, and what they do on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar, TypeVarTuple
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 
 Result = TypeVar("Result")
@@ -36,6 +39,27 @@ async def in_thread(
         raise
 
 
+def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Result:
+    """Awaits something on the loop, from a worker thread; is cancelled if the thread's scope is.
+
+    anyio looks for whom to cancel when a scope is cancelled, and perhaps never again. So what comes
+    to the loop later finds that out itself; otherwise it might wait for ever.
+    """
+
+    async def unless_cancelled() -> Result:
+        if anyio.current_effective_deadline() == -math.inf:
+            raise asyncio.CancelledError
+        return await function(*args)
+
+    try:
+        return anyio.from_thread.run(unless_cancelled)
+    except asyncio.CancelledError:
+        anyio.from_thread.check_cancelled()
+        # Nobody has cancelled the thread: who waits for it would take this for its plain end.
+        what = f"{function!r} was cancelled by something else than its caller"
+        raise concurrent.futures.CancelledError(what) from None
+
+
 class _Call(Generic[Result]):
     """One call that either runs to its end or never begins."""
 
@@ -62,9 +86,11 @@ class _Call(Generic[Result]):
         while self._begun and not self._ended.is_set():
             try:
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(self._ended.wait)
+                    # The thread may itself be waiting for one of those that all share.
+                    limiter = anyio.CapacityLimiter(1)
+                    await anyio.to_thread.run_sync(self._ended.wait, limiter=limiter)
             except asyncio.CancelledError:
                 continue  # The first cancellation is raised by our caller once the thread ended.
 
 
-__all__ = ["in_thread"]
+__all__ = ["in_thread", "on_loop"]

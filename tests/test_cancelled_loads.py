@@ -1,0 +1,104 @@
+"""Loads that are cancelled, by a scope or by asyncio itself, leave no thread behind that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from typing import Literal
+
+import anyio
+import pytest
+import torch
+from stored_states import BLOCK_BYTES, load, store
+
+from ckpipe.loads.verifying import verify
+from ckpipe.memory.arena import Arena
+from ckpipe.testing import MemoryBackend
+
+How = Literal["scope", "task"]
+
+
+class Hanging(MemoryBackend):
+    """A store that never answers one kind of request.
+
+    Args:
+        verb: Which.
+    """
+
+    def __init__(self, verb: str) -> None:
+        super().__init__()
+        self.verb, self.asked = verb, anyio.Event()
+
+    async def _hang(self, verb: str) -> None:
+        if verb == self.verb:
+            self.asked.set()
+            await anyio.sleep_forever()
+
+    async def view(  # type: ignore[override]
+        self, key: str, offset: int, size: int
+    ) -> memoryview | None:
+        await self._hang("view")
+        return None
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        if self.verb != "read_here":
+            return False
+        anyio.from_thread.run_sync(self.asked.set)
+        time.sleep(0.05)
+        buffer[:] = anyio.run(MemoryBackend.view, self, key, offset, len(buffer))
+        return True
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        await self._hang("read_into")
+        await super().read_into(key, offset, buffer)
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"big": torch.ones(4 << 20), "small": torch.ones(3)}
+
+
+@pytest.mark.parametrize("how", ["scope", "task"])
+@pytest.mark.parametrize("verb", ["view", "read_here", "read_into"])
+@pytest.mark.parametrize("checks", [False, True])
+async def test_a_load_or_check_ends_when_it_is_cancelled(
+    verb: str, how: How, *, checks: bool
+) -> None:
+    backend, arena = Hanging(verb), Arena(BLOCK_BYTES)
+    bundle = await store(state(), backend)
+    scope = anyio.CancelScope()
+
+    async def work() -> None:
+        with scope:
+            if checks:
+                await verify(backend, bundle, arena, lanes=2)
+            else:
+                await load(backend, bundle, {key: value * 0 for key, value in state().items()})
+
+    task = asyncio.create_task(work())
+    await backend.asked.wait()
+    if how == "task":
+        task.cancel()
+    else:
+        scope.cancel()
+    done, _ = await asyncio.wait([task], timeout=20)
+    assert done
+    assert task.cancelled() if how == "task" else scope.cancelled_caught
+    assert arena.free_blocks == arena.blocks
+
+
+class Interrupted(Hanging):
+    """A store whose client cancels one of its own reads."""
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            raise asyncio.CancelledError
+        await super().read_into(key, offset, buffer)
+
+
+async def test_a_read_that_nobody_has_cancelled_is_not_lost_in_silence() -> None:
+    backend = Interrupted("")
+    bundle = await store(state(), backend)
+    with pytest.raises(concurrent.futures.CancelledError):
+        await load(backend, bundle, {key: value * 0 for key, value in state().items()})
