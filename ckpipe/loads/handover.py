@@ -20,6 +20,8 @@ class Handover:
         deliverers: How many deliver.
 
     Attributes:
+        lanes: How many threads read at the most.
+        deliverers: How many deliver.
         asked: Whether lanes have got anything to read.
     """
 
@@ -28,7 +30,7 @@ class Handover:
         self._free = SimpleQueue[memoryview | None]()
         self._arrived = SimpleQueue[Arrived | None]()
         self.asked = False
-        self._lanes, self._deliverers = lanes, deliverers
+        self.lanes, self.deliverers = lanes, deliverers
         for buffer in buffers:
             self._free.put(buffer)
 
@@ -40,7 +42,7 @@ class Handover:
 
     def all_asked(self) -> None:
         """Notes that there is no more to read: lanes end when they have taken what there is."""
-        for _ in range(self._lanes):
+        for _ in range(self.lanes):
             self._reads.put(None)
 
     def next_read(self) -> tuple[Read, memoryview] | None:
@@ -55,7 +57,7 @@ class Handover:
 
     def all_arrived(self) -> None:
         """Notes that nothing more comes: deliverers end when they have taken what there is."""
-        for _ in range(self._deliverers):
+        for _ in range(self.deliverers):
             self._arrived.put(None)
 
     def next_arrived(self) -> Arrived | None:
@@ -72,7 +74,7 @@ class Handover:
             await anyio.sleep_forever()
         finally:
             self.all_asked()
-            for _ in range(self._lanes):
+            for _ in range(self.lanes):
                 self._free.put(None)
             self.all_arrived()
 

@@ -25,13 +25,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 
 import anyio.from_thread
 import anyio.to_thread
-from anyio import CapacityLimiter, create_task_group
-from anyio.abc import TaskGroup
 
 from ckpipe.backend import Backend
 from ckpipe.errors import (
@@ -39,6 +38,7 @@ from ckpipe.errors import (
     CkpipeError,
     MissingObject,
     ObjectNotFound,
+    StoreError,
     TruncatedObject,
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
@@ -47,6 +47,7 @@ from ckpipe.format.object_names import data_file_key
 from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shown
 from ckpipe.loads.destinations import Destination
 from ckpipe.loads.handover import Handover
+from ckpipe.loads.lane_threads import LaneThreads
 from ckpipe.loads.load_planning import (
     EntryTable,
     Need,
@@ -139,49 +140,16 @@ class Reader:
         if not reads:
             return
         lanes, deliverers = min(self._lanes, len(reads)), min(DELIVERERS, len(reads))
-        threads = partial(in_thread, limiter=CapacityLimiter(lanes + deliverers))
         handover = Handover(self._buffers, lanes, deliverers)
         delivery = Ahead(partial(self._delivery, destinations))
-        failures: list[Exception] = []
-
-        async def attempt(work: Awaitable[object]) -> None:
-            try:
-                await work
-            except Exception as error:
-                failures.append(error)
-                everything.cancel_scope.cancel()
-
-        async def ask(tasks: TaskGroup) -> None:
-            async for found in self._not_in_memory(data, reads, handover):
-                for number in range(0 if handover.asked else lanes):
-                    lane = threads(self._lane, data, handover)
-                    tasks.start_soon(attempt, lane, name=f"ckpipe load lane {number}")
-                handover.ask(found)
-            handover.all_asked()
-
-        async def read() -> None:
-            async with create_task_group() as tasks:
-                tasks.start_soon(attempt, ask(tasks))
-            handover.all_arrived()
-
-        async def work() -> None:
-            async with create_task_group() as tasks:
-                # Lanes may be reading for long when it turns out that this was in vain.
-                tasks.start_soon(attempt, delivery.get(), name="ckpipe load destinations")
-                tasks.start_soon(read, name="ckpipe load reads")
-                for number in range(deliverers):
-                    deliverer = threads(self._deliverer, data, handover, delivery)
-                    tasks.start_soon(attempt, deliverer, name=f"ckpipe load deliverer {number}")
-            everything.cancel_scope.cancel()
-
-        # Nobody waits for threads but in this group: a task that asyncio itself cancels cancels
-        # the group that it waits for, and what closes the handover must be in it.
-        async with delivery.started(), create_task_group() as everything:
-            everything.start_soon(handover.closed_at_the_end)
-            everything.start_soon(work)
-        if failures:
-            # Only the first tells something: the others may be what stopping them has caused.
-            raise failures[0]
+        threads = LaneThreads(
+            handover,
+            partial(self._lane, data, handover),
+            partial(self._deliverer, data, handover, delivery),
+        )
+        async with delivery.started():
+            # Lanes may be reading for long when it turns out that this was in vain.
+            await threads.run(self._not_in_memory(data, reads, handover), delivery.get)
 
     async def forget_views(self) -> None:
         """Lets go of what the store has shown of its memory, and does not count it as read.
@@ -301,7 +269,10 @@ class Reader:
         key = data_file_key(self._id, name)
         with self._working(), _translated(self._id.step, rank, key):
             if not self._backend.read_here(key, offset, buffer):
-                on_loop(self._backend.read_into, key, offset, buffer)
+                try:
+                    on_loop(self._backend.read_into, key, offset, buffer)
+                except CancelledError as error:
+                    raise StoreError("The store gave up a read by itself", key=key) from error
         with self._lock:
             self.tally.reads += 1
             self.tally.bytes += len(buffer)
