@@ -363,7 +363,10 @@ async def test_a_few_tensors_by_name_read_nothing_in_vain() -> None:
 async def test_a_load_of_some_of_it_reads_nothing_in_vain(changes: dict[str, Any]) -> None:
     backend, target = Remote(), {"small": torch.zeros(3)}
     bundle = await store({"big": torch.ones(20 * MIB), "small": torch.ones(3)}, backend)
-    await load(backend, bundle, target, **changes)
+    result = await load(backend, bundle, target, **changes)
+    assert result.report is not None
+    match, read = result.report.stages["match"], result.report.stages["read"]
+    assert match.began + match.seconds <= read.began  # nothing was read, nor waited for, before
     assert target["small"].all()
     assert sum(backend.fetched.values()) < 3 * MIB
 

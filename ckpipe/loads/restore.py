@@ -182,7 +182,7 @@ async def read_all(
         matching = Ahead(partial(_timed, work, started))
         reader = Reader(backend, bundle.id, buffers, sure)
         # Planned before the match begins, which would only take turns at the interpreter with it.
-        reads = await reader.plan(expected.data, expected.needs)
+        reads = await reader.plan(expected.data, expected.needs) if expected.needs else []
         async with matching.started():
             await _read(reader, expected, reads, matching, in_place=request.into is not None)
             matched, stage = await matching.get()
