@@ -22,14 +22,14 @@ async def in_thread(
 ) -> Result:
     """Runs a function in a worker thread and never returns while it still runs.
 
+    A cancelled anyio scope waits for the thread by itself. A task cancelled by asyncio's own
+    means does not: its caller would go on while the thread still reads the caller's memory.
+    So the end of the thread is awaited here in that case too, before the cancellation goes on.
+
     Args:
         function: What to run.
         args: What to call it with.
         limiter: Bounds how many threads there are; None for anyio's own, which all share.
-
-    A cancelled anyio scope waits for the thread by itself. A task cancelled by asyncio's own
-    means does not: its caller would go on while the thread still reads the caller's memory.
-    So the end of the thread is awaited here in that case too, before the cancellation goes on.
     """
     call = _Call(lambda: function(*args))
     try:
