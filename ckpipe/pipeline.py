@@ -85,7 +85,8 @@ class Pipeline(PipelineBase):
 
         The checkpoint is the state at one instant, if whoever changes it does so under
         :attr:`lock` or after this has returned. Nothing on the store is ever overwritten: saving
-        a step again makes another checkpoint of it.
+        a step again makes another checkpoint of it. A call that is cancelled, or left on another
+        exception, before the state is copied gives the save up; afterwards the save goes on.
 
         Args:
             state: Any nesting of containers, tensors, arrays, plain values and objects that have
@@ -125,9 +126,10 @@ class Pipeline(PipelineBase):
         """
         select = label_filter(include, exclude)
         request = self._core.request(state, step, until, metrics, metadata, select, final)
-        save = await self._core.run(self._core.engine.begin, request, step)
-        handle = SaveHandle(self._core, save)
-        await handle._reached(until)
+        with self._core.while_it_copies(request):
+            save = await self._core.run(self._core.engine.begin, request, step)
+            handle = SaveHandle(self._core, save)
+            await handle._reached(until)
         return handle
 
     async def load(

@@ -70,8 +70,9 @@ class SyncPipeline(PipelineBase):
             request = self._core.request(
                 state, step, until, metrics, metadata, select, final, caller
             )
-            save = self._core.begin(request, step)
-            caller.serve_until(save.safe if until == "captured" else save.staged)
+            with self._core.while_it_copies(request):
+                save = self._core.begin(request, step)
+                caller.serve_until(save.safe if until == "captured" else save.staged)
         handle = SyncSaveHandle(self._core, save)
         handle._wait_reached(until)
         return handle

@@ -56,18 +56,14 @@ async def test_a_coroutine_is_not_held_up_by_it(store: Stores) -> None:
     assert threading.get_ident() not in noting.threads
 
 
-def test_an_interrupted_caller_is_replaced(store: Stores) -> None:
+def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
     noting = Noting()
     with ckpipe.SyncPipeline(store.url) as pipeline:
         noting.interruptions = 1
         with pytest.raises(KeyboardInterrupt):
             pipeline.save({"noting": noting}, step=1)
-    me, other = noting.threads[0], noting.threads[1]
-    assert me == threading.get_ident() != other
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        result = pipeline.load(step=1)
-    assert result is not None
-    assert result.state["noting"]["number"] == len(noting.threads)
+        pipeline.save({"noting": noting}, step=2).wait()
+        assert [info.step for info in pipeline.steps()] == [2]
 
 
 async def test_what_a_caller_does_not_come_to_do_is_done() -> None:

@@ -69,18 +69,17 @@ def test_the_caller_looks_before_there_are_stages(store: Stores) -> None:
         assert pipeline.load(step=2) is not None
 
 
-def test_an_interrupted_caller_is_replaced(store: Stores) -> None:
+def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
         watching = Watching(pipeline)
         pipeline.save({"watching": watching}, step=0).wait()
         watching.interrupted, watching.more = True, 2
         with pytest.raises(KeyboardInterrupt):
             pipeline.save({"watching": watching}, step=1)
-    assert watching.had_stages[2:] == [False, True]
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        result = pipeline.load(step=1)
-        assert result is not None
-        assert result.state["watching"]["more"] == 2
+        watching.more = 3
+        pipeline.save({"watching": watching}, step=2).wait()
+        assert [info.step for info in pipeline.steps()] == [0, 2]
+        assert pipeline.statistics().budget_used == 0
 
 
 def test_what_cannot_be_saved_is_told_and_nothing_stays_held(store: Stores) -> None:

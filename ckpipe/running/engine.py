@@ -146,6 +146,12 @@ class Engine(Housekeeping):
         name = name_at_once(self.site, self._course, step)
         return None if name is None else self._accept(request, name)
 
+    def leave(self, request: SaveRequest) -> None:
+        """Gives up the save of a caller who may change what is not copied yet from now on."""
+        for save in self._active:
+            if save.request is request and not save.safe.done():
+                save.call_off()
+
     def _accept(self, request: SaveRequest, name: CheckpointId) -> Save:
         save, step = Save(name, self.site.rank, request), name.step
         self._next_step = step + 1
@@ -183,8 +189,7 @@ class Engine(Housekeeping):
             await self.site.warm()
 
     def _tell_ended(self, save: Save) -> None:
-        report = save.report()
-        self._events.emit(SaveEnded(save.name, save.id.step, save.rank, save.status, report))
+        self._events.emit(SaveEnded(save.name, save.id.step, save.rank, save.status, save.report()))
 
     async def _guarded(self, save: Save) -> None:
         try:
@@ -246,13 +251,9 @@ class Engine(Housekeeping):
 
     async def cancel(self, save: Save) -> None:
         """Cancels a save unless it is committed; returns when it has ended."""
-        ended = self._active.get(save)
-        if ended is None or save.committed.done():
-            return
-        save.cancel_requested = True
-        if save.scope is not None:
-            save.scope.cancel()
-        await ended.wait()
+        if save in self._active and not save.committed.done():
+            save.call_off()
+            await self._active[save].wait()
 
     async def hold_staged(self, save: Save) -> list[FilledBlock]:
         """Keeps the memory that a save was copied to; give it back with :meth:`release_staged`.
@@ -328,9 +329,7 @@ class Engine(Housekeeping):
             save.status = "failed"
             self._background.append(error)
             self._end(save, error)
-        save.cancel_requested = True
-        if save.scope is not None:
-            save.scope.cancel()
+        save.call_off()
         if save in self._active:
             await self._active[save].wait()
 
@@ -383,8 +382,7 @@ class Engine(Housekeeping):
         """What goes on, for a diagnostic."""
         if self._site is None:
             return "not open"
-        counts = self.under_way()
-        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        states = ", ".join(f"{n} {status}" for status, n in sorted(self.under_way().items()))
         budget = self._site.budget
         return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
 

@@ -218,6 +218,19 @@ class PipelineCore:
         save = loop.at_once(self.engine.begin_at_once, request, step)
         return save or loop.call(self.engine.begin, request, step)
 
+    @contextmanager
+    def while_it_copies(self, request: SaveRequest) -> Iterator[None]:
+        """Gives a save up if its caller, who waits, leaves on an exception before all is copied.
+
+        It may change the state from then on.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._loop is not None:
+                self._loop.post(self.engine.leave, request)
+            raise
+
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Runs a coroutine function on the pipeline's loop; blocking."""
         return self._open_loop().call(function, *args, **kwargs)

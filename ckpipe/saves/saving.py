@@ -264,6 +264,12 @@ class Save(Delivery[FilledBlock]):
         self._in_use = dict(keep)
         self.blocks.clear()
 
+    def call_off(self) -> None:
+        """Has the stages give up, now or once they have begun."""
+        self.cancel_requested = True
+        if self.scope is not None:
+            self.scope.cancel()
+
     def forget_state(self) -> None:
         """Drops what refers to the caller's objects; nothing needs them once all is copied."""
         self.request = SaveRequest(

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from threading import Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -43,6 +44,7 @@ class LoopThread:
                 f"The system starts no thread for the pipeline: {error}", hint=_MORE_THREADS
             ) from error
         self.portal, self._token = ready.result()
+        self._loop: asyncio.AbstractEventLoop = self._token.native_token  # type: ignore[assignment]
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Starts a coroutine function on the loop; cancelling the future cancels it."""
@@ -50,29 +52,41 @@ class LoopThread:
             return self.portal.start_task_soon(lambda: function(*args, **kwargs))
         return self.portal.start_task_soon(function, *args)
 
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Has the loop call a function soon, after all that it was asked for before."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function, *args)
+
     async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Runs a coroutine function on the loop, and awaits it on any; cancelling cancels it."""
+        """Runs a coroutine function on the loop, and awaits it on any.
+
+        Cancelling cancels it, and goes on once it has ended.
+        """
         if self._is_here:
             return await function(*args, **kwargs)
-        future = self.submit(function, *args, **kwargs)
+        work = _Work(partial(function, *args, **kwargs))
         try:
-            return await wait_for(future)
+            return await wait_for(self.submit(work.run))
         except BaseException:
-            future.cancel()
+            with anyio.CancelScope(shield=True), contextlib.suppress(RuntimeError):
+                await wait_for(self.submit(work.give_up))  # fails if the loop has ended
             raise
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Runs a coroutine function on the loop; blocking.
 
+        An interrupt cancels it, and is raised once it has ended; a second one does not wait.
+
         Raises:
             UsageError: If the caller is on the loop.
         """
         self.refuse_here()
-        future = self.submit(function, *args, **kwargs)
+        work = _Work(partial(function, *args, **kwargs))
         try:
-            return future.result()
+            return self.submit(work.run).result()
         except BaseException:
-            future.cancel()
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.submit(work.give_up).result()
             raise
 
     def at_once(self, function: Callable[..., T], *args: Any) -> T:
@@ -111,6 +125,37 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the portal has ended by itself
             self.portal.call(self.portal.stop, cancel)
         self._thread.join()
+
+
+class _Work(Generic[T]):
+    """What somebody waits for on another thread, who may be interrupted at any moment.
+
+    That may be before they hold what names the work, so it is made first.
+    """
+
+    def __init__(self, function: Callable[[], Awaitable[T]]) -> None:
+        self._function = function
+        self._scope: anyio.CancelScope | None = None
+        self._over: anyio.Event | None = None
+        self._unwanted = False
+
+    async def run(self) -> T:
+        """Does it, unless it was given up before."""
+        if not self._unwanted:
+            self._over = anyio.Event()
+            try:
+                with anyio.CancelScope() as self._scope:
+                    return await self._function()
+            finally:
+                self._over.set()
+        raise asyncio.CancelledError  # nobody waits
+
+    async def give_up(self) -> None:
+        """Cancels it, and returns once it has ended, or if it has not begun and never will."""
+        self._unwanted = True
+        if self._scope is not None and self._over is not None:
+            self._scope.cancel()
+            await self._over.wait()
 
 
 def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
