@@ -6,7 +6,7 @@ import datetime as dt
 import enum
 import io
 import pathlib
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -308,6 +308,17 @@ async def test_registered_types_are_made_of_loaded_values() -> None:
     assert loaded["t"][0].degrees.item() == 21.5
 
 
+async def test_a_counter_keeps_its_class_its_keys_and_their_order() -> None:
+    counter: Counter[Any] = Counter({3: 1, "3": 5, True: torch.ones(2), (2, None): -1})
+    counter.since = [7]  # type: ignore[attr-defined]
+    loaded = (await round_trip({"c": counter, "again": counter})).state
+    assert_same(counter, loaded["c"])
+    assert loaded["c"].since == [7]
+    assert loaded["again"] is loaded["c"]
+    left = (await round_trip({"c": counter}, select=LabelFilter(include=["c.3"]))).state["c"]
+    assert_same(Counter({3: 1, "3": 5}), left)
+
+
 async def test_an_object_comes_back_as_its_state_dict() -> None:
     model = torch.nn.BatchNorm1d(2)
     loaded = (await round_trip({"model": model})).state["model"]
@@ -413,6 +424,7 @@ def test_a_tree_of_another_form_is_refused(node: Any) -> None:
         (["dataclass", "os:system", [], []], StructureMismatch),
         (["named_tuple", "test_rebuild:Pair", ["left"], [["absent"]]], StructureMismatch),
         (["registered", "nobody", ["absent"]], StructureMismatch),
+        (["registered", "collections:Counter", ["list", []]], InvalidManifest),
     ],
 )
 async def test_a_tree_that_lies_is_refused_before_anything_is_made(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +96,37 @@ async def test_a_resumed_run_goes_on_to_the_bit() -> None:
         assert torch.equal(one, other)
 
 
+async def test_a_schedule_of_milestones_goes_on_as_it_was() -> None:
+    lr = torch.optim.lr_scheduler
+
+    def scheduled() -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        warmup, decay = (
+            lr.LinearLR(optimizer, 0.5, total_iters=2),
+            lr.MultiStepLR(optimizer, [2, 2, 4]),
+        )
+        return {
+            "optimizer": optimizer,
+            "scheduler": lr.SequentialLR(optimizer, [warmup, decay], [2]),
+        }
+
+    def rates(state: Any, n: int) -> list[float]:
+        found = []
+        for _ in range(n):
+            state["optimizer"].step()
+            state["scheduler"].step()
+            found += state["scheduler"].get_last_lr()
+        return found
+
+    run, resumed = scheduled(), scheduled()
+    rates(run, 3)
+    await round_trip(run, resumed)
+    milestones = resumed["scheduler"]._schedulers[1].milestones
+    assert type(milestones) is Counter
+    assert list(milestones.items()) == [(2, 2), (4, 1)]
+    assert rates(resumed, 4) == rates(run, 4)
+
+
 async def test_live_optimizer_state_is_filled_where_it_is() -> None:
     run, resumed = training(1), training(2)
     steps(run, 2)
@@ -120,6 +151,7 @@ async def test_plain_containers_are_filled_in_place() -> None:
             "set": {n},
             "plain": Options(n, torch.full((2,), n)),
             "ordered": OrderedDict(a=n),
+            "counts": Counter({f"only {n}": 1, n: n}),
             1: n,
             "1": -n,
             "placeholder": None if n == 0 else {"x": torch.full((1,), n)},
@@ -132,7 +164,18 @@ async def test_plain_containers_are_filled_in_place() -> None:
     result = await round_trip(state(5), target)
     assert result.state is target
     assert repr(target) == repr(state(5))
-    for key in ("t", "strided", "n", "list", "deque", "set", "plain", "ordered", "history"):
+    for key in (
+        "t",
+        "strided",
+        "n",
+        "list",
+        "deque",
+        "set",
+        "plain",
+        "ordered",
+        "counts",
+        "history",
+    ):
         assert target[key] is kept[key]
     assert target["strided"].data_ptr() == rows.data_ptr()
     assert (result.missing, result.unexpected) == ((), ())

@@ -9,7 +9,7 @@ and returns what now stands in the node's place.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from ckpipe.loads.live_tensors import FILLABLE, misfit
 from ckpipe.loads.making import Make, same, stays
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.refilling import (
+    refill_counter,
     refill_dataclass,
     refill_dict,
     refill_sequence,
@@ -146,7 +147,8 @@ class Matching:
         known = registered_as(node[1])
         if known is not None and type(target) is not known.cls:
             raise _wrong_kind(f"a {known.name}", target, label)
-        return self._rebuild.plan(node, label)
+        make = self._rebuild.plan(node, label)
+        return partial(refill_counter, target, make) if type(target) is Counter else make
 
     # Containers
 

@@ -7,6 +7,7 @@ alone that change something.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 from ckpipe.loads.making import Make
@@ -30,6 +31,15 @@ def refill_dict(
             target[key] = new
     if attributes is not None:
         vars(target).update(attributes())
+    return target
+
+
+def refill_counter(target: Counter[Any], make: Make) -> Any:
+    """Gives a Counter the counts and attributes that are made, in their order."""
+    made = make()
+    target.clear()
+    target.update(made)
+    vars(target).update(vars(made))
     return target
 
 
@@ -75,6 +85,7 @@ def remake_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
 
 
 __all__ = [
+    "refill_counter",
     "refill_dataclass",
     "refill_dict",
     "refill_sequence",

@@ -1,10 +1,16 @@
-"""Types that a program taught ckpipe to save: how one becomes plain data, and back."""
+"""Types that a program taught ckpipe to save: how one becomes plain data, and back.
+
+``collections.Counter``, which torch's ``MultiStepLR`` has in its state, is one from the beginning.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from ckpipe.errors import InvalidManifest
 
 T = TypeVar("T")
 
@@ -66,3 +72,20 @@ def registered_for(cls: type[Any]) -> RegisteredType | None:
 def registered_as(name: str) -> RegisteredType | None:
     """The registration that a manifest names, if this program made it."""
     return _by_name.get(name)
+
+
+def _counts(counter: Counter[Any]) -> OrderedDict[Any, Any]:
+    counts: OrderedDict[Any, Any] = OrderedDict(counter)
+    vars(counts).update(vars(counter))
+    return counts
+
+
+def _counter(counts: Any) -> Counter[Any]:
+    if not isinstance(counts, dict):
+        raise InvalidManifest(f"A Counter was saved as a {type(counts).__qualname__}")
+    made: Counter[Any] = Counter(counts)
+    vars(made).update(getattr(counts, "__dict__", {}))
+    return made
+
+
+register_type(Counter, to_state=_counts, from_state=_counter)
