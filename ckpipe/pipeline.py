@@ -114,7 +114,7 @@ class Pipeline(PipelineBase):
             StateLockTimeout: If trainers held the lock for too long.
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
-            UsageError: If ``include`` leaves nothing to save, with one rank. With
+            UsageError: If ``include`` and ``exclude`` leave nothing to save, with one rank. With
                 ``until="captured"``, if no optimizer is guarded or the state does
                 not fit the staging memory. After it returned, the save fails with
                 ``CaptureTooSlow`` if a step would wait longer than

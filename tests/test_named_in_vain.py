@@ -58,6 +58,34 @@ def test_a_save_that_would_be_empty_is_refused_and_one_that_lacks_something_warn
         assert [info.step for info in pipeline.steps()] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    "selection",
+    [{"exclude": ["*"]}, {"include": []}, {"include": ["model"], "exclude": ["*.w", "model.base"]}],
+)
+def test_a_save_of_which_nothing_is_left_takes_no_checkpoints_place(
+    tmp_path: Path, selection: Any
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.save(state(), step=1).wait()
+        for each in (state(), {"only": {1}}, [torch.ones(1)]):
+            for _ in range(2):
+                with pytest.raises(errors.UsageError, match=r"leave nothing|not in the state"):
+                    pipeline.save(each, step=2, **selection)
+        assert [info.step for info in pipeline.steps()] == [1]
+
+
+@pytest.mark.parametrize("nothing", [{}, {"a": {}, "b": []}])
+def test_a_state_that_is_empty_by_itself_is_saved(tmp_path: Path, nothing: Any) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        selections: list[dict[str, Any]] = [{}, {"exclude": ["*"]}, {"include": []}]
+        for step, selection in enumerate(selections):
+            pipeline.save(nothing, step=step, **selection).wait()
+            result = pipeline.load()
+            assert result is not None
+            assert (result.step, result.state) == (step, nothing)
+        pipeline.save({"s": {1}, "x": 1}, step=9, include=["s"]).wait()
+
+
 def test_what_another_rank_has_saved_may_be_named_and_only_that(store: Stores) -> None:
     settings: dict[str, Any] = {"staging": {"block_bytes": 65536}}
     with ranks(store.url, 2, attempt_id="before", **settings) as world:

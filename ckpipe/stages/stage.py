@@ -24,7 +24,7 @@ from ckpipe.saves.copying import BlockPlan, split_block
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.saves.site import Site
-from ckpipe.state.captured import Captured
+from ckpipe.state.captured import Captured, Walked
 from ckpipe.state.structure import walk as walk_state
 from ckpipe.state.trail import trail_of
 from ckpipe.tasks.collector import collector_paused
@@ -82,26 +82,34 @@ def _walk(save: Save, site: Site, turn: Turn) -> Captured:
         captured = None if site.trail is None else site.trail.follow(state, select)
         if captured is None:
             walked = walk_state(state, select, pickling=pickling)
+            _check_selection(save, site, walked)
             site.trail = trail_of(walked, select)
             captured = walked.captured
-            _check_include(save, site, captured)
         return captured
 
 
-def _check_include(save: Save, site: Site, captured: Captured) -> None:
+def _check_selection(save: Save, site: Site, walked: Walked) -> None:
     """Tells of globs of ``include`` that name nothing; of many ranks one may well have nothing.
 
     Raises:
-        UsageError: If nothing would be saved because of them.
+        UsageError: If nothing would be saved because of ``include`` or ``exclude``.
     """
-    absent = unmatched(save.request.select, [captured.tree])
-    if not absent or site.world_size > 1:
+    captured, select, step = walked.captured, save.request.select, save.id.step
+    if site.world_size > 1 or select.selects_all:
         return
+    absent = unmatched(select, [captured.tree])
     said = f"include names what is not in the state: {', '.join(absent)}"
-    if not captured.tensors and not captured.values:
+    if absent and not captured.tensors and not captured.values:
         hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
-        raise UsageError(said, step=save.id.step, hint=hint)
-    warnings.warn(f"{said} [step {save.id.step}]", RuntimeWarning, stacklevel=2)
+        raise UsageError(said, step=step, hint=hint)
+    if walked.emptied_by(select):
+        raise UsageError(
+            "include and exclude leave nothing of the state to save",
+            step=step,
+            hint="Include something, or call save only when there is something to save",
+        )
+    if absent:
+        warnings.warn(f"{said} [step {step}]", RuntimeWarning, stacklevel=2)
 
 
 def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> Deferral | None:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpipe.format.keys import Json
-from ckpipe.format.trees import Node
+from ckpipe.format.keys import Json, LabelFilter
+from ckpipe.format.trees import SETS, Node, leaf_labels
 from ckpipe.state.tensors import TensorLeaf
 
 T = TypeVar("T")
@@ -135,3 +135,18 @@ class Walked:
     attributes: list[tuple[int, Passage]]
     attached: frozenset[int]
     repeatable: bool
+
+    def emptied_by(self, select: LabelFilter) -> bool:
+        """Whether nothing of the state was kept, and something was left out by this filter."""
+        captured = self.captured
+        kept = captured.tensors or captured.values or [*leaf_labels(captured.tree, "")]
+        return not kept and _leaves_out(self.root, select)
+
+
+def _leaves_out(passage: Passage, select: LabelFilter) -> bool:
+    if passage.kind in SETS:
+        return not select(passage.label)
+    return any(
+        _leaves_out(each, select) if isinstance(each, Passage) else each[1] is None
+        for each in passage.met
+    )
