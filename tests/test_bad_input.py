@@ -408,6 +408,13 @@ HOSTILE: list[tuple[str, Callable[[Document], object], type[errors.CkpipeError]]
         lambda d: entries(d).update(name=[0] * len(entries(d)["name"])),
         errors.DuplicateName,
     ),
+    (
+        "attributes that were left out",
+        lambda d: d["structures"][0]["tensors"].update(
+            attributes=[["absent"]] * len(d["structures"][0]["tensors"]["label"])
+        ),
+        errors.InvalidManifest,
+    ),
     ("wrong world size", lambda d: d.update(world_size=2), errors.WrongWorldSize),
     ("giant world size", lambda d: d.update(world_size=2**50), errors.WrongWorldSize),
     ("wrong rank", lambda d: d["parts"].update(rank=[3]), errors.WrongWorldSize),

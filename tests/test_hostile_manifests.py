@@ -145,6 +145,10 @@ HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
      ["list", [["shared", 0, ["list", []]], ["shared", 0, ["list", []]]]], DuplicateName),
     ("attributes that are no node", "structures/0/tensors/attributes", [["x"], None, None, None],
      InvalidManifest),
+    ("attributes that are no dict", "structures/0/tensors/attributes",
+     [["absent"], None, None, None], InvalidManifest),
+    ("attributes of a dict that are no dict", "structures/0/tree",
+     ["ordered_dict", [], [], ["list", []]], InvalidManifest),
 ]  # fmt: skip
 
 

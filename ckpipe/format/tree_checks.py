@@ -23,8 +23,9 @@ def check_tree(structure: Structure) -> None:
         InvalidManifest: If a node is malformed or points to what is not there.
     """
     walk = _Walk(len(structure.tensors), structure.values)
-    stack: list[Any] = [structure.tree]
-    stack += [row.attributes for row in structure.tensors if row.attributes is not None]
+    attributes = [row.attributes for row in structure.tensors if row.attributes is not None]
+    _check_attributes(attributes)
+    stack: list[Any] = [structure.tree, *attributes]
     while stack:
         node = stack.pop()
         check = _NODES.get(node[0]) if _is_node(node) else None
@@ -34,6 +35,11 @@ def check_tree(structure: Structure) -> None:
     missing = walk.references - walk.shared
     if missing:
         raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
+
+
+def _check_attributes(nodes: list[Node]) -> None:
+    if any(not _is_node(node) or node[0] != "dict" for node in nodes):
+        raise InvalidManifest("Attributes are no dict in the tree")
 
 
 def _is_node(node: Any) -> bool:
@@ -97,6 +103,7 @@ def _mapping(walk: _Walk, node: Node) -> list[Node]:
 
 def _ordered_dict(walk: _Walk, node: Node) -> list[Node]:
     nodes = _items(node, 1, len(node) in (3, 4))
+    _check_attributes(node[3:])
     return [*nodes, *node[3:]]
 
 
