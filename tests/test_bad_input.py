@@ -11,6 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,12 @@ def saved(tmp_path: Path) -> Path:
     return root
 
 
+def in_place_of_data(put: Callable[[Path], object], root: Path) -> None:
+    path = data_of(root)
+    path.unlink()
+    put(path)
+
+
 DAMAGE: list[tuple[str, Callable[[Path], object], type[errors.CkpipeError], list[str]]] = [
     (
         "data file cut off",
@@ -228,6 +235,19 @@ DAMAGE: list[tuple[str, Callable[[Path], object], type[errors.CkpipeError], list
         lambda root: data_of(root).unlink(),
         errors.MissingObject,
         ["step 5", "gone", "key 'step-000000000005.*safetensors'"],
+    ),
+    *(
+        (
+            f"{what} in place of the data file",
+            partial(in_place_of_data, put),
+            errors.MissingObject,
+            ["step 5", f"not a file but {what}", "key 'step-000000000005.*tensors'"],
+        )
+        for what, put in (
+            ("a pipe", os.mkfifo),
+            ("a directory", os.mkdir),
+            ("a device", partial(os.symlink, "/dev/zero")),
+        )
     ),
     (
         "index cut off",

@@ -348,6 +348,21 @@ async def test_half_cached_data_is_read_whole(
     assert buffer == pattern(size)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_pipe_is_no_object(tmp_path: Path, direct: bool) -> None:
+    os.mkfifo(tmp_path / "f")
+    async with LocalBackend(str(tmp_path), direct=direct) as backend:
+        for call in (
+            partial(backend.get, "f", max_bytes=10),
+            partial(backend.read_into, "f", 0, memoryview(bytearray(1))),
+            partial(backend.view, "f", 0, 1),
+            partial(backend.stat, "f"),
+        ):
+            with pytest.raises(ObjectNotFound, match=r"/f is not a file but a pipe \[key 'f'\]"):
+                await call()
+        assert [info.key async for info in backend.list()] == []
+
+
 @pytest.mark.parametrize("size", [1, 4096, 100_001])
 async def test_view_beyond_the_end(backend: LocalBackend, size: int) -> None:
     await backend.put("f", pattern(size), PutMode.CREATE)

@@ -21,7 +21,7 @@ from ckpipe.backend import (
     UploadLimits,
     check_key,
 )
-from ckpipe.errors import InvalidKey, ObjectNotFound, UsageError
+from ckpipe.errors import InvalidKey, UsageError
 from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct, read_small
 from ckpipe_local.directories import (
@@ -36,6 +36,7 @@ from ckpipe_local.directories import (
     remove_unused,
 )
 from ckpipe_local.failures import opening, reading, writing
+from ckpipe_local.object_files import check_regular
 from ckpipe_local.partial import PartialFile, begin_file, put_object
 from ckpipe_local.residency import resident_view
 from ckpipe_local.upload import LocalUpload
@@ -147,10 +148,9 @@ class LocalBackend(Backend):
     async def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with reading(f"look at {path}", key):
-            info = object_info(key, await aiofiles.os.stat(path))
-        if info is None:
-            raise ObjectNotFound(f"There is no object at {path}", key=key)
-        return info
+            found = await aiofiles.os.stat(path)
+        check_regular(found, path, key)
+        return object_info(key, found)
 
     async def delete(self, keys: Iterable[str]) -> None:
         paths = [self._path(key) for key in keys]

@@ -21,6 +21,7 @@ from operator import itemgetter
 from ckpipe.errors import StoreError
 from ckpipe.memory.addresses import address_of
 from ckpipe_local.failures import truncated
+from ckpipe_local.object_files import open_object
 from ckpipe_local.residency import cached_length
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
@@ -103,7 +104,7 @@ def read_small(path: str, key: str, max_bytes: int) -> bytes:
     Raises:
         StoreError: If it is larger than expected.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(open_object(path, key), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             message = f"The object has {size} bytes, more than the {max_bytes} expected"
@@ -116,7 +117,7 @@ def read_small(path: str, key: str, max_bytes: int) -> bytes:
 
 def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:
     """Fills ``buffer`` from a file, through the page cache."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_object(path, key)
     try:
         done = _read(descriptor, buffer, offset)
         _check_full(descriptor, key, offset, buffer, done)
@@ -126,7 +127,7 @@ def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:
 
 def read_direct(path: str, key: str, offset: int, buffer: memoryview) -> None:
     """Fills ``buffer`` from a file: from the page cache what is there, the rest past it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_object(path, key)
     try:
         cached = cached_length(descriptor, path, offset, len(buffer))
         done = _read(descriptor, buffer[:cached], offset)

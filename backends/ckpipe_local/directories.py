@@ -178,13 +178,11 @@ def _object_info(entry: os.DirEntry[str], prefix: str) -> ObjectInfo | None:
         found = entry.stat()
     except FileNotFoundError:
         return None
-    return object_info(prefix + entry.name, found)
+    return object_info(prefix + entry.name, found) if stat.S_ISREG(found.st_mode) else None
 
 
-def object_info(key: str, found: os.stat_result) -> ObjectInfo | None:
-    """What is known of a file; None if it is no regular file."""
-    if not stat.S_ISREG(found.st_mode):
-        return None
+def object_info(key: str, found: os.stat_result) -> ObjectInfo:
+    """What is known of a file."""
     return ObjectInfo(key, found.st_size, datetime.fromtimestamp(found.st_mtime, UTC))
 
 

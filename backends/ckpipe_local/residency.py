@@ -13,6 +13,7 @@ import os
 
 from ckpipe.memory.addresses import address_of
 from ckpipe_local.failures import truncated
+from ckpipe_local.object_files import open_object
 from ckpipe_local.system_calls import cached_pages, resident_pages
 
 _LOOKED_THROUGH_BYTES = 128 << 20
@@ -42,7 +43,7 @@ def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | N
     Pages are mapped when they are read, 16 at a time, by as many threads as read them. Should
     memory get so short that the kernel drops some before, reading these waits for the disk.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_object(path, key)
     try:
         length = os.fstat(descriptor).st_size
         if offset + size > length:

@@ -340,7 +340,7 @@ def _translated(step: int, rank: int, key: str) -> Iterator[None]:
         yield
     except ObjectNotFound as error:
         raise MissingObject(
-            "A data file of the checkpoint is gone", step=step, rank=rank, key=key
+            f"A data file of the checkpoint is gone: {error.message}", step=step, rank=rank, key=key
         ) from error
     except CkpipeError as error:
         error.located(step=step, rank=rank)
