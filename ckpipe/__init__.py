@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ckpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ckpipe import distributed as distributed
+    from ckpipe import errors as errors
+    from ckpipe import events as events
+    from ckpipe import planning as planning
+    from ckpipe import testing as testing
     from ckpipe.backend import Backend as Backend
     from ckpipe.backend import Children as Children
     from ckpipe.backend import ObjectInfo as ObjectInfo
@@ -76,19 +81,23 @@ _HOMES = {
     "VerifyResult": "types",
 }
 
+_MODULES = ("distributed", "errors", "events", "planning", "testing")
+
 __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _MODULES:
+        return import_module(f"ckpipe.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ckpipe' has no attribute {name!r}")
-    from importlib import import_module
-
     value = getattr(import_module(f"ckpipe.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, *_MODULES])

@@ -24,6 +24,8 @@ NAMES = """
     UploadLimits VerifyResult __version__ register_backend register_type
 """
 
+MODULES = ["distributed", "errors", "events", "planning", "testing"]
+
 _OPEN = """(
     self, url: str | os.PathLike[str] | None = None, *, guard: Guarded = None,
     settings: Settings | None = None, **fields: Any
@@ -310,8 +312,19 @@ def test_a_backend_or_a_lock_needs_no_settings() -> None:
     assert run(code) == "False\n"
 
 
+def test_modules_are_there_without_being_imported_by_name() -> None:
+    light = "ckpipe.errors, ckpipe.events"
+    code = (
+        f"import sys, ckpipe; {light}; print([n for n in ('torch', 'anyio') if n in sys.modules])"
+    )
+    assert run(code) == "[]\n"
+    for name in MODULES:
+        assert run(f"import ckpipe; print(ckpipe.{name}.__name__)") == f"ckpipe.{name}\n"
+    assert run("import ckpipe; print(ckpipe.distributed.training_state.__name__)")
+
+
 def test_the_package_shows_its_names_and_no_others() -> None:
-    assert dir(ckpipe) == ckpipe.__all__
+    assert dir(ckpipe) == sorted([*ckpipe.__all__, *MODULES])
     with pytest.raises(AttributeError, match="module 'ckpipe' has no attribute 'pipelin'"):
         _ = ckpipe.pipelin
     namespace: dict[str, Any] = {}
