@@ -578,11 +578,29 @@ def test_non_finite_numbers_survive(tmp_path: Path) -> None:
     assert repr(result.metrics) == repr(metrics)
 
 
+@pytest.mark.parametrize("state", [{"at": 10**4300}, {"at": {-(10**4300): 1}}])
+def test_integers_that_no_reader_would_take_are_refused(tmp_path: Path, state: Any) -> None:
+    save_one(tmp_path, {"at": {10**4300 - 1: -(10**4300) + 1}})
+    assert load_one(tmp_path).state == {"at": {10**4300 - 1: -(10**4300) + 1}}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(errors.UnsupportedState) as caught:
+            pipeline.save(state, step=8)
+        says(caught.value, "step 8", "key 'at'", "more than 4300 digits")
+    state = {"at": 10**4300}
+    with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
+        pipeline.save(state, step=9).wait()
+        result = pipeline.load(pickle="allow")
+        assert result is not None
+        assert result.state == state
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         ({"metrics": {"loss": "low"}}, "Metrics"),
         ({"metrics": {"loss": torch.ones(3)}}, "Metrics"),
+        ({"metrics": {1: 1.0, "1": 2.0}}, "Metrics.*'1'"),
+        ({"metadata": {"in": {1: "a", "1": "b"}}}, "Metadata.*'1'"),
         ({"metadata": {"a": math.nan}}, "Metadata"),
         ({"metadata": {"a": object()}}, "Metadata"),
         ({"metadata": {"a": {1, 2}}}, "Metadata"),

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -127,6 +128,22 @@ async def test_root_cannot_be_below_a_file(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match=rf"{tmp_path}.*is a file"):
         await LocalBackend(str(tmp_path / below)).__aenter__()
+
+
+async def test_a_root_whose_path_is_too_long_makes_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"too long.*shorter path"):
+        await LocalBackend(f"{tmp_path}/{'x/' * 2100}").__aenter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "/deeper"])
+@pytest.mark.parametrize("access", ["read", "write"])
+async def test_a_root_that_is_a_link_to_nothing_says_so(
+    tmp_path: Path, below: str, access: Any
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"/link is a link to .*/nowhere, which is not there"):
+        await LocalBackend(f"{tmp_path}/link{below}", access=access).__aenter__()
 
 
 @pytest.fixture

@@ -59,6 +59,8 @@ def refusals() -> dict[str, tuple[str, Callable[[ckpipe.SyncPipeline], object]]]
     return {
         "include": ("list of globs", lambda it: it.save(state, include="w*")),
         "exclude": ("list of globs", lambda it: it.load(state, exclude="w*")),
+        "number for a glob": ("list of globs", lambda it: it.save(state, include=[3])),
+        "one number": ("list of globs", lambda it: it.load(state, exclude=3)),
         "no hook": ("called with an event", lambda it: it.on_complete(None)),
         "deaf hook": ("called with an event", lambda it: it.on_staged(lambda: None)),
         "guard": ("cannot be guarded", lambda it: it.guard(torch.nn.Linear(1, 1))),
@@ -72,6 +74,13 @@ def test_a_slip_is_refused_at_once(case: str, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             call(pipeline)
         assert pipeline.steps() == []
+
+
+@pytest.mark.parametrize("url", [5, ["run"]])
+def test_a_root_is_text_or_a_path(url: Any) -> None:
+    for kind in (ckpipe.Pipeline, ckpipe.SyncPipeline):
+        with pytest.raises(UsageError, match="a URL or a path, not "):
+            kind(url)
 
 
 @pytest.mark.parametrize("guard", [3, torch.nn.Linear(1, 1), [torch.nn.Linear(1, 1)]])

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from ckpipe.backend import Children, ObjectInfo
+from ckpipe.errors import StoreError
 
 TEMPORARY_PREFIX = ".ckpipe-tmp-"
 """How the names of files begin that are not objects yet."""
@@ -49,6 +50,7 @@ def open_root(root: str) -> list[str]:
         The directories that were made, the outermost first.
     """
     made: list[str] = []
+    _check_path(root)
     _make_root(root, made)
     path = temporary_path(root)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
@@ -67,8 +69,28 @@ def remove_unused(made: list[str]) -> None:
 
 def find_root(root: str) -> list[str]:
     """Proves that the root directory is there and can be listed; makes nothing."""
+    _check_path(root)
     with os.scandir(root):
         return []
+
+
+def _check_path(path: str) -> None:
+    """Refuses what no directory can be made at, before any of its parents is.
+
+    Raises:
+        StoreError: If a part of the path is a link to nothing.
+        OSError: If it is too long, say.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)
+        return
+    while path != os.path.dirname(path):
+        if os.path.islink(path) and not os.path.exists(path):
+            raise StoreError(
+                f"{path} is a link to {os.readlink(path)}, which is not there",
+                hint="Make that directory, or remove the link",
+            )
+        path = os.path.dirname(path)
 
 
 def _make_root(directory: str, made: list[str]) -> None:

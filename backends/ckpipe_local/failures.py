@@ -117,6 +117,9 @@ def _store_error(error: OSError, action: str, key: str | None, errors: _Errors) 
 
 def _root_error(error: OSError, root: str) -> StoreError:
     code = error.errno or 0
+    if code == errno.ENAMETOOLONG:
+        message = f"The directory {root:.100}… cannot be used: {os.strerror(code)}"
+        return StoreError(message, hint="Name a directory with a shorter path")
     if code == errno.ENOENT:
         return StoreError(f"There is no directory {root}", hint="Look for a mistake in the path")
     kind = _WRITING.get(code, StoreError)

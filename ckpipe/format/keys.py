@@ -23,6 +23,12 @@ _SPECIAL = re.compile(r"[~@\ud800-\udfff]")
 MAX_SAFE_INT = 2**53
 """Integers beyond this are written as text, since many JSON readers hold them as doubles."""
 
+MAX_DIGITS = 4300
+"""Integers with more are not written: Python reads none that are longer, unless it is told to."""
+
+BEYOND_DIGITS: int = 10**MAX_DIGITS
+"""The first integer that has more."""
+
 
 def encode_key(key: object, label: str = "") -> Json:
     """The JSON form of a dict key: strings, bools, None and small ints as they are.
@@ -33,12 +39,18 @@ def encode_key(key: object, label: str = "") -> Json:
     kind = type(key)
     if kind is str or kind is bool or key is None:
         return key
-    if kind is int:
+    if kind is int and abs(key) < BEYOND_DIGITS:  # type: ignore[arg-type]
         return key if abs(key) < MAX_SAFE_INT else {"int": str(key)}  # type: ignore[arg-type]
     if kind is float:
         return {"float": encode_float(key)}  # type: ignore[arg-type]
     if kind is tuple:
         return {"tuple": [encode_key(part, label) for part in key]}  # type: ignore[attr-defined]
+    if kind is int:
+        raise UnsupportedState(
+            f"A dict has a key of more than {MAX_DIGITS} digits",
+            key=label or None,
+            hint="Save it as text under another key",
+        )
     raise UnsupportedState(
         f"A dict has a key of type {kind.__qualname__}: {key!r:.100}",
         key=label or None,
@@ -79,8 +91,8 @@ def decode_float(data: Json) -> float:
 
 
 def decode_int(text: str) -> int:
-    """An integer written as decimal text; long ones are allowed up to 4,300 digits."""
-    if not re.fullmatch(r"-?[0-9]{1,4300}", text):
+    """An integer written as decimal text; long ones are allowed up to ``MAX_DIGITS`` digits."""
+    if not re.fullmatch(rf"-?[0-9]{{1,{MAX_DIGITS}}}", text):
         raise InvalidManifest(f"This is not an integer: {text!r:.100}")
     return int(text)
 
@@ -158,15 +170,26 @@ def label_filter(
     """The filter that ``include`` and ``exclude`` of a call ask for.
 
     Raises:
-        UsageError: If one of them is a string, which as a sequence is a glob for each letter.
+        UsageError: If one of them is no list of texts. A string would be a glob for each letter.
     """
-    for name, globs in (("include", include), ("exclude", exclude)):
-        if isinstance(globs, str):
-            raise UsageError(
-                f"{name} is a list of globs, not the string {globs!r:.100}",
-                hint=f"Write {name}=[{globs!r:.100}]",
-            )
-    return LabelFilter(None if include is None else list(include), list(exclude or ()))
+    return LabelFilter(_globs("include", include), _globs("exclude", exclude))
+
+
+def _globs(name: str, globs: Sequence[str] | None) -> list[str] | None:
+    if isinstance(globs, str):
+        raise UsageError(
+            f"{name} is a list of globs, not the string {globs!r:.100}",
+            hint=f"Write {name}=[{globs!r:.100}]",
+        )
+    if globs is None:
+        return None
+    found = list(globs) if isinstance(globs, Iterable) else [globs]
+    if not all(isinstance(each, str) for each in found):
+        raise UsageError(
+            f"{name} is a list of globs, not {globs!r:.100}",
+            hint=f"Write labels as text: {name}=['model.*']",
+        )
+    return found
 
 
 def _matches(label: str, pattern: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,20 @@ from ckpipe.types import CheckpointInfo
 
 Which = int | str | CheckpointInfo
 """A step, the exact id of a checkpoint, or what is known of one."""
+
+
+def location(url: str | os.PathLike[str] | None) -> str | None:
+    """Where checkpoints lie, as text; None if it is not said here.
+
+    Raises:
+        UsageError: If it is neither a URL nor a path.
+    """
+    try:
+        return None if url is None else os.fsdecode(url)
+    except TypeError as error:
+        raise UsageError(
+            f"The root is a URL or a path, not {url!r:.100}", hint="Write it as text: '/ckpts'"
+        ) from error
 
 
 def which(checkpoint: Which) -> int | str:
@@ -68,10 +83,10 @@ def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, A
     """Metrics as they stand in a manifest.
 
     Raises:
-        UsageError: If one is no number.
+        UsageError: If one is no number, or two have one name.
     """
     try:
-        return {str(name): encode_float(float(value)) for name, value in metrics.items()}
+        return _by_name([(str(name), encode_float(float(n))) for name, n in metrics.items()])
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"Metrics are numbers by name: {error}", step=step) from error
 
@@ -80,13 +95,28 @@ def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, A
     """A copy of metadata, as plain JSON.
 
     Raises:
-        UsageError: If it is none.
+        UsageError: If it is none, or two keys of a dict are one in JSON.
     """
     try:
-        plain = json.loads(json.dumps(dict(metadata), allow_nan=False))
+        text = json.dumps(dict(metadata), allow_nan=False)
+        plain = json.loads(text, object_pairs_hook=_by_name)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"Metadata must be plain JSON: {error}", step=step, hint="Put other things in the state"
         ) from error
     assert isinstance(plain, dict)
     return plain
+
+
+def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of pairs, such as ``1`` and ``"1"`` may have become.
+
+    Raises:
+        ValueError: If two have one name.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"two of them are called {name!r:.100}")
+        found[name] = value
+    return found

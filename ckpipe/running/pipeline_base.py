@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.locking.lock import StateLock
+from ckpipe.running.call_arguments import location
 from ckpipe.running.ledger import Statistics
 from ckpipe.running.pipeline_core import Guarded, Hook, PipelineCore
 from ckpipe.settings import Settings
@@ -25,7 +26,7 @@ class PipelineBase:
         settings: Settings | None = None,
         **fields: Any,
     ) -> None:
-        self._core = PipelineCore(url, guard, settings, fields)
+        self._core = PipelineCore(location(url), guard, settings, fields)
 
     def should_save(self, step: int) -> bool:
         """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.

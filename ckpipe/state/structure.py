@@ -28,7 +28,14 @@ import numpy as np
 import torch
 
 from ckpipe.errors import UnsupportedState
-from ckpipe.format.keys import Json, LabelFilter, encode_key, join, unique_label
+from ckpipe.format.keys import (
+    MAX_DIGITS,
+    Json,
+    LabelFilter,
+    encode_key,
+    join,
+    unique_label,
+)
 from ckpipe.format.trees import Node
 from ckpipe.state.captured import Captured, Met, Passage, Walked
 from ckpipe.state.containers import IMMUTABLE, Contents, contents_of, kind_of
@@ -185,6 +192,12 @@ class _Walk:
     def _pickled(self, obj: Any, label: str) -> Json:
         self.repeatable = False
         kind = class_path(type(obj))
+        if not self.pickling and type(obj) is int:
+            raise UnsupportedState(
+                f"An int of more than {MAX_DIGITS} digits cannot be saved",
+                key=label or None,
+                hint='Save its bytes, as int.to_bytes makes them, or set pickle="allow"',
+            )
         if not self.pickling:
             raise UnsupportedState(
                 f"An object of type {kind} cannot be saved",

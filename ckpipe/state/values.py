@@ -20,7 +20,14 @@ import torch
 
 from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.keys import MAX_SAFE_INT, Json, decode_float, decode_int, encode_float
+from ckpipe.format.keys import (
+    BEYOND_DIGITS,
+    MAX_SAFE_INT,
+    Json,
+    decode_float,
+    decode_int,
+    encode_float,
+)
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "path": pathlib.Path,
@@ -49,7 +56,11 @@ def encode_value(value: Any) -> Json:
 
 
 def _encode_int(value: int) -> Json:
-    return value if abs(value) < MAX_SAFE_INT else ["int", str(value)]
+    if abs(value) < MAX_SAFE_INT:
+        return value
+    if abs(value) >= BEYOND_DIGITS:
+        raise NotInline
+    return ["int", str(value)]
 
 
 def _encode_plain_float(value: float) -> Json:
