@@ -223,6 +223,10 @@ class SaveSkipped(SaveError):
 class SaveCancelled(SaveError):
     """The save was cancelled through its handle, or its pipeline was torn down."""
 
+    def __init__(self, message: str, *, hint: str | None = None, **where: Any) -> None:
+        hint = hint or "Older checkpoints are whole; save again if this one is needed"
+        super().__init__(message, hint=hint, **where)
+
 
 class PipelineBusy(SaveError):
     """Earlier saves hold the staging memory, and ``on_busy`` is ``"fail"``."""

@@ -292,6 +292,8 @@ def test_damage_is_found_and_older_checkpoints_load(
             with pytest.raises(error) as caught:
                 call()
             says(caught.value, *patterns)
+            if isinstance(caught.value, errors.CorruptCheckpoint):
+                says(caught.value, r"another checkpoint.*fallback=True")
         assert same(target, small_state(0))
         pipeline.save(small_state(7), step=7).wait()
         result = pipeline.load()

@@ -147,7 +147,7 @@ async def test_cancelling_a_save_leaves_nothing_and_the_next_one_works(store: St
         await asyncio.to_thread(store.slow.gate.wait_until_held)
         await handle.cancel()
         assert handle.status == "cancelled"
-        with pytest.raises(errors.SaveCancelled):
+        with pytest.raises(errors.SaveCancelled, match="save again if"):
             await handle
         store.slow.release()
         assert await pipeline.steps() == []

@@ -203,6 +203,15 @@ def test_what_cannot_be_saved_is_named(bad: Any, where: str) -> None:
     assert caught.value.key == where
 
 
+@pytest.mark.parametrize(
+    ("array", "what"),
+    [(np.array([object()]), "dtype object"), (np.ma.array([1]), "the class MaskedArray")],
+)
+def test_an_array_that_cannot_be_saved_is_told_why(array: Any, what: str) -> None:
+    with pytest.raises(UnsupportedState, match=f"A numpy array of {what} cannot be saved"):
+        capture({"n": array})
+
+
 def test_endless_nesting_is_refused() -> None:
     state: Any = []
     for _ in range(100_000):

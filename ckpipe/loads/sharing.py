@@ -131,12 +131,13 @@ def check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor])
         write(view, value)
     for live, view, value in zip(group, views, converted, strict=True):
         if not torch.equal(_row_major_bytes(view), _row_major_bytes(value)):
+            labels = sorted({repr(other.label) for other in group})
+            among = f"between {', '.join(labels)}" if len(labels) > 1 else f"within {labels[0]}"
             raise SharingConflict(
-                "The target shares bytes between "
-                + ", ".join(sorted({repr(other.label) for other in group}))
-                + ", for which the checkpoint holds different values",
+                f"The target shares bytes {among}, for which the checkpoint holds different values",
                 key=live.label,
-                hint="Load into tensors that do not share memory, or leave one out with exclude",
+                hint="Load into tensors that do not share memory, such as clones, or leave one "
+                "out with exclude",
             )
 
 

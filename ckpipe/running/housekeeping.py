@@ -18,6 +18,8 @@ from ckpipe.saves.following import until_complete
 from ckpipe.saves.site import Site
 from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
 
+_PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"
+
 
 class Housekeeping(abc.ABC):
     """Discovery and housekeeping of one pipeline, on its loop."""
@@ -62,6 +64,7 @@ class Housekeeping(abc.ABC):
         try:
             return await site.reading(info.key, work)
         except CorruptCheckpoint as error:
+            error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__
 
     async def delete(self, which: int | str, *, force: bool) -> None:

@@ -200,8 +200,11 @@ def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
         UnsupportedState: If it holds Python objects, or is of a subclass.
     """
     if type(array) is not np.ndarray or array.dtype.hasobject or array.dtype.fields:
+        what = f"dtype {array.dtype!s:.100}"
+        if type(array) is not np.ndarray:
+            what = f"the class {type(array).__qualname__}"
         raise UnsupportedState(
-            f"This numpy array is a {type(array).__name__} of {array.dtype}",
+            f"A numpy array of {what} cannot be saved",
             key=label,
             hint="Save plain arrays of numbers, strings or times",
         )
