@@ -28,6 +28,7 @@ from ckpipe.loads.destinations import (
     boxed,
     new_raw_bytes,
 )
+from ckpipe.loads.live_tensors import PlainFill
 from ckpipe.loads.load_planning import Need, new_need
 from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor, StoredTensors
 from ckpipe.state.tensors import overlaps_itself
@@ -126,6 +127,14 @@ class Filling:
             self.destinations[entry].append(new_raw_bytes((start, stop, address)))
             self.needs.append(new_need((entry, start, stop)))
         return True
+
+    def plain_all(self, fills: Sequence[PlainFill]) -> None:
+        """The same for tensors of which all that was found out already; who calls has them live."""
+        destinations, needs = self.destinations, self.needs
+        for _, _, _, _, address, nbytes, entry in fills:
+            if nbytes:
+                destinations[entry].append(new_raw_bytes((0, nbytes, address)))
+                needs.append(new_need((entry, 0, nbytes)))
 
     def copy_later(
         self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor

@@ -55,8 +55,31 @@ class LiveTensor(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+class PlainFill(NamedTuple):
+    """The same of a contiguous tensor on the CPU that takes the bytes of a plain stored one.
+
+    Args:
+        number: The number of the stored tensor.
+        label: Where the target stands in the state.
+        tensor: Its memory, as a plain detached tensor.
+        owner: The object that stands in the state.
+        address: Where that memory begins.
+        nbytes: Its size.
+        entry: The number of the entry that begins with its bytes.
+    """
+
+    number: int
+    label: str
+    tensor: torch.Tensor
+    owner: torch.Tensor
+    address: int
+    nbytes: int
+    entry: int
+
+
 # Tens of thousands are made for a load, for which the class's own constructor is slow.
 new_live_tensor = partial(tuple.__new__, LiveTensor)
+new_plain_fill = partial(tuple.__new__, PlainFill)
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -98,6 +121,31 @@ def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
             return None
         raw = array.reshape(-1).view(np.uint8)
         return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
+
+
+def plain_view(
+    obj: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The memory of a tensor of a type in ``PLAIN`` if bytes of a dtype and shape can be put there.
+
+    Returns:
+        None if it is anything else; :func:`misfit` and :func:`writable_view` tell what.
+    """
+    if (
+        obj.dtype is not dtype
+        or obj.layout is not torch.strided
+        or not obj.is_cpu
+        or obj.is_nested
+        or obj.shape != shape
+        or not obj.is_contiguous()
+        or obj.is_conj()
+        or obj.is_neg()
+    ):
+        return None
+    if type(obj) is torch.Tensor and not obj.requires_grad:
+        return obj
+    plain = obj.detach()
+    return plain if type(plain) is torch.Tensor else None
 
 
 def misfit(

@@ -22,6 +22,7 @@ from ckpipe.format.keys import LabelFilter, encode_key, join
 from ckpipe.format.trees import Node, children_of, leaf_labels
 from ckpipe.loads.live_tensors import FILLABLE, misfit
 from ckpipe.loads.making import Make, same, stays
+from ckpipe.loads.placed_tensors import PLAIN
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.refilling import (
     refill_counter,
@@ -91,6 +92,8 @@ class Matching:
         """Matches one object with one node."""
         tag = node[0]
         if tag == "tensor" and target is not None:
+            if self._is_filled(target, node, label):
+                return partial(same, target)
             return self.match_tensor(target, node, label)
         if tag == "absent":
             return self._left_out(target, label)
@@ -131,6 +134,14 @@ class Matching:
         attributes = self._rebuild.plan(stored.row.attributes, join(label, "__dict__"))
         return partial(_with_attributes, target, attributes)
 
+    def _is_filled(self, target: Any, node: Node, label: str) -> bool:
+        """Notes a tensor by the short way that nearly all can go; whether it is one of these."""
+        return (
+            type(target) in PLAIN
+            and node[1] not in self._own_of_ranks
+            and self._targets.fill_plain(node[1], target, label)
+        )
+
     def match_value(self, target: Any, node: Node, label: str) -> Make:
         combined = node[1] in self._rebuild.per_rank.values
         if not combined and (_is_container(target) or isinstance(target, FILLABLE)):
@@ -162,8 +173,14 @@ class Matching:
         for key, (_, child, where) in zip(saved, children, strict=True):
             if key in live:
                 own = live.pop(key)
-                make = self.match(target[own], child, where)
-                if not stays(make, target[own]):
+                value = target[own]
+                if child[0] == "tensor" and value is not None:
+                    if self._is_filled(value, child, where):
+                        continue
+                    make = self.match_tensor(value, child, where)
+                else:
+                    make = self.match(value, child, where)
+                if not stays(make, value):
                     found.append((own, make))
             else:
                 self.unexpected += leaf_labels(child, where)

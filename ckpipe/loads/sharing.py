@@ -15,15 +15,14 @@ import torch
 
 from ckpipe.errors import SharingConflict
 from ckpipe.loads.filling import contiguous_stride, memory_overlaps, with_lazy_bits, write
-from ckpipe.loads.live_tensors import LiveTensor
+from ckpipe.loads.live_tensors import LiveTensor, PlainFill
 
 _MAX_ITEM = 16
+_CPU = torch.device("cpu")
 
 
 def disputed_groups(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
     """The groups of overlapping live tensors that may be given different bytes."""
-    if _apart(lives):
-        return []
     return [group for group in _overlapping(lives) if not _lay_likewise(group)]
 
 
@@ -38,14 +37,23 @@ def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     return list(reversed(found.values()))
 
 
-def _apart(lives: Sequence[LiveTensor]) -> bool:
+def distinct_fills(fills: Sequence[PlainFill]) -> Sequence[PlainFill]:
+    """The same of fills that are plain: these lie alike if they begin alike."""
+    if len({fill.address for fill in fills}) == len(fills):
+        return fills
+    return list({(fill.number, fill.address): fill for fill in fills}.values())
+
+
+def apart(lives: Sequence[LiveTensor], fills: Sequence[PlainFill]) -> bool:
     """Whether all lie row by row, and apart, in one memory: quickly said, and nearly always so."""
     if not all(live.contiguous for live in lives):
         return False
-    if len({live.device for live in lives}) > 1:
+    devices = {live.device for live in lives}
+    if len(devices) > 1 or (fills and not devices <= {_CPU}):
         return False
-    begins = np.array([live.address for live in lives], np.uint64)
-    sizes = np.array([live.nbytes for live in lives], np.uint64)
+    places = [(each.address, each.nbytes) for each in lives]
+    places += [(each.address, each.nbytes) for each in fills]
+    begins, sizes = np.array(places, np.uint64).reshape(-1, 2).T
     order = np.argsort(begins)
     ends = begins[order] + sizes[order]
     return bool(np.all(ends[:-1] <= begins[order][1:]))

@@ -140,12 +140,15 @@ class Held:
         entry_count: How many entries the layout has.
         by_tensor: The chunks of each tensor that has some.
         shared: The layout's own entries that are memory of several tensors, or of one with strides.
+        plain: The entry of each tensor that is one chunk, of all of it, row by row from the start
+            of an entry that no other tensor is in, and lay without gaps when it was saved.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.entry_count = len(layout.entries)
         self.by_tensor: Mapping[int, Sequence[ChunkRow]]
         self.shared: set[int] = set()
+        self.plain: dict[int, int]
         chunks = tuple(layout.chunks)
         tensors = [chunk.tensor for chunk in chunks]
         own = [
@@ -157,6 +160,7 @@ class Held:
             # One chunk of each tensor, in an entry of its own, as nearly always: a short way.
             self.by_tensor = dict(zip(tensors, zip(chunks), strict=True))
             self.shared.update(entry for entry, chunk in own if chunk.stride is not None)
+            self.plain = {chunk.tensor: entry for entry, chunk in own if self._is_plain(chunk)}
             return
         by_tensor: defaultdict[int, list[ChunkRow]] = defaultdict(list)
         for chunk in chunks:
@@ -167,6 +171,24 @@ class Held:
             first = holder.setdefault(entry, chunk.tensor)
             if chunk.stride is not None or first != chunk.tensor:
                 self.shared.add(entry)
+        self.plain = {
+            chunk.tensor: entry
+            for entry, chunk in own
+            if entry not in self.shared
+            and len(by_tensor[chunk.tensor]) == 1
+            and self._is_plain(chunk)
+        }
+
+    def _is_plain(self, chunk: ChunkRow) -> bool:
+        """Whether a chunk that is the rank's own says of itself what is said of plain ones."""
+        return (
+            chunk.box is None
+            and chunk.stride is None
+            and chunk.original_stride is None
+            and chunk.offset == 0
+            and chunk.entry is not None
+            and 0 <= chunk.entry < self.entry_count
+        )
 
 
 def chunk_box(chunk: ChunkRow, shape: Sequence[int]) -> Box:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -68,6 +68,9 @@ class Piece(NamedTuple):
             yield Need(self.entry, self.start + lo * itemsize, self.start + hi * itemsize)
 
 
+PlainTensor = tuple[torch.dtype, tuple[int, ...], int, int]
+"""Dtype and shape of a tensor, the number of the entry that it begins, and its bytes."""
+
 # Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
 _new_piece = partial(tuple.__new__, Piece)
 
@@ -129,6 +132,33 @@ class StoredTensors:
         self._first_wins = first_wins
         self._known: dict[int, StoredTensor] = {}
         self._bases: dict[int, tuple[int, Held]] = {}
+        self._plain: dict[int, tuple[int, Mapping[int, int]]] = {}
+
+    def plain(self, number: int) -> PlainTensor | None:
+        """What there is to say of the tensor of a number if it is plain, as nearly all are.
+
+        That needs no object of its own, and whoever has thousands of tensors spares the time.
+
+        Returns:
+            None if it is anything else, or wrong; a subscription tells.
+        """
+        if not 0 <= number < len(self._rows):
+            return None
+        row, (part, inner) = self._rows[number], self._homes[number]
+        base, entries = self._plain.get(part) or self._plain_of(part)
+        entry, dtype, shape = entries.get(inner), DTYPES.get(row.dtype), row.shape
+        if entry is None or dtype is None or row.attributes:
+            return None
+        entry += base
+        nbytes = math.prod(shape) * dtype.itemsize
+        return (dtype, shape, entry, nbytes) if nbytes <= self.data.sizes[entry] else None
+
+    def _plain_of(self, part: int) -> tuple[int, Mapping[int, int]]:
+        """The number of a part's first entry, and the entries of its plain tensors."""
+        held = self._sources.held(part)
+        base = self.data.number(part, 0) if held.plain else 0
+        found = self._plain[part] = (base, held.plain)
+        return found
 
     def __getitem__(self, number: int) -> StoredTensor:
         """The tensor of a number.
