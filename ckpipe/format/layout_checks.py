@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import le
 from typing import Any, NamedTuple
 
 from ckpipe.errors import DuplicateName, InvalidExtent, InvalidManifest
@@ -64,7 +66,7 @@ class Foreign(NamedTuple):
     identity: array[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayoutFacts:
     """What must be known of a layout to check and merge what it is in.
 
@@ -72,7 +74,6 @@ class LayoutFacts:
         sizes: Bytes of each entry.
         data_bytes: Bytes of each data file behind its header.
         checksums: How many checksums the entries have.
-        private: The tensors that the rank holds whole and wrote itself.
         foreign: The chunks that other ranks wrote.
         own: The identities of those that this one wrote; None if it wrote all.
     """
@@ -80,9 +81,23 @@ class LayoutFacts:
     sizes: array[int]
     data_bytes: tuple[int, ...]
     checksums: int
-    private: dict[int, Place]
     foreign: Foreign
     own: array[int] | None
+    _columns: tuple[EntryColumns, ChunkColumns, Sequence[int]] | None
+    _private: dict[int, Place] = field(default_factory=dict)
+
+    @property
+    def private(self) -> dict[int, Place]:
+        """The tensors that the rank holds whole and wrote itself; a load has no use for them."""
+        columns = self._columns
+        if columns is not None:
+            self._private = _private(*columns)
+            self._columns = None  # last, as other threads may ask
+        return self._private
+
+    def forget_columns(self) -> None:
+        """Finds out now what would be found out later, of columns that are kept until then."""
+        self._private = self.private
 
 
 def check_layout(
@@ -100,10 +115,9 @@ def check_layout(
     data_bytes = _check_entries(entries)
     counts = [chunk_count(nbytes) for nbytes in entries.nbytes]
     foreign = _check_chunks(chunks, entries.nbytes, tensors)
-    private = _private(entries, chunks, counts)
     own = array("q", own_identities(chunks, tensors)) if foreign.owner else None
     sizes = array("q", entries.nbytes)
-    return LayoutFacts(sizes, data_bytes, sum(counts), private, foreign, own)
+    return LayoutFacts(sizes, data_bytes, sum(counts), foreign, own, (entries, chunks, counts))
 
 
 def identity_of(tensor: TensorRow, box: Box | None) -> int:
@@ -126,6 +140,11 @@ def own_identities(chunks: ChunkColumns, tensors: Sequence[TensorRow]) -> Iterab
 
 def _check_entries(entries: EntryColumns) -> tuple[int, ...]:
     """Checks that the entries fill their files one after another; returns the files' data bytes."""
+    if entries.file and not any(entries.file):
+        *begins, end = accumulate(entries.nbytes, initial=0)
+        distinct = {"__metadata__", *entries.name}
+        if list(entries.offset) == begins and len(distinct) > len(begins):
+            return (end,)  # All in one file, as nearly always. What is wrong is told below.
     ends: list[int] = []
     names: set[str] = set()
     last, end = -1, 0
@@ -155,8 +174,11 @@ def _check_chunks(
     if chunks.tensor and max(chunks.tensor) >= len(tensors):
         raise InvalidManifest("A chunk is of a tensor that is not there")
     shapes = [row.shape for row in tensors]
-    wholes = [math.prod(row.shape) * (item_bytes(row.dtype) or 1) for row in tensors]
+    items = {dtype: item_bytes(dtype) or 1 for dtype in {row.dtype for row in tensors}}
+    wholes = [math.prod(row.shape) * items[row.dtype] for row in tensors]
     entries = len(sizes)
+    if _are_plain(chunks, wholes, sizes):
+        return Foreign(*(array("q") for _ in Foreign._fields))
     foreign = Foreign(*(array("q") for _ in Foreign._fields))
     for number, (tensor, entry, offset, stride, original, box, owner) in enumerate(
         zip(*chunks, strict=True)
@@ -185,6 +207,21 @@ def _check_chunks(
             label = tensors[tensor].label
             raise InvalidManifest(f"A chunk of {label!r:.200} lies in an unknown entry")
     return foreign
+
+
+def _are_plain(chunks: ChunkColumns, wholes: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether each is all of a tensor, from the start of an entry of this rank that it fits into.
+
+    Nearly always so. What other chunks there are, and what is wrong with them, is found out one
+    by one.
+    """
+    tensor, entry, offset, *others = chunks
+    if any(offset) or any(each.count(None) < len(each) for each in others):
+        return False
+    places = [place for place in entry if place is not None]
+    if len(places) < len(entry) or max(places, default=-1) >= len(sizes):
+        return False
+    return all(map(le, map(wholes.__getitem__, tensor), map(sizes.__getitem__, places)))
 
 
 def check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:

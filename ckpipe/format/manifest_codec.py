@@ -216,6 +216,7 @@ class _Reading:
         facts = check_layout(named, chunks, tensors)
         tail = without_structure(text, number)
         if self._rows > self._most_rows and tail is not None:
+            facts.forget_columns()
             return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
         self.facts[place] = facts
         return Layout(entry_rows(named), chunk_rows(chunks))

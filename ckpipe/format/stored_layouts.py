@@ -184,6 +184,8 @@ def with_names(columns: list[list[Any]], labels: Sequence[str]) -> EntryColumns:
         InvalidManifest: If a name is of a tensor that is not there.
     """
     names, *others = columns
+    if set(map(type, names)) == {int} and min(names) >= 0 and max(names) < len(labels):
+        return EntryColumns([labels[number] for number in names], *others)
     return EntryColumns(list(_decode_names(names, labels)), *others)
 
 

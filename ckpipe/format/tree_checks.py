@@ -5,7 +5,7 @@ The walk keeps its own stack, so that no nesting can exhaust Python's, and visit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ckpipe.errors import DuplicateName, InvalidManifest
@@ -23,6 +23,7 @@ def check_tree(structure: Structure) -> None:
         InvalidManifest: If a node is malformed or points to what is not there.
     """
     walk = _Walk(len(structure.tensors), structure.values)
+    limits = walk.limits
     attributes = [row.attributes for row in structure.tensors if row.attributes is not None]
     _check_attributes(attributes)
     stack: list[Any] = [structure.tree, *attributes]
@@ -31,7 +32,16 @@ def check_tree(structure: Structure) -> None:
         check = _NODES.get(node[0]) if _is_node(node) else None
         if check is None:
             raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
-        stack += [each for each in check(walk, node) if not _is_sound_leaf(each, walk.limits)]
+        # All but tensors and values that are there, as most are: a short way for these.
+        stack += [
+            each
+            for each in check(walk, node)
+            if type(each) is not list
+            or len(each) != 2
+            or type(each[0]) is not str
+            or type(each[1]) is not int
+            or not 0 <= each[1] < limits.get(each[0], 0)
+        ]
     missing = walk.references - walk.shared
     if missing:
         raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
@@ -44,14 +54,6 @@ def _check_attributes(nodes: list[Node]) -> None:
 
 def _is_node(node: Any) -> bool:
     return type(node) is list and bool(node) and type(node[0]) is str
-
-
-def _is_sound_leaf(node: Any, limits: Mapping[str, int]) -> bool:
-    """Whether a node is a tensor or a value that is there, as most are: a short way for these."""
-    if type(node) is not list or len(node) != 2:
-        return False
-    tag, number = node
-    return type(tag) is str and type(number) is int and 0 <= number < limits.get(tag, 0)
 
 
 def _brief(node: Any) -> str:
