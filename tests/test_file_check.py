@@ -13,7 +13,7 @@ from ckpipe.backend import UploadLimits
 from ckpipe.checkpoints.copying_checkpoints import block_bytes_for
 from ckpipe.checkpoints.file_check import FileCheck
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.loads.load_planning import PartData
+from ckpipe.loads.entry_tables import PartData
 
 BUNDLE, IMAGES = manifest_of(
     {

@@ -32,8 +32,8 @@ from ckpipe.format.keys import label_filter
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.object_names import data_file_key, data_file_name, tombstone_key
 from ckpipe.loads.destinations import Destination
+from ckpipe.loads.entry_tables import Need, entry_table
 from ckpipe.loads.expecting import expect
-from ckpipe.loads.load_planning import Need, entry_table
 from ckpipe.loads.reading import DELIVERERS, Reader
 from ckpipe.loads.restore import restore
 from ckpipe.loads.tensor_reading import read_tensors

@@ -12,7 +12,7 @@ from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
-from ckpipe.loads.load_planning import entry_table
+from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.saved_state import state_of_part
 from ckpipe.loads.sources import Sources
 from ckpipe.loads.stored_tensors import StoredTensors

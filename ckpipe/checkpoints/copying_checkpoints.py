@@ -33,7 +33,7 @@ from ckpipe.errors import (
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import data_file_key, index_key, prefix, tombstone_key
-from ckpipe.loads.load_planning import PartData
+from ckpipe.loads.entry_tables import PartData
 from ckpipe.stores.retrying import RetryPolicy, retrying
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointId

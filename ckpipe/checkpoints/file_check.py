@@ -20,7 +20,7 @@ from ckpipe.format.checksum import (
     combine,
     crc32c,
 )
-from ckpipe.loads.load_planning import PartData
+from ckpipe.loads.entry_tables import PartData
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpipe.format.manifest import Bundle
-from ckpipe.loads.load_planning import EntryTable, Need, entry_table, new_need
+from ckpipe.loads.entry_tables import EntryTable, Need, entry_table, new_need
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from ckpipe.loads.destinations import (
     boxed,
     new_raw_bytes,
 )
+from ckpipe.loads.entry_tables import Need, new_need
 from ckpipe.loads.live_tensors import PlainFill
-from ckpipe.loads.load_planning import Need, new_need
 from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor, StoredTensors
 from ckpipe.state.tensors import overlaps_itself
 

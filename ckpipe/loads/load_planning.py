@@ -14,33 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
-from ckpipe.format.manifest import Bundle, EntryRow, FileRow, Layout, Part
+from ckpipe.format.checksum import CHUNK_BYTES
+from ckpipe.loads.entry_tables import EntryTable, Need
 
 ALLOWANCE_BYTES = 2 * CHUNK_BYTES
 """How much more than a contiguous need may be read, unless a tenth of it is more."""
 
 GAP_BYTES = 256 << 10
 """Gaps up to this size are read over rather than skipped with another request."""
-
-
-class Need(NamedTuple):
-    """Bytes that a load wants.
-
-    Args:
-        entry: The number of the entry.
-        lo: The first byte, from the entry's start.
-        hi: Behind the last byte.
-    """
-
-    entry: int
-    lo: int
-    hi: int
 
 
 class Piece(NamedTuple):
@@ -79,7 +66,6 @@ class Fragment(NamedTuple):
 
 # Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
 _piece = partial(tuple.__new__, Piece)
-new_need = partial(tuple.__new__, Need)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,112 +103,6 @@ class ReadLimits:
     def buffer_bytes(self) -> int:
         """The memory that any read fits into."""
         return max(self.read_bytes, CHUNK_BYTES + 2 * self.alignment)
-
-
-class EntryTable:
-    """Entries of data files and their checksums, by numbers of the table's own.
-
-    Attributes:
-        files: The data files.
-        ranks: For each file, the rank that wrote it.
-        entries: The entries.
-        sizes: For each entry, how many bytes it has.
-        entry_files: For each entry, the number of its file.
-        begins: For each entry, where it begins in its file, in bytes.
-        checksums: CRC-32C of every mebibyte of every entry.
-        first_sums: For each entry, the number of its first checksum.
-    """
-
-    files: Sequence[FileRow]
-    ranks: Sequence[int]
-    entries: Sequence[EntryRow]
-    sizes: Sequence[int]
-    entry_files: Sequence[int]
-    begins: Sequence[int]
-    checksums: Sequence[int]
-    first_sums: Sequence[int]
-
-    def number(self, part: int, entry: int) -> int:
-        """The number in the table of an entry of a part, which exists."""
-        raise NotImplementedError
-
-
-class PartData(EntryTable):
-    """One part's entries, by their own numbers.
-
-    Args:
-        part: The part.
-        layout: Its layout.
-    """
-
-    def __init__(self, part: Part, layout: Layout) -> None:
-        self.files = part.files
-        self.ranks = [part.rank] * len(part.files)
-        self.entries = layout.entries
-        self.sizes = [entry.nbytes for entry in layout.entries]
-        self.entry_files = [entry.file for entry in layout.entries]
-        self.checksums = part.checksums
-        headers = [file.header_bytes for file in part.files]
-        self.begins = [headers[entry.file] + entry.offset for entry in layout.entries]
-        self.first_sums = list(accumulate(map(chunk_count, self.sizes), initial=0))
-
-    def number(self, part: int, entry: int) -> int:
-        """See :meth:`EntryTable.number`."""
-        return entry
-
-    def all_needs(self) -> list[Need]:
-        """Every byte of every entry."""
-        return [Need(n, 0, entry.nbytes) for n, entry in enumerate(self.entries)]
-
-
-class JoinedData(EntryTable):
-    """Entries of several parts; those of a part are numbered when the first is asked for.
-
-    A load of one rank touches few of the parts, so nothing is done for the rest.
-
-    Args:
-        bundle: The bundle that has the parts.
-    """
-
-    def __init__(self, bundle: Bundle) -> None:
-        self._bundle = bundle
-        self.files: list[FileRow] = []
-        self.ranks: list[int] = []
-        self.entries: list[EntryRow] = []
-        self.sizes: list[int] = []
-        self.entry_files: list[int] = []
-        self.begins: list[int] = []
-        self.checksums: list[int] = []
-        self.first_sums: list[int] = []
-        self._bases: dict[int, int] = {}
-
-    def number(self, part: int, entry: int) -> int:
-        """See :meth:`EntryTable.number`."""
-        base = self._bases.get(part)
-        return (self._join(part) if base is None else base) + entry
-
-    def _join(self, number: int) -> int:
-        part = self._bundle.parts[number]
-        base = self._bases[number] = len(self.entries)
-        data = PartData(part, self._bundle.layouts[part.layout])
-        file, checksum = len(self.files), len(self.checksums)
-        self.files += data.files
-        self.ranks += data.ranks
-        self.entries += data.entries
-        self.sizes += data.sizes
-        self.entry_files += [file + each for each in data.entry_files]
-        self.begins += data.begins
-        self.checksums += data.checksums
-        self.first_sums += [checksum + each for each in data.first_sums[:-1]]
-        return base
-
-
-def entry_table(bundle: Bundle) -> EntryTable:
-    """The entries of all parts of a bundle."""
-    if len(bundle.parts) > 1:
-        return JoinedData(bundle)
-    (part,) = bundle.parts
-    return PartData(part, bundle.layouts[part.layout])
 
 
 @dataclass(slots=True)
@@ -295,9 +175,38 @@ def batched(reads: Sequence[Read], nbytes: int | None = None) -> Iterator[list[R
 
 
 def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
+    columns = _sorted_needs(data, needs)
+    for lo, hi in pairwise(_bounds_of_files(columns[0])):
+        of_file = [column[lo:hi] for column in columns]
+        span = _only_span(of_file)
+        if span is not None:
+            yield span
+        else:
+            yield from _spans_of(zip(*(column.tolist() for column in of_file), strict=True))
+
+
+def _bounds_of_files(file: NDArray[np.int64]) -> list[int]:
+    """Where the needs of each file begin, and where all end."""
+    changes = (np.flatnonzero(np.diff(file)) + 1).tolist()
+    return [0, *changes, len(file)] if len(file) else []
+
+
+def _only_span(columns: Sequence[NDArray[np.int64]]) -> _Span | None:
+    """The span of needs that are whole chunks without a gap, as are those of a whole file."""
+    file, entry, lo, hi, begin, first, last = columns
+    end = begin + hi - lo
+    whole = (lo == first).all() and (hi == last).all() and (end[:-1] == begin[1:]).all()
+    if not whole or (entry[:-1] == entry[1:]).any():
+        return None
+    start, stop = int(begin[0]), int(end[-1])
+    parts = list(zip(entry.tolist(), first.tolist(), last.tolist(), strict=True))
+    return _Span(int(file[0]), start, stop, stop - start, 1, stop, parts)
+
+
+def _spans_of(needs: Iterable[tuple[int, ...]]) -> Iterator[_Span]:
     span: _Span | None = None
     before, upto = -1, 0
-    for file, entry, lo, hi, begin, first, last in _sorted_needs(data, needs):
+    for file, entry, lo, hi, begin, first, last in needs:
         end = begin + hi - lo
         start, stop = begin - (lo - first), end + (last - hi)
         if span is None or span.file != file or start > span.end:
@@ -316,7 +225,7 @@ def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
         yield span
 
 
-def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> Iterator[tuple[int, ...]]:
+def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> list[NDArray[np.int64]]:
     """What is needed, by place: file, entry, both ends, place in the file, ends of its chunks."""
     table = np.fromiter(chain.from_iterable(needs), np.int64).reshape(-1, 3)
     table = table[table[:, 1] < table[:, 2]]
@@ -329,7 +238,7 @@ def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> Iterator[tuple[int
     last = np.minimum(size, -(-hi // CHUNK_BYTES) * CHUNK_BYTES)
     columns = (file, entry, lo, hi, begin, first, last)
     order = np.lexsort((begin, file))
-    return zip(*(column[order].tolist() for column in columns), strict=True)
+    return [column[order] for column in columns]
 
 
 def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:

@@ -46,17 +46,10 @@ from ckpipe.format.manifest import FileRow
 from ckpipe.format.object_names import data_file_key
 from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shown
 from ckpipe.loads.destinations import Destination
+from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.handover import Handover
 from ckpipe.loads.lane_threads import LaneThreads
-from ckpipe.loads.load_planning import (
-    EntryTable,
-    Need,
-    Piece,
-    Read,
-    ReadLimits,
-    batched,
-    plan_reads,
-)
+from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.memory.arena import Arena
 from ckpipe.tasks.ahead import Ahead

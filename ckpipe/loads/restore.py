@@ -23,8 +23,9 @@ from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.trees import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
+from ckpipe.loads.entry_tables import EntryTable
 from ckpipe.loads.expecting import Expected, expect
-from ckpipe.loads.load_planning import EntryTable, Read
+from ckpipe.loads.load_planning import Read
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
 from ckpipe.loads.per_rank import PerRankPolicy

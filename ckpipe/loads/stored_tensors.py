@@ -18,7 +18,7 @@ from ckpipe.format.boxes import Box, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import ChunkRow, TensorRow
-from ckpipe.loads.load_planning import EntryTable, Need
+from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.sources import Candidate, Held, Sources
 from ckpipe.state.tensors import overlaps_itself
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ckpipe.loads.destinations import Destination
+from ckpipe.loads.entry_tables import Need
 from ckpipe.loads.filling import Filling, takes_bytes
 from ckpipe.loads.live_tensors import (
     LiveTensor,
@@ -18,7 +19,6 @@ from ckpipe.loads.live_tensors import (
     plain_view,
     writable_view,
 )
-from ckpipe.loads.load_planning import Need
 from ckpipe.loads.placed_tensors import is_placed, regions_of
 from ckpipe.loads.sharing import apart, check_agreement, disputed_groups, distinct, distinct_fills
 from ckpipe.loads.stored_tensors import StoredTensor, StoredTensors

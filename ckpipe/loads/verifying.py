@@ -8,7 +8,7 @@ import anyio.to_thread
 
 from ckpipe.backend import Backend
 from ckpipe.format.manifest import Bundle
-from ckpipe.loads.load_planning import PartData
+from ckpipe.loads.entry_tables import PartData
 from ckpipe.loads.reading import Reader, known, lane_buffers
 from ckpipe.memory.arena import Arena
 from ckpipe.types import VerifyResult

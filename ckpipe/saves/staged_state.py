@@ -11,8 +11,8 @@ from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.cargo import file_rows
 from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.format.trees import shared_containers
+from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.filling import Filling, contiguous_stride, with_lazy_bits
-from ckpipe.loads.load_planning import entry_table
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.saved_state import state_of_part
 from ckpipe.loads.sources import Sources
