@@ -221,6 +221,23 @@ async def test_an_error_names_what_is_damaged(kind: type[MemoryBackend]) -> None
     assert torch.count_nonzero(target["big"].view(-1)[2 * MIB // 4 : 3 * MIB // 4]) == 0
 
 
+async def test_small_chunks_before_one_that_is_damaged_are_delivered() -> None:
+    backend = BufferedBackend()
+    saved = [torch.full((2, 3), n + 1.0) for n in range(60)]
+    bundle = await store(saved, backend)
+    entries = sorted(bundle.layouts[0].entries, key=lambda row: row.offset)
+    begin = bundle.parts[0].files[0].header_bytes
+    await damage(backend, begin + entries[40].offset + 7)
+    # Only every third takes bytes as they are.
+    target = [torch.zeros(3, 2).t() if n % 3 else torch.zeros(2, 3) for n in range(60)]
+    with pytest.raises(ChecksumMismatch, match=f"Chunk 0 of '{entries[40].name}'") as caught:
+        await load(backend, bundle, target)
+    assert caught.value.target_touched
+    whole = {row.name for row in entries[:40]}
+    for n, (found, expected) in enumerate(zip(target, saved, strict=True)):
+        assert torch.equal(found, expected if str(n) in whole else torch.zeros(2, 3))
+
+
 async def test_a_first_chunk_that_is_damaged_leaves_the_target_untouched() -> None:
     backend = BufferedBackend()
     saved = {"x": torch.ones(10)}

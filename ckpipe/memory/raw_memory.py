@@ -9,6 +9,8 @@ without a warning. Whoever calls keeps the memory alive.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -34,6 +36,12 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
         _move_small(target, source, nbytes)
     else:
         _move_large(target, source, nbytes)
+
+
+def copy_each(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    """The same for many pieces, without a turn of the interpreter for each that is small."""
+    copy = _move_small if max(sizes, default=0) < _SMALL_BYTES else copy_bytes
+    deque(map(copy, targets, sources, sizes), maxlen=0)
 
 
 _MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, since Linux 5.14
