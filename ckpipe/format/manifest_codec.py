@@ -36,8 +36,7 @@ from ckpipe.format.manifest_tables import CHUNKS, FILES, PARTS, SHARED, TENSORS
 from ckpipe.format.sealed_json import Element, seal, unseal
 from ckpipe.format.stored_layouts import (
     LayoutText,
-    chunk_rows,
-    entry_rows,
+    layout_of_columns,
     lazy_layout,
     read_entries,
     with_names,
@@ -219,7 +218,7 @@ class _Reading:
             facts.forget_columns()
             return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
         self.facts[place] = facts
-        return Layout(entry_rows(named), chunk_rows(chunks))
+        return layout_of_columns(named, chunks)
 
     def layouts(self, found: list[Any]) -> tuple[Layout, ...]:
         """The layouts, now that all structures are known."""
@@ -238,7 +237,7 @@ class _Late(NamedTuple):
     def layout(self, labels: Sequence[tuple[str, ...]]) -> Layout:
         """The layout, with the labels of all structures."""
         own = labels[self.structure] if self.structure < len(labels) else ()
-        return Layout(entry_rows(with_names(self.entries, own)), chunk_rows(self.chunks))
+        return layout_of_columns(with_names(self.entries, own), self.chunks)
 
 
 def _check_version(document: Mapping[str, Json]) -> None:

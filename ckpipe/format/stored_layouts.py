@@ -62,26 +62,24 @@ class LayoutText:
         return chunk_rows(ChunkColumns(*CHUNKS.columns_of(self.parsed()["chunks"])))
 
 
-class LazyRows(Sequence[Row], Generic[Row]):
-    """Rows that are made of a text when they are asked for.
+class MadeRows(Sequence[Row], Generic[Row]):
+    """Rows that are made when they are asked for."""
 
-    Args:
-        source: The text.
-        make: Makes the rows.
-        count: How many there are.
-    """
+    __slots__ = ("_count", "_made")
 
-    __slots__ = ("_count", "_made", "_make", "source")
-
-    def __init__(self, source: LayoutText, make: Callable[[], tuple[Row, ...]], count: int) -> None:
-        self.source, self._make, self._count = source, make, count
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._made: tuple[Row, ...] | None = None
 
     def rows(self) -> tuple[Row, ...]:
         """All of them, which are kept from now on."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        made = self._made
+        if made is None:
+            made = self._made = self._make()
+        return made
+
+    def _make(self) -> tuple[Row, ...]:
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return self._count
@@ -97,13 +95,77 @@ class LazyRows(Sequence[Row], Generic[Row]):
         return iter(self.rows())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple | LazyRows) and self.rows() == tuple(other)
+        return isinstance(other, tuple | MadeRows) and self.rows() == tuple(other)
 
     def __hash__(self) -> int:
         return hash(self.rows())
 
     def __repr__(self) -> str:
         return repr(self.rows())
+
+
+class LazyRows(MadeRows[Row]):
+    """Rows that are made of a text.
+
+    Args:
+        source: The text.
+        read: Makes the rows.
+        count: How many there are.
+    """
+
+    __slots__ = ("_read", "source")
+
+    def __init__(self, source: LayoutText, read: Callable[[], tuple[Row, ...]], count: int) -> None:
+        super().__init__(count)
+        self.source, self._read = source, read
+
+    def _make(self) -> tuple[Row, ...]:
+        return self._read()
+
+
+class EntryRows(MadeRows[EntryRow]):
+    """Rows that are made of columns, which are all that a load looks at.
+
+    Attributes:
+        columns: The columns; None once there are rows, so that memory has one of the two.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: EntryColumns) -> None:
+        super().__init__(len(columns.name))
+        self.columns: EntryColumns | None = columns
+
+    def _make(self) -> tuple[EntryRow, ...]:
+        columns = self.columns
+        if columns is None:  # another thread has just made them
+            return self.rows()
+        rows = self._made = entry_rows(columns)
+        self.columns = None
+        return rows
+
+
+class ChunkRows(MadeRows[ChunkRow]):
+    """The same of chunks."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: ChunkColumns) -> None:
+        super().__init__(len(columns.tensor))
+        self.columns: ChunkColumns | None = columns
+
+    def _make(self) -> tuple[ChunkRow, ...]:
+        columns = self.columns
+        if columns is None:  # another thread has just made them
+            return self.rows()
+        rows = self._made = chunk_rows(columns)
+        self.columns = None
+        return rows
+
+
+def layout_of_columns(entries: EntryColumns, chunks: ChunkColumns) -> Layout:
+    """A layout whose rows are made when they are asked for."""
+    return Layout(EntryRows(entries), ChunkRows(chunks))
 
 
 def lazy_layout(source: LayoutText, chunks: int) -> Layout:
@@ -136,6 +198,9 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
 
 def entry_columns(layout: Layout) -> EntryColumns:
     """The entries of a layout, column by column."""
+    known = layout.entries.columns if isinstance(layout.entries, EntryRows) else None
+    if known is not None:
+        return known
     return EntryColumns(
         *([getattr(row, each) for row in layout.entries] for each in _ENTRY_ATTRIBUTES)
     )
@@ -143,9 +208,17 @@ def entry_columns(layout: Layout) -> EntryColumns:
 
 def chunk_columns(layout: Layout) -> ChunkColumns:
     """The chunks of a layout, column by column."""
+    known = chunk_columns_at_hand(layout)
+    if known is not None:
+        return known
     return ChunkColumns(
         *([getattr(row, each) for row in layout.chunks] for each in _CHUNK_ATTRIBUTES)
     )
+
+
+def chunk_columns_at_hand(layout: Layout) -> ChunkColumns | None:
+    """The same if they need not be made; None if they must."""
+    return layout.chunks.columns if isinstance(layout.chunks, ChunkRows) else None
 
 
 def entry_rows(columns: EntryColumns) -> tuple[EntryRow, ...]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.manifest import Bundle, EntryRow, FileRow, Layout, Part
+from ckpipe.format.stored_layouts import entry_columns
 
 
 class Need(NamedTuple):
@@ -69,11 +70,14 @@ class PartData(EntryTable):
         self.files = part.files
         self.ranks = [part.rank] * len(part.files)
         self.entries = layout.entries
-        self.sizes = [entry.nbytes for entry in layout.entries]
-        self.entry_files = [entry.file for entry in layout.entries]
+        columns = entry_columns(layout)
+        self.sizes, self.entry_files = columns.nbytes, columns.file
         self.checksums = part.checksums
         headers = [file.header_bytes for file in part.files]
-        self.begins = [headers[entry.file] + entry.offset for entry in layout.entries]
+        self.begins = [
+            headers[file] + offset
+            for file, offset in zip(columns.file, columns.offset, strict=True)
+        ]
         self.first_sums = list(accumulate(map(chunk_count, self.sizes), initial=0))
 
     def number(self, part: int, entry: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpipe.format.manifest import Bundle
+from ckpipe.format.stored_layouts import chunk_columns
 from ckpipe.loads.entry_tables import EntryTable, Need, entry_table, new_need
 
 
@@ -60,7 +61,7 @@ def expect(bundle: Bundle, rank: int, world_size: int, *, everything: bool) -> E
     if not everything or part is None or bundle.world_size != world_size:
         return Expected(data, [])
     layout = bundle.layouts[bundle.parts[part].layout]
-    owners = [chunk.owner for chunk in layout.chunks]
+    owners = chunk_columns(layout).owner
     if not layout.entries or owners.count(None) < len(owners):
         return Expected(data, [])
     first = data.number(part, 0)

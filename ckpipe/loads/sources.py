@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpipe.format.boxes import Box, whole
+from ckpipe.format.layout_checks import ChunkColumns
 from ckpipe.format.manifest import Bundle, ChunkRow, Layout, TensorRow
+from ckpipe.format.stored_layouts import chunk_columns_at_hand
 
 Candidate = tuple[int, ChunkRow]
 """The number of the part whose entries a chunk points into, and the chunk."""
@@ -138,7 +140,6 @@ class Held:
 
     Attributes:
         entry_count: How many entries the layout has.
-        by_tensor: The chunks of each tensor that has some.
         shared: The layout's own entries that are memory of several tensors, or of one with strides.
         plain: The entry of each tensor that is one chunk, of all of it, row by row from the start
             of an entry that no other tensor is in, and lay without gaps when it was saved.
@@ -146,32 +147,50 @@ class Held:
 
     def __init__(self, layout: Layout) -> None:
         self.entry_count = len(layout.entries)
-        self.by_tensor: Mapping[int, Sequence[ChunkRow]]
         self.shared: set[int] = set()
-        self.plain: dict[int, int]
-        chunks = tuple(layout.chunks)
-        tensors = [chunk.tensor for chunk in chunks]
+        self._layout = layout
+        self._by_tensor: Mapping[int, Sequence[ChunkRow]] | None = None
+        columns = chunk_columns_at_hand(layout)
+        plain = None if columns is None else self._all_plain(columns)
+        self.plain = self._find() if plain is None else plain
+
+    @property
+    def by_tensor(self) -> Mapping[int, Sequence[ChunkRow]]:
+        """The chunks of each tensor that has some."""
+        found = self._by_tensor
+        if found is None:
+            chunks = self._layout.chunks
+            found = self._by_tensor = {chunk.tensor: (chunk,) for chunk in chunks}
+        return found
+
+    def _all_plain(self, chunks: ChunkColumns) -> dict[int, int] | None:
+        """What all chunks are if all are plain, as nearly always: a short way."""
+        tensor, entry, offset, *others = chunks
+        if any(offset) or any(each.count(None) < len(each) for each in others):
+            return None
+        entries = [number for number in entry if number is not None]
+        found = dict(zip(tensor, entries, strict=False))
+        apart = len(found) == len(tensor) == len(entries) == len(set(entries))
+        fits = min(entries, default=0) >= 0 and max(entries, default=-1) < self.entry_count
+        return found if apart and fits else None
+
+    def _find(self) -> dict[int, int]:
+        """Looks at chunks one by one; returns those that are plain."""
+        by_tensor: defaultdict[int, list[ChunkRow]] = defaultdict(list)
+        for chunk in self._layout.chunks:
+            by_tensor[chunk.tensor].append(chunk)
+        self._by_tensor = by_tensor
         own = [
             (chunk.entry, chunk)
-            for chunk in chunks
+            for chunk in self._layout.chunks
             if chunk.owner is None and chunk.entry is not None
         ]
-        if len(set(tensors)) == len(tensors) and len({entry for entry, _ in own}) == len(own):
-            # One chunk of each tensor, in an entry of its own, as nearly always: a short way.
-            self.by_tensor = dict(zip(tensors, zip(chunks), strict=True))
-            self.shared.update(entry for entry, chunk in own if chunk.stride is not None)
-            self.plain = {chunk.tensor: entry for entry, chunk in own if self._is_plain(chunk)}
-            return
-        by_tensor: defaultdict[int, list[ChunkRow]] = defaultdict(list)
-        for chunk in chunks:
-            by_tensor[chunk.tensor].append(chunk)
-        self.by_tensor = by_tensor
         holder: dict[int, int] = {}
         for entry, chunk in own:
             first = holder.setdefault(entry, chunk.tensor)
             if chunk.stride is not None or first != chunk.tensor:
                 self.shared.add(entry)
-        self.plain = {
+        return {
             chunk.tensor: entry
             for entry, chunk in own
             if entry not in self.shared
