@@ -126,7 +126,7 @@ def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 def plain_view(
     obj: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """The memory of a tensor of a type in ``PLAIN`` if bytes of a dtype and shape can be put there.
+    """The memory of a CPU tensor of a type in ``PLAIN`` that takes bytes of a dtype and shape.
 
     Returns:
         None if it is anything else; :func:`misfit` and :func:`writable_view` tell what.
@@ -134,7 +134,6 @@ def plain_view(
     if (
         obj.dtype is not dtype
         or obj.layout is not torch.strided
-        or not obj.is_cpu
         or obj.is_nested
         or obj.shape != shape
         or not obj.is_contiguous()

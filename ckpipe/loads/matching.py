@@ -92,7 +92,8 @@ class Matching:
         """Matches one object with one node."""
         tag = node[0]
         if tag == "tensor" and target is not None:
-            if self._is_filled(target, node, label):
+            plain = type(target) in PLAIN and node[1] not in self._own_of_ranks
+            if plain and self._targets.fill_plain(node[1], target, label):
                 return partial(same, target)
             return self.match_tensor(target, node, label)
         if tag == "absent":
@@ -134,14 +135,6 @@ class Matching:
         attributes = self._rebuild.plan(stored.row.attributes, join(label, "__dict__"))
         return partial(_with_attributes, target, attributes)
 
-    def _is_filled(self, target: Any, node: Node, label: str) -> bool:
-        """Notes a tensor by the short way that nearly all can go; whether it is one of these."""
-        return (
-            type(target) in PLAIN
-            and node[1] not in self._own_of_ranks
-            and self._targets.fill_plain(node[1], target, label)
-        )
-
     def match_value(self, target: Any, node: Node, label: str) -> Make:
         combined = node[1] in self._rebuild.per_rank.values
         if not combined and (_is_container(target) or isinstance(target, FILLABLE)):
@@ -170,20 +163,23 @@ class Matching:
         saved, own_keys = _exact([key for key, _, _ in children], list(target))
         live = dict(zip(own_keys, target, strict=True))
         found: list[tuple[Any, Make]] = []
+        fill_plain, own_of_ranks = self._targets.fill_plain, self._own_of_ranks
         for key, (_, child, where) in zip(saved, children, strict=True):
-            if key in live:
-                own = live.pop(key)
-                value = target[own]
-                if child[0] == "tensor" and value is not None:
-                    if self._is_filled(value, child, where):
-                        continue
-                    make = self.match_tensor(value, child, where)
-                else:
-                    make = self.match(value, child, where)
-                if not stays(make, value):
-                    found.append((own, make))
-            else:
+            if key not in live:
                 self.unexpected += leaf_labels(child, where)
+                continue
+            own = live.pop(key)
+            value = target[own]
+            if (
+                child[0] == "tensor"
+                and type(value) in PLAIN
+                and child[1] not in own_of_ranks
+                and fill_plain(child[1], value, where)
+            ):
+                continue  # Nearly always so, and it stays.
+            make = self.match(value, child, where)
+            if not stays(make, value):
+                found.append((own, make))
         for key in live.values():
             self._note_missing(target[key], join(label, key))
         attributes = None

@@ -72,7 +72,7 @@ class Targets:
         Returns:
             False if they are anything else; then nothing was done.
         """
-        plain = self.stored.plain(number)
+        plain = self.stored.plain(number) if live.is_cpu else None
         if plain is None:
             return False
         dtype, shape, entry, nbytes = plain
