@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -203,6 +204,24 @@ async def test_immutable_containers_are_made_again_where_values_changed() -> Non
     assert torch.equal(same[1], torch.ones(2))
     root = await round_trip((1, 2), (0, torch.Size([3])))
     assert root.state == (1, 2)
+
+
+@pytest.mark.parametrize("with_lazy_bit", [torch.conj, torch._neg_view])
+async def test_tensors_with_lazy_bits_get_values_and_not_bytes(
+    with_lazy_bit: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    saved = torch.randn(5, dtype=torch.complex64)
+    target = with_lazy_bit(torch.zeros(5, dtype=torch.complex64))
+    await round_trip({"x": saved}, {"x": target})
+    assert torch.equal(target, saved)
+
+
+async def test_tensors_in_place_get_their_attributes() -> None:
+    saved, target = torch.ones(3), torch.zeros(3)
+    saved.note = "kept"  # type: ignore[attr-defined]
+    await round_trip({"x": saved}, {"x": target})
+    assert vars(target) == {"note": "kept"}
+    assert torch.equal(target, saved)
 
 
 async def test_a_cycle_in_the_target_stays() -> None:
