@@ -3,7 +3,7 @@
 The walk needs the interpreter and nothing else, and the caller has to wait for it anyway. On the
 caller's own thread it costs no change of threads, finds the caches of its core warm, and runs under
 whatever the program has set for that thread. What the caller does not come to do, because it was
-interrupted or waits no longer, a worker thread does.
+interrupted or waits no longer, a worker thread does, unless the save was given up by then.
 """
 
 from __future__ import annotations
