@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -18,6 +24,10 @@ from hypothesis import strategies as st
 import ckpipe
 from ckpipe.checkpoints.comparing import batches, compare_structures, compare_tensors
 from ckpipe.checkpoints.inspection import tensor_bytes
+from ckpipe.cli.differences import Sides, differences
+from ckpipe.cli.progress import Meter
+from ckpipe.cli.screen import Screen
+from ckpipe.format.keys import label_filter
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import data_file_key, index_key
@@ -205,3 +215,63 @@ def test_what_each_rank_has_for_itself_is_compared_rank_by_rank(
     assert (other["tensors"], other["same"]) == ([], False)
     assert call("cp", tmp_path, tmp_path / "copy", three).code == 0
     assert call("diff", tmp_path, three, three, "--in", tmp_path / "copy").code == 0
+
+
+STEPWISE = """
+import sys, torch
+equal = torch.equal
+
+def when_told(a, b):
+    print("comparing", flush=True)
+    sys.stdin.readline()
+    return equal(a, b)
+
+torch.equal = when_told
+from ckpipe.cli import main
+main()
+"""
+
+
+def test_an_interrupt_ends_the_comparison_of_a_large_tensor(tmp_path: Path) -> None:
+    large = {"large": torch.zeros((4 << 20) + 1, dtype=torch.uint8)}
+    save(tmp_path, large, large)
+    with subprocess.Popen(
+        [sys.executable, "-c", STEPWISE, "diff", tmp_path, "0", "1"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "comparing\n"
+        process.send_signal(signal.SIGINT)
+        process.stdin.close()
+        assert process.wait(60) == 130
+        assert process.stdout.read() == ""
+    assert not [path for path in tmp_path.glob(".ckpipe/leases/**/*") if path.is_file()]
+
+
+class Metered(Screen):
+    """A screen that keeps its meter."""
+
+    @contextmanager
+    def meter(self, *arguments: Any, **options: Any) -> Iterator[Meter]:
+        with super().meter(*arguments, **options) as self.kept:
+            yield self.kept
+
+
+@pytest.mark.parametrize("match", [None, ["own", "half"]])
+def test_progress_ends_when_all_that_matches_is_compared(
+    tmp_path: Path, match: list[str] | None
+) -> None:
+    save(tmp_path, *[{"half": torch.ones(n), "other": torch.ones(99)} for n in (7, 7)])
+    ids = save_ranks(tmp_path, 5, 5, 6), save_ranks(tmp_path, 6, 5, 7)
+    for steps, sizes in ((("0", "1"), {"half": 28, "other": 396}), (ids, {"alike": 16, "own": 24})):
+        screen = Metered(True)
+        sides = Sides((str(tmp_path),) * 2, (str(steps[0]), str(steps[1])), label_filter(match))
+
+        async def compare(screen: Screen = screen, sides: Sides = sides) -> None:
+            await differences(screen, sides, structure=False)
+
+        anyio.run(compare)
+        (task,) = screen.kept._progress.tasks
+        chosen = sum(size for label, size in sizes.items() if match is None or label in match)
+        assert task.completed == task.total == 4 * chosen

@@ -14,7 +14,7 @@ from ckpipe.format.keys import Json, unique_label
 from ckpipe.format.manifest import Bundle, TensorRow
 from ckpipe.format.trees import Node, children_of
 
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ def compare_structures(first: Bundle, second: Bundle) -> StructureDifference:
     )
 
 
+def sizes_of(bundle: Bundle) -> dict[str, int]:
+    """The bytes of each tensor of a checkpoint, by its label."""
+    return {label: tensor_bytes(row) for label, row in _tensors(bundle).items()}
+
+
 def batches(bundle: Bundle, labels: Iterable[str], nbytes: int) -> Iterator[list[str]]:
     """Groups tensors so that each group has about so many bytes, or is one tensor alone.
 
@@ -92,11 +97,11 @@ def batches(bundle: Bundle, labels: Iterable[str], nbytes: int) -> Iterator[list
         labels: Their labels.
         nbytes: The most bytes of a group that has more than one.
     """
-    rows = _tensors(bundle)
+    sizes = sizes_of(bundle)
     batch: list[str] = []
     filled = 0
     for label in labels:
-        size = tensor_bytes(rows[label])
+        size = sizes[label]
         if batch and filled + size > nbytes:
             yield batch
             batch, filled = [], 0
@@ -116,34 +121,58 @@ def compare_tensors(
         first: The one.
         second: The other.
     """
-    different, squares, base, largest, same_bits = 0, 0.0, 0.0, 0.0, True
-    for a, b in _slices(first, second):
-        same_bits = same_bits and torch.equal(_bits(a), _bits(b))
+    comparison = Comparison(label, first, second)
+    for a, b in comparison.pieces():
+        comparison.add(a, b)
+    return comparison.result()
+
+
+class Comparison:
+    """The same piece by piece, for who wants to stop or to say how far it is.
+
+    Args:
+        label: What to call the tensors.
+        first: The one.
+        second: The other.
+    """
+
+    def __init__(self, label: str, first: torch.Tensor, second: torch.Tensor) -> None:
+        self._label = label
+        self._one, self._two = [
+            each.detach().resolve_conj().resolve_neg().reshape(-1) for each in (first, second)
+        ]
+        self._different, self._squares, self._base, self._largest = 0, 0.0, 0.0, 0.0
+        self._same_bits = True
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Both tensors in pieces of some MiB, so that converting them takes little memory."""
+        for at in range(0, self._one.numel(), _AT_ONCE):
+            yield self._one[at : at + _AT_ONCE], self._two[at : at + _AT_ONCE]
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Compares a piece of the one with that of the other."""
+        self._same_bits = self._same_bits and torch.equal(_bits(a), _bits(b))
         left, right = _wide(a), _wide(b)
         alike = _alike(a, b)
         gap = torch.where(alike, 0.0, (right - left).abs()).double()
-        different += int((~alike).sum())
-        squares += float(gap.square().sum())
-        base += float(left.abs().double().square().nansum())
-        largest = _larger(largest, float(gap.max()))
-    if same_bits:
-        return None
-    norm = math.sqrt(squares)
-    relative = norm / math.sqrt(base) if base else (math.inf if norm else 0.0)
-    return TensorDifference(label, first.numel(), different, norm, relative, largest)
+        self._different += int((~alike).sum())
+        self._squares += float(gap.square().sum())
+        self._base += float(left.abs().double().square().nansum())
+        self._largest = _larger(self._largest, float(gap.max()))
+
+    def result(self) -> TensorDifference | None:
+        """What all pieces came to; None if they are equal to the bit."""
+        if self._same_bits:
+            return None
+        norm = math.sqrt(self._squares)
+        relative = norm / math.sqrt(self._base) if self._base else (math.inf if norm else 0.0)
+        return TensorDifference(
+            self._label, self._one.numel(), self._different, norm, relative, self._largest
+        )
 
 
 def _larger(one: float, other: float) -> float:
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
-def _slices(
-    first: torch.Tensor, second: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors in pieces, so that converting them takes little memory."""
-    flat = [each.detach().resolve_conj().resolve_neg().reshape(-1) for each in (first, second)]
-    for at in range(0, flat[0].numel(), _AT_ONCE):
-        yield flat[0][at : at + _AT_ONCE], flat[1][at : at + _AT_ONCE]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,9 +234,11 @@ def _leaf_text(node: Node, values: tuple[Json, ...]) -> str:
 
 
 __all__ = [
+    "Comparison",
     "StructureDifference",
     "TensorDifference",
     "batches",
     "compare_structures",
     "compare_tensors",
+    "sizes_of",
 ]

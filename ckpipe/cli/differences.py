@@ -6,21 +6,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import anyio.to_thread
+import torch
 from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.comparing import (
+    Comparison,
     StructureDifference,
     TensorDifference,
     batches,
     compare_structures,
-    compare_tensors,
+    sizes_of,
 )
 from ckpipe.checkpoints.discovery import read_index
-from ckpipe.checkpoints.inspection import data_bytes, labels_per_rank
+from ckpipe.checkpoints.inspection import labels_per_rank
 from ckpipe.checkpoints.leases import reading
+from ckpipe.cli.progress import Share
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.format.keys import LabelFilter
@@ -29,6 +31,7 @@ from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store
+from ckpipe.tasks.awaited_threads import in_thread
 
 BATCH_BYTES = 128 << 20
 """How many bytes of each checkpoint are held in memory, unless a single tensor is larger."""
@@ -61,9 +64,10 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
     """
     settings = screen.settings
     with screen.meter("comparing") as meter:
+        share = Share(meter)
         async with (
-            open_store(sides.urls[0], settings, Access.READ, meter.advance) as one,
-            open_store(sides.urls[1], settings, Access.READ, meter.advance) as two,
+            open_store(sides.urls[0], settings, Access.READ, share.count) as one,
+            open_store(sides.urls[1], settings, Access.READ, share.count) as two,
         ):
             infos = [await chosen(one, sides.steps[0]), await chosen(two, sides.steps[1])]
 
@@ -75,8 +79,8 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
                 found = _selected(compare_structures(left, right), sides.select)
                 if structure:
                     return found, []
-                meter.expect(data_bytes(left) + data_bytes(right))
-                return found, await _compare((one, left), (two, right), found.common, settings)
+                comparing = _Comparing((one, left), (two, right), share, settings)
+                return found, await comparing.run(found.common)
 
             found, differing = await reading(
                 one, infos[0].key, lambda: reading(two, infos[1].key, compare)
@@ -111,39 +115,68 @@ def _selected(found: StructureDifference, select: LabelFilter) -> StructureDiffe
     )
 
 
-async def _compare(
-    one: Side, two: Side, labels: tuple[str, ...], settings: Settings
-) -> list[TensorDifference]:
-    own = labels_per_rank(one[1]) | labels_per_rank(two[1])
-    if one[1].world_size != two[1].world_size:
-        own = set()  # the ranks do not correspond, and those of the lowest are compared
-    arena = Arena(settings.staging.block_bytes)
-    try:
+class _Comparing:
+    """Reads tensors that two checkpoints have alike, and compares them.
+
+    What is shown of it counts every tensor four times: as it is read on either side, and as its
+    two are compared.
+    """
+
+    def __init__(self, one: Side, two: Side, share: Share, settings: Settings) -> None:
+        self._sides, self._share, self._lanes = (one, two), share, settings.load.lanes
+        self._sizes = sizes_of(one[1])
+        self._arena = Arena(settings.staging.block_bytes)
+
+    async def run(self, labels: Sequence[str]) -> list[TensorDifference]:
+        """Those that differ of the tensors with these labels."""
+        one, two = (bundle for _, bundle in self._sides)
+        own = labels_per_rank(one) | labels_per_rank(two)
+        if one.world_size != two.world_size:
+            own = set()  # the ranks do not correspond, and those of the lowest are compared
         alike = [label for label in labels if label not in own]
-        found = await _compare_of(one, two, alike, arena, settings.load.lanes, None)
-        for rank in range(one[1].world_size if own else 0):
-            mine = [label for label in labels if label in own]
-            found += await _compare_of(one, two, mine, arena, settings.load.lanes, rank)
-    finally:
-        arena.close()
-    return found
+        mine = [label for label in labels if label in own]
+        ranks = range(one.world_size if mine else 0)
+        self._share.expect(4 * (self._bytes(alike) + len(ranks) * self._bytes(mine)))
+        try:
+            found = await self._of_rank(alike, None)
+            for rank in ranks:
+                found += await self._of_rank(mine, rank)
+        finally:
+            self._arena.close()
+        return found
 
+    def _bytes(self, labels: Sequence[str]) -> int:
+        return sum(self._sizes[label] for label in labels)
 
-async def _compare_of(
-    one: Side, two: Side, labels: Sequence[str], arena: Arena, lanes: int, rank: int | None
-) -> list[TensorDifference]:
-    differing: list[TensorDifference] = []
-    for batch in batches(one[1], labels, BATCH_BYTES):
-        left, right = [
-            await read_tensors(*side, batch, arena, lanes=lanes, rank=rank) for side in (one, two)
-        ]
-        # A rank need not have everything that others have.
-        for label in [each for each in batch if each in left and each in right]:
-            tensors = left.pop(label), right.pop(label)
-            name = label if rank is None else f"{label} of rank {rank}"
-            found = await anyio.to_thread.run_sync(compare_tensors, name, *tensors)
-            differing += [] if found is None else [found]
-    return differing
+    async def _of_rank(self, labels: Sequence[str], rank: int | None) -> list[TensorDifference]:
+        differing: list[TensorDifference] = []
+        for batch in batches(self._sides[0][1], labels, BATCH_BYTES):
+            left, right = [await self._read(side, batch, rank) for side in self._sides]
+            for label in batch:
+                with self._share.of(2 * self._sizes[label]):
+                    # A rank need not have everything that others have.
+                    if label in left and label in right:
+                        tensors = left.pop(label), right.pop(label)
+                        name = label if rank is None else f"{label} of rank {rank}"
+                        found = await self._compared(name, *tensors)
+                        differing += [] if found is None else [found]
+        return differing
+
+    async def _read(
+        self, side: Side, batch: Sequence[str], rank: int | None
+    ) -> dict[str, torch.Tensor]:
+        with self._share.of(self._bytes(batch)):
+            return await read_tensors(*side, batch, self._arena, lanes=self._lanes, rank=rank)
+
+    async def _compared(
+        self, name: str, one: torch.Tensor, two: torch.Tensor
+    ) -> TensorDifference | None:
+        comparison = await in_thread(Comparison, name, one, two)
+        for a, b in comparison.pieces():
+            # A thread is never abandoned, so one for each piece lets an interrupt through.
+            await in_thread(comparison.add, a, b)
+            self._share.count(a.nbytes + b.nbytes)
+        return comparison.result()
 
 
 def _summary(data: dict[str, Any], structure: bool) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -93,6 +94,32 @@ class Meter:
     ) -> None:
         if self._shown:
             self._progress.stop()
+
+
+class Share:
+    """Tells a meter of an action in parts of known size, never more of a part than its size.
+
+    Args:
+        meter: Shows how far the action is.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._left = 0
+        self.expect = meter.expect
+
+    def count(self, amount: int) -> None:
+        """Says that so much more is done of the part that is being done, if there is one."""
+        done = min(amount, self._left)
+        self._left -= done
+        self._meter.advance(done)
+
+    @contextmanager
+    def of(self, amount: int) -> Iterator[None]:
+        """Does a part of this size; what was not counted of it counts at its end."""
+        self._left = amount
+        yield
+        self.count(self._left)
 
 
 class Patience:
