@@ -176,6 +176,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged
         )
         done = call("verify", made.url, "--all", "--json")
         assert (done.code, [each["id"] for each in done.data["results"]]) == (0, [two])
+        assert done.err == f"{one} was deleted meanwhile and is left out\n"
         done = call("verify", made.url, one)
         assert (done.code, done.out) == (2, "")
 

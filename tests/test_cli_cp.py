@@ -15,7 +15,7 @@ from commands import Commands, program, save_steps
 from pipelines import Stores, same, saved_bytes, stores
 
 import ckpipe
-from ckpipe.errors import StoreUnavailable
+from ckpipe.errors import PermissionDenied, StoreUnavailable
 from ckpipe.testing import Landing
 
 STUCK = """
@@ -112,6 +112,26 @@ def test_a_damaged_file_of_the_target_is_replaced(call: Commands, tmp_path: Path
         (copied,) = call("cp", tmp_path / "a", tmp_path / "b", "--json").data["copied"]
         assert copied["copied_files"] == 1
         assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_what_is_pruned_meanwhile_is_left_out_and_the_rest_is_copied(
+    call: Commands, tmp_path: Path, memory: Stores, leased: bool
+) -> None:
+    one, two, three = save_steps(memory.url, 1, 2, 3)
+    if not leased:
+        memory.faulty.fail(PermissionDenied("read only"), "put", times=None)
+
+    def prune(_: object) -> None:
+        store = memory.memory._store
+        store.create(f".ckpipe/deleted/{two}", b"{}")
+        store.objects.pop(f"{two}/rank-00000.safetensors")
+
+    memory.faulty.call(prune, lambda each: each.key == f"{one if leased else two}.json")
+    done = call("cp", "--all", memory.url, tmp_path / "b", "--json")
+    assert (done.code, [each["id"] for each in done.data["copied"]]) == (0, [one, three])
+    assert done.err == f"{two} was deleted meanwhile and is left out\n"
+    assert call("cp", memory.url, tmp_path / "b", two).code == 2
 
 
 def test_other_metadata_under_the_name_is_a_conflict(call: Commands, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ckpipe.reports import size_text
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
+    from ckpipe.types import CheckpointInfo
 
 _PIPE_WIDTH = 100_000
 
@@ -99,6 +100,10 @@ class Screen:
         """Says something beside the result."""
         self.patience.end()
         self.err.print(Text(visible(text)))
+
+    def left_out(self, info: CheckpointInfo) -> None:
+        """Says that one of several checkpoints was deleted before its turn was over."""
+        self.note(f"{info.id} was deleted meanwhile and is left out")
 
     @contextmanager
     def meter(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -11,13 +13,13 @@ from rich.text import Text
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
-from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.discovery import check_not_deleted, discover, read_index
 from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import OK, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Screen, size
-from ckpipe.errors import UsageError
+from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
 from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store
 from ckpipe.stores.pace import Pace
@@ -50,7 +52,10 @@ def cp(
             async with open_store(source, settings, Access.READ) as origin:
                 infos = await _wanted(origin, step, every=every)
                 async with open_store(target, settings, Access.CREATE) as place:
-                    done = [await _copied(origin, place, each, settings, meter) for each in infos]
+                    done = []
+                    for each in infos:
+                        with _leaving_out(each, screen) if every else nullcontext():
+                            done.append(await _copied(origin, place, each, settings, meter))
         screen.result(
             {"source": source, "target": target, "copied": done},
             *(Text(_sentence(each)) for each in done),
@@ -58,6 +63,14 @@ def cp(
         return OK
 
     serve(ctx, work)
+
+
+@contextmanager
+def _leaving_out(info: CheckpointInfo, screen: Screen) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointIncomplete:
+        screen.left_out(info)
 
 
 async def _wanted(origin: Backend, step: str | None, *, every: bool) -> list[CheckpointInfo]:
@@ -81,7 +94,12 @@ async def _copied(
         meter.expect(data_bytes(await read_index(origin, info.key)))
         return await copy_checkpoint(origin, place, info.key, chosen)
 
-    report = await reading(origin, info.key, work)
+    try:
+        report = await reading(origin, info.key, work)
+    except CorruptCheckpoint:
+        # Should the lease not have been written, it is no wonder that parts are gone.
+        await check_not_deleted(origin, info.key)
+        raise
     seconds = round(time.perf_counter() - began, 3)
     return {**asdict(report), "step": info.step, "seconds": seconds}
 

@@ -31,8 +31,8 @@ async def verify_all(screen: Screen, url: str) -> int:
             for each in reversed(infos):
                 try:
                     results.append(await _verified(backend, each, screen.settings, meter))
-                except CheckpointIncomplete:  # it was deleted meanwhile
-                    continue
+                except CheckpointIncomplete:
+                    screen.left_out(each)
     return _told(screen, url, results)
 
 
