@@ -181,6 +181,23 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged
         assert (done.code, done.out) == (2, "")
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_called_damaged(
+    call: Commands,
+) -> None:
+    with stores() as made:
+        one, two = save_steps(made.url, 1, 2)
+
+        def delete(_: object) -> None:
+            made.memory._store.create(f".ckpipe/deleted/{one}", b"{}")
+            made.memory._store.objects.pop(f"{one}.json")
+
+        made.faulty.call(delete, lambda operation: operation.key == f"{one}.json")
+        newest, older = call("ls", "--read", made.url, "--json").data["checkpoints"]
+        assert (newest["id"], newest["complete"]) == (two, True)
+        assert (older["id"], older["complete"], older["problem"]) == (one, False, "")
+        assert older["reason"] == "it is being deleted"
+
+
 def test_wrong_use_is_told_apart_from_a_failing_store(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path / "root", 1)
     wrong = [

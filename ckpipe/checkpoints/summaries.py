@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.digests import list_digests
-from ckpipe.checkpoints.discovery import read_index
+from ckpipe.checkpoints.discovery import DELETING, describe, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.digests import Digest, digest_of
 from ckpipe.tasks.lanes import run_lanes
@@ -98,7 +98,7 @@ async def read_all(
 
 
 async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
-    """Reads the index of one checkpoint, if it is complete.
+    """Reads the index of one checkpoint, if it is complete; one deleted by now is incomplete.
 
     Raises:
         StoreError: If the store failed.
@@ -108,6 +108,9 @@ async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
     try:
         return _told(info, digest_of(await read_index(backend, info.key)))
     except (CorruptCheckpoint, UnsupportedVersion) as error:
+        now = await describe(backend, info)
+        if now.reason == DELETING:
+            return Summary(now)
         return Summary(info, problem=str(error))
 
 
