@@ -198,6 +198,17 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_called_damaged(
         assert older["reason"] == "it is being deleted"
 
 
+def test_verifying_no_checkpoint_is_no_success(call: Commands, tmp_path: Path) -> None:
+    for prepare in (lambda root: None, crashed):
+        prepare(tmp_path)
+        done = call("verify", "--all", tmp_path, "--json")
+        assert (done.code, done.data["error"]) == (2, "CheckpointNotFound")
+        assert "There is no complete checkpoint here" in done.err
+        done = call("cp", "--all", tmp_path, tmp_path / "copy")
+        assert (done.code, done.out) == (0, "no complete checkpoints here\n")
+        assert call("cp", "--all", tmp_path, tmp_path / "copy", "--json").data["copied"] == []
+
+
 def test_wrong_use_is_told_apart_from_a_failing_store(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path / "root", 1)
     wrong = [

@@ -59,6 +59,7 @@ def cp(
         screen.result(
             {"source": source, "target": target, "copied": done},
             *(Text(_sentence(each)) for each in done),
+            *([] if infos else [Text("no complete checkpoints here")]),
         )
         return OK
 

@@ -14,7 +14,7 @@ from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Screen, size, visible
-from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint
 from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
@@ -33,6 +33,8 @@ async def verify_all(screen: Screen, url: str) -> int:
                     results.append(await _verified(backend, each, screen.settings, meter))
                 except CheckpointIncomplete:
                     screen.left_out(each)
+    if not results:
+        raise CheckpointNotFound("There is no complete checkpoint here")
     return _told(screen, url, results)
 
 
