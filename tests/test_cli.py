@@ -320,6 +320,49 @@ def test_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
+FULL, CLOSED = (
+    "error: the output cannot be written: No space left on device\n",
+    "Bad file descriptor",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "code", "err"),
+    [
+        ("--help", ">/dev/full", 3, FULL),
+        ("--version", ">/dev/full", 3, FULL),
+        ("ls none --json", ">/dev/full", 3, "There is no directory"),
+        ("--json foo", ">/dev/full", 3, "No such command"),
+        ("--help", ">&gone", 141, ""),
+        ("ls none --json", ">&gone", 141, ""),
+        ("ls --json", ">&gone", 141, ""),
+        ("ls good", ">&-", 3, CLOSED),
+        ("--help", ">&-", 3, CLOSED),
+        ("ls none", "2>/dev/full", 3, ""),
+        ("ls none", "2>&-", 3, ""),
+        ("ls", "2>/dev/full", 2, ""),
+        ("ls none", "2>&gone", 3, ""),
+    ],
+)
+def test_no_exit_code_says_what_is_not_so_where_output_fails(
+    tmp_path: Path, arguments: str, where: str, code: int, err: str
+) -> None:
+    (tmp_path / "good").mkdir()
+    read_end, gone = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            ["bash", "-c", f'exec "$@" {where.replace("gone", str(gone))}', "", *PROGRAM,
+             *arguments.split()],
+            cwd=tmp_path, pass_fds=[gone], capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(gone)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert err in done.stderr
+
+
 def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> None:
     one, two, three = save_steps(tmp_path, 1, 2, 3)
     assert call("pin", tmp_path, 2).out == f"pinned {two}\n"

@@ -12,11 +12,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckpipe.cli.streams import drop, open_closed_streams
+
 _INTERRUPTED, _CRASHED = 130, 70
 
 
 def main() -> None:
     """Runs the command with the arguments of this process, and exits with its code."""
+    open_closed_streams()
     try:
         sys.exit(_run(sys.argv[1:]))
     except ModuleNotFoundError as error:
@@ -56,7 +59,10 @@ def _leaving_at_once() -> Iterator[None]:
 
 def _crashed() -> None:
     # Python's own code for this is 1, by which commands say that a check found damage.
-    traceback.print_exc()
+    try:
+        traceback.print_exc()
+    except OSError:
+        drop(sys.stderr)
     sys.exit(_CRASHED)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from ckpipe.cli.screen import Screen
+from ckpipe.cli.streams import NOBODY_READS, OUTPUT_FAILED, drop
 from ckpipe.version import __version__
 
 EPILOG = (
@@ -131,26 +133,44 @@ def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
     options = _json_first(arguments)
     app = app or make_app(options)
     try:
-        if options[:1] == ["--json"]:
-            return _run_for_programs(app, options)
-        app(options, prog_name="ckpipe")
-    except SystemExit as exit:
-        return exit.code if isinstance(exit.code, int) else 2
-    return 0
+        code = _call(app, options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        drop(sys.stdout)
+        return NOBODY_READS
+    except OSError as error:  # backends raise errors of ckpipe, so this is about the output
+        drop(sys.stdout)
+        Screen(False).note(f"error: the output cannot be written: {error.strerror or error}")
+        return OUTPUT_FAILED
+    return code
 
 
-def _run_for_programs(app: typer.Typer, options: Sequence[str]) -> int:
-    """Runs a command with ``--json``: what is wrong with the command itself is JSON too."""
+def _call(app: typer.Typer, options: Sequence[str]) -> int:
+    """Runs a command; with ``--json``, what is wrong with the command itself is JSON too."""
     try:
         code = app(options, prog_name="ckpipe", standalone_mode=False)
+    except SystemExit as exit:
+        if isinstance(exit.__context__, BrokenPipeError):  # typer exits as if there were damage
+            raise exit.__context__ from None
+        raise
     except Exception as error:
         # Typer brings a copy of click, whose name it does not promise; only these have a message.
         explain = getattr(error, "format_message", None)
         if explain is None:
             raise
-        Screen(True).failure("UsageError", explain())
+        if options[:1] == ["--json"]:
+            Screen(True).failure("UsageError", explain())
+        else:
+            _show(error)
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _show(error: Any) -> None:
+    try:
+        error.show()
+    except OSError:
+        drop(sys.stderr)
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:

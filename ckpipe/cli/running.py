@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -24,9 +22,6 @@ from ckpipe.types import CheckpointInfo
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
-
-NOBODY_READS = 141
-"""The exit code when the reader of a pipe went away: what a shell shows for SIGPIPE."""
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where the checkpoints lie.", show_default=False)
@@ -53,23 +48,10 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
         with screen.patience:
             _ = screen.settings  # read here, since it would block the loop
             code = anyio.run(work, screen)
-        screen.out.file.flush()
     except CkpipeError as error:
         screen.failure(type(error).__name__, str(error))
         raise typer.Exit(_code(error)) from None
-    except BrokenPipeError:  # whoever read our output has seen enough
-        _drop_output()
-        raise typer.Exit(NOBODY_READS) from None
-    except OSError as error:  # backends raise errors of ckpipe, so this is about the output
-        screen.note(f"error: the output cannot be written: {error.strerror or error}")
-        _drop_output()
-        raise typer.Exit(STORE_FAILED) from None
     raise typer.Exit(code)
-
-
-def _drop_output() -> None:
-    """Keeps the interpreter from writing what is left, and complaining, when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code(error: CkpipeError) -> int:

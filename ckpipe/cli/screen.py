@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpipe.cli.progress import Meter, Patience, Unit, of_bytes
+from ckpipe.cli.streams import drop
 from ckpipe.reports import size_text
 
 if TYPE_CHECKING:
@@ -97,9 +98,12 @@ class Screen:
             self.out.file.write(json.dumps({"error": kind, "message": message}) + "\n")
 
     def note(self, text: str) -> None:
-        """Says something beside the result."""
-        self.patience.end()
-        self.err.print(Text(visible(text)))
+        """Says something beside the result; where that cannot be written, nobody shall know."""
+        try:
+            self.patience.end()
+            self.err.print(Text(visible(text)))
+        except OSError:
+            drop(sys.stderr)
 
     def left_out(self, info: CheckpointInfo) -> None:
         """Says that one of several checkpoints was deleted before its turn was over."""
@@ -121,11 +125,18 @@ class Screen:
             yield meter
 
 
+class _Console(Console):
+    """A console that says that nobody reads, where others exit as if a check had found damage."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _console(*, stderr: bool) -> Console:
     _escape_what_cannot_be_written(sys.stderr if stderr else sys.stdout)
-    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    console = _Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
-        console = Console(
+        console = _Console(
             stderr=stderr, markup=False, highlight=False, emoji=False,
             width=_PIPE_WIDTH, color_system=None, force_terminal=False,
         )  # fmt: skip
