@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import pty
 import re
+import signal
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
+from commands import PROGRAM
 from rich.console import Console
 
 from ckpipe.cli import progress
@@ -82,3 +89,30 @@ def test_nobody_is_told_who_does_not_look_or_does_not_wait(
     with Patience(Console(file=out, force_terminal=False, width=80)) as patience:
         patience._show()
     assert out.getvalue() == ""
+
+
+def test_a_terminal_is_told_while_torch_is_imported_and_gets_its_cursor_back(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "torch.py").write_text("import threading; threading.Event().wait()")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    master, terminal = pty.openpty()
+    shown = b""
+    try:
+        with subprocess.Popen(
+            [*PROGRAM, "verify", "."],
+            stdin=terminal, stdout=terminal, stderr=terminal,
+            env=os.environ | {"TERM": "xterm", "PYTHONPATH": path},
+        ) as process:  # fmt: skip
+            os.close(terminal)
+            while b"at work" not in shown:
+                shown += os.read(master, 1024)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        # What the end of the program closes reads as an error on Linux.
+        with contextlib.suppress(OSError):
+            while more := os.read(master, 1024):
+                shown += more
+    finally:
+        os.close(master)
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")

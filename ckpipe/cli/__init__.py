@@ -11,10 +11,14 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from ckpipe.cli.streams import drop, open_closed_streams
 
 _INTERRUPTED, _CRASHED = 130, 70
+
+_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
+"""Wipes the line that says that the command is at work, and shows the cursor, which that hides."""
 
 
 def main() -> None:
@@ -50,11 +54,17 @@ def _leaving_at_once() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
+    signal.signal(signal.SIGINT, _leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), _SHOW_CURSOR)
+    os._exit(_INTERRUPTED)
 
 
 def _crashed() -> None:

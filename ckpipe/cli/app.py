@@ -27,7 +27,8 @@ class Command(NamedTuple):
         name: Its name.
         home: The module and the function in it whose parameters are the command's arguments.
         summary: What it does, in a line.
-        needs: A package that it needs to do its work, and that takes seconds to import.
+        needs: A module that it needs to do its work, and that takes seconds to import, as whatever
+            needs torch does.
     """
 
     name: str
@@ -39,11 +40,19 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("ls", "looking:list_", "List checkpoints, the newest first."),
     Command("info", "looking:info", "Show what a checkpoint holds."),
-    Command("verify", "verifying:verify_", "Read a checkpoint whole, check every byte.", "torch"),
-    Command("diff", "comparing:diff", "Compare two checkpoints.", "torch"),
+    Command(
+        "verify",
+        "verifying:verify_",
+        "Read a checkpoint whole, check every byte.",
+        "ckpipe.cli.verification",
+    ),
+    Command("diff", "comparing:diff", "Compare two checkpoints.", "ckpipe.cli.differences"),
     Command("cp", "transferring:cp", "Copy checkpoints to another store, verified."),
     Command(
-        "export", "exporting:export_", "Write a checkpoint as other programs load it.", "torch"
+        "export",
+        "exporting:export_",
+        "Write a checkpoint as other programs load it.",
+        "ckpipe.cli.export_run",
     ),
     Command("rm", "changing:rm", "Delete a checkpoint."),
     Command("pin", "changing:pin_", "Protect a checkpoint from retention."),
@@ -111,7 +120,8 @@ def _function_of(command: Command, words: Sequence[str]) -> Callable[..., None]:
     module, _, name = command.home.partition(":")
     if command.needs is not None and not {"-h", "--help"} & set(words):
         # Here, and not where it is used, since an interrupt does no harm here.
-        import_module(command.needs)
+        with Screen(False).patience:
+            import_module(command.needs)
     function: Callable[..., None] = getattr(import_module(f"ckpipe.cli.{module}"), name)
     return function
 
