@@ -263,6 +263,7 @@ def test_a_glob_that_matches_nothing_is_told(call: Commands, tmp_path: Path) -> 
     assert call("info", tmp_path, "--match", "model.*").err == ""
     done = call("info", tmp_path, "--match", "modle.*", "--match", "zz")
     assert (done.code, done.err) == (0, "no name matches modle.* or zz\n")
+    assert call("info", tmp_path, "--match", "").err == "no name matches ''\n"
 
 
 def test_a_narrow_terminal_loses_no_column() -> None:

@@ -27,7 +27,6 @@ from ckpipe.checkpoints.inspection import tensor_bytes
 from ckpipe.cli.differences import Sides, differences
 from ckpipe.cli.progress import Meter
 from ckpipe.cli.screen import Screen
-from ckpipe.format.keys import label_filter
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import data_file_key, index_key
@@ -141,6 +140,15 @@ def test_diff_of_states_with_everything(call: Commands, tmp_path: Path) -> None:
         "the structures are not alike\n"
     )
     assert call("diff", tmp_path, 1, 1, "--structure").out == "the structures are alike\n"
+
+
+def test_diff_says_that_no_name_matches(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    for options in ((), ("--structure",)):
+        done = call("diff", tmp_path, 1, 2, "--match", "zz", "--match", "", *options)
+        assert (done.code, done.err) == (0, "no name matches zz or ''\n")
+    assert call("diff", tmp_path, 1, 2, "--match", "inline.0").err == ""
+    assert call("diff", tmp_path, 1, 2).err == ""
 
 
 def test_diff_of_arrays_views_and_lazy_bits(call: Commands, tmp_path: Path) -> None:
@@ -266,7 +274,7 @@ def test_progress_ends_when_all_that_matches_is_compared(
     ids = save_ranks(tmp_path, 5, 5, 6), save_ranks(tmp_path, 6, 5, 7)
     for steps, sizes in ((("0", "1"), {"half": 28, "other": 396}), (ids, {"alike": 16, "own": 24})):
         screen = Metered(True)
-        sides = Sides((str(tmp_path),) * 2, (str(steps[0]), str(steps[1])), label_filter(match))
+        sides = Sides((str(tmp_path),) * 2, (str(steps[0]), str(steps[1])), match)
 
         async def compare(screen: Screen = screen, sides: Sides = sides) -> None:
             await differences(screen, sides, structure=False)

@@ -84,6 +84,11 @@ def compare_structures(first: Bundle, second: Bundle) -> StructureDifference:
     )
 
 
+def labels_of(bundle: Bundle) -> set[str]:
+    """The labels of all tensors and values of a checkpoint that are compared."""
+    return {*_tensors(bundle), *_values(bundle)}
+
+
 def sizes_of(bundle: Bundle) -> dict[str, int]:
     """The bytes of each tensor of a checkpoint, by its label."""
     return {label: tensor_bytes(row) for label, row in _tensors(bundle).items()}
@@ -240,5 +245,6 @@ __all__ = [
     "batches",
     "compare_structures",
     "compare_tensors",
+    "labels_of",
     "sizes_of",
 ]

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ckpipe.cli.running import Url, serve
-from ckpipe.format.keys import label_filter
 
 
 def diff(
@@ -32,5 +31,5 @@ def diff(
 
     from ckpipe.cli.differences import Sides, differences  # needs torch, for which no help waits
 
-    sides = Sides((url, other or url), (first, second), label_filter(match))
+    sides = Sides((url, other or url), (first, second), match)
     serve(ctx, lambda screen: differences(screen, sides, structure=structure))

@@ -17,6 +17,7 @@ from ckpipe.checkpoints.comparing import (
     TensorDifference,
     batches,
     compare_structures,
+    labels_of,
     sizes_of,
 )
 from ckpipe.checkpoints.discovery import read_index
@@ -25,7 +26,7 @@ from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Share
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Screen, table, visible
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.keys import LabelFilter, label_filter
 from ckpipe.format.manifest import Bundle
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
@@ -46,12 +47,17 @@ class Sides:
     Args:
         urls: Where the two checkpoints lie.
         steps: Their steps or ids.
-        select: Which names to look at.
+        patterns: Globs of the names to look at; None for all.
     """
 
     urls: tuple[str, str]
     steps: tuple[str, str]
-    select: LabelFilter
+    patterns: Sequence[str] | None = None
+
+    @property
+    def select(self) -> LabelFilter:
+        """Which names to look at."""
+        return label_filter(self.patterns)
 
 
 async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
@@ -76,6 +82,8 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
                     await read_index(backend, info.key)
                     for backend, info in zip((one, two), infos, strict=True)
                 ]
+                if not any(map(sides.select, labels_of(left) | labels_of(right))):
+                    screen.matches_nothing(sides.patterns)
                 found = _selected(compare_structures(left, right), sides.select)
                 if structure:
                     return found, []

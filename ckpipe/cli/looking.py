@@ -95,8 +95,8 @@ def info(
         about = describe(bundle, label_filter(match))
         data = {**asdict(about), "pinned": found.pinned, "saved_at": found.saved_at}
         screen.result(data, *shown_tree(about, found, depth))
-        if match and not (about.tensors or about.values):
-            screen.note(f"no name matches {' or '.join(match)}")
+        if not (about.tensors or about.values):
+            screen.matches_nothing(match)
         return OK
 
     serve(ctx, work)

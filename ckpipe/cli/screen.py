@@ -109,6 +109,11 @@ class Screen:
         """Says that one of several checkpoints was deleted before its turn was over."""
         self.note(f"{info.id} was deleted meanwhile and is left out")
 
+    def matches_nothing(self, patterns: Sequence[str] | None) -> None:
+        """Says that no name of what is looked at matches any of some globs, if there are any."""
+        if patterns:
+            self.note(f"no name matches {' or '.join(each or repr(each) for each in patterns)}")
+
     @contextmanager
     def meter(
         self, action: str, total: int | None = None, unit: Unit = of_bytes
