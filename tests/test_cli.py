@@ -77,7 +77,8 @@ def test_ls_brief_reads_no_index_and_ls_tells_of_a_damaged_one(
     read = call("--json", "ls", "--read", tmp_path).data["checkpoints"]
     (found,) = [e for e in read if e["id"] == one]
     assert found["problem"]
-    assert "damaged" in call("ls", "--read", tmp_path).out
+    assert call("pin", tmp_path, one).code == 0
+    assert re.search(r"damaged: .*, pinned", call("ls", "--read", tmp_path).out)
     # Without it names alone are looked at, and this one's says what was saved.
     (told,) = [e for e in call("--json", "ls", tmp_path).data["checkpoints"] if e["id"] == one]
     assert (told["metrics"], told["world_size"], told["problem"]) == ({"loss": 1.0}, 1, "")
@@ -133,6 +134,27 @@ def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: 
     assert "\x9b" not in out
     assert "\\x1b[31mred" in out
     assert "[bold]" in out
+
+
+def test_keys_with_dots_and_newlines_are_one_branch_each(call: Commands, tmp_path: Path) -> None:
+    tied = torch.zeros(1)
+    state = {1.5: tied, "1": {"x": 2, "a.b": tied}, "": 3, "two\nlines": 4, "a.b": 5, "a": {"b": 6}}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save(state, step=1, metadata={"note": "two\nlines"})
+    out = call("info", tmp_path).out
+    assert out[out.index("state\n") :].splitlines() == [
+        "state",
+        "├── 1.5 float32[1], 4 B",
+        "├── 1",
+        "│   ├── a.b → 1.5",
+        "│   └── x = 2",
+        "├── ~ = 3",
+        "├── two\\nlines = 4",
+        "├── a.b = 5",
+        "└── a",
+        "    └── b~2 = 6",
+    ]
+    assert "note=two\\nlines\n" in out
 
 
 def test_verify_finds_a_flipped_bit(call: Commands, tmp_path: Path) -> None:

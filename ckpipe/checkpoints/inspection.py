@@ -17,6 +17,7 @@ from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Bundle, Layout, Part, TensorRow
 from ckpipe.format.trees import Node, children_of
 
+_KINDS: tuple[Literal["tensor", "value"], ...] = ("tensor", "value")
 _LONGEST_PREVIEW = 60
 
 
@@ -214,16 +215,42 @@ def _values(bundle: Bundle) -> Iterator[ValueDescription]:
 
 def leaf_labels(tree: Node, kind: Literal["tensor", "value"]) -> Iterator[tuple[str, int]]:
     """The labels of a tree's tensors or inline values, each with its number; none stands twice."""
+    return ((label, number) for label, _, number in _leaves(tree, kind))
+
+
+def key_paths(bundle: Bundle) -> dict[str, tuple[str, ...]]:
+    """The keys that the label of each tensor and value is made of, which may have dots themselves.
+
+    Where a tensor and a value have one label, the keys are those of the value.
+    """
+    return {
+        label: path
+        for kind in _KINDS
+        for structure in reversed(bundle.structures)
+        for label, path, _ in _leaves(structure.tree, kind)
+    }
+
+
+def _leaves(
+    tree: Node, kind: Literal["tensor", "value"]
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
     taken: set[str] = set()
-    pending: list[tuple[Node, str]] = [(tree, "")]
+    pending: list[tuple[Node, str, tuple[str, ...]]] = [(tree, "", ())]
     while pending:
-        node, label = pending.pop()
+        node, label, path = pending.pop()
         if node[0] == kind:
-            yield unique_label(label, taken), node[1]
+            unique = unique_label(label, taken)
+            # What makes a label unique stands at its end.
+            last = (unique[len(label) - len(path[-1]) :],) if path else (unique,)
+            yield unique, (*path[:-1], *last), node[1]
         elif node[0] in ("shared", "registered", "stateful"):
-            pending.append((node[-1], label))
+            pending.append((node[-1], label, path))
         else:
-            inner = [(child, where) for _, child, where in children_of(node, label)]
+            start = len(label) + 1 if label else 0
+            inner = [
+                (child, where, (*path, where[start:]))
+                for _, child, where in children_of(node, label)
+            ]
             pending += reversed(inner)
 
 
@@ -238,6 +265,7 @@ __all__ = [
     "ValueDescription",
     "data_bytes",
     "describe",
+    "key_paths",
     "labels_per_rank",
     "leaf_labels",
     "tensor_bytes",

@@ -25,7 +25,7 @@ from ckpipe.checkpoints.inspection import labels_per_rank
 from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Share
 from ckpipe.cli.running import FOUND, OK, chosen
-from ckpipe.cli.screen import Screen, table, visible
+from ckpipe.cli.screen import Screen, one_line, table
 from ckpipe.format.keys import LabelFilter, label_filter
 from ckpipe.format.manifest import Bundle
 from ckpipe.loads.tensor_reading import read_tensors
@@ -198,9 +198,9 @@ def _shown(
 ) -> Iterator[RenderableType]:
     for sign, labels in (("-", found.only_first), ("+", found.only_second)):
         for label in labels:
-            yield Text(visible(f"{sign} {label}"))
+            yield Text(one_line(f"{sign} {label}"))
     for label, (a, b) in found.changed.items():
-        yield Text(visible(f"~ {label}: {a} → {b}"))
+        yield Text(one_line(f"~ {label}: {a} → {b}"))
     if differing:
         rows = [
             (

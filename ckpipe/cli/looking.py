@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from ckpipe.checkpoints.discovery import discover, read_index
-from ckpipe.checkpoints.inspection import describe
+from ckpipe.checkpoints.inspection import describe, key_paths
 from ckpipe.checkpoints.summaries import Summary, read_all, summarise
 from ckpipe.cli.name_tree import shown_tree
 from ckpipe.cli.progress import of_things
@@ -61,9 +61,8 @@ def list_(
 def _row(each: Summary) -> tuple[object, ...]:
     info = each.info
     state = "complete" if info.complete else "incomplete: " + info.reason.partition(":")[0]
+    state = f"damaged: {each.problem}" if each.problem else state
     notes = [state, *(["pinned"] if info.pinned else []), *(["final"] if each.final else [])]
-    if each.problem:
-        notes = [f"damaged: {each.problem}"]
     metrics = " ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
     saved = "" if info.saved_at is None else f"{info.saved_at:%Y-%m-%d %H:%M:%S}Z"
     known = "" if each.bytes is None else size(each.bytes)
@@ -94,7 +93,7 @@ def info(
             bundle = await read_index(backend, found.key)
         about = describe(bundle, label_filter(match))
         data = {**asdict(about), "pinned": found.pinned, "saved_at": found.saved_at}
-        screen.result(data, *shown_tree(about, found, depth))
+        screen.result(data, *shown_tree(about, found, key_paths(bundle), depth))
         if not (about.tensors or about.values):
             screen.matches_nothing(match)
         return OK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import RenderableType
@@ -10,7 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ckpipe.checkpoints.inspection import Description, TensorDescription, ValueDescription
-from ckpipe.cli.screen import size, visible
+from ckpipe.cli.screen import one_line, size
 from ckpipe.types import CheckpointInfo
 
 _DEEPEST = 100
@@ -28,18 +28,32 @@ class _Branch:
 
 
 def shown_tree(
-    about: Description, info: CheckpointInfo, depth: int | None
+    about: Description,
+    info: CheckpointInfo,
+    paths: Mapping[str, tuple[str, ...]],
+    depth: int | None,
 ) -> Iterator[RenderableType]:
-    """The lines that say what a checkpoint is, and the tree of what it holds."""
+    """The lines that say what a checkpoint is, and the tree of what it holds.
+
+    Args:
+        about: What it is and holds.
+        info: What the list of the root says of it.
+        paths: The keys that labels are made of.
+        depth: How many levels of names are drawn; None for all.
+    """
     for name, value in _facts(about, info):
-        yield Text(visible(f"{name + ':':<13} {value}"))
+        yield Text(one_line(f"{name + ':':<13} {value}"))
+
+    def path(label: str) -> Sequence[str]:
+        return paths.get(label) or label.split(".")
+
     root = _Branch()
     for each in about.tensors:
-        _add(root, each.label, _tensor_text(each), each)
+        _add(root, path(each.label), _tensor_text(each), each)
         for other in each.also:
-            _add(root, other, f"→ {each.label}", None)
+            _add(root, path(other), f"→ {each.label}", None)
     for value in about.values:
-        _add(root, value.label, _value_text(value), None)
+        _add(root, path(value.label), _value_text(value), None)
     if root.below:
         tree = Tree(Text("state"))
         _draw(tree, root, min(depth or _DEEPEST, _DEEPEST))
@@ -63,10 +77,10 @@ def _facts(about: Description, info: CheckpointInfo) -> Iterator[tuple[str, obje
             yield name, ", ".join(f"{key}={value}" for key, value in given.items())
 
 
-def _add(root: _Branch, label: str, text: str, tensor: TensorDescription | None) -> None:
+def _add(root: _Branch, path: Sequence[str], text: str, tensor: TensorDescription | None) -> None:
     branch = root
-    for part in ["", *label.split(".")]:
-        if part or branch is not root:
+    for part in [None, *path]:
+        if part is not None:
             branch = branch.below.setdefault(part, _Branch())
         if tensor is not None:
             branch.tensors += 1
@@ -101,6 +115,6 @@ def _draw(tree: Tree, branch: _Branch, depth: int) -> None:
         if below.below and below.tensors:
             many = "s" * (below.tensors != 1)
             line += f" ({below.tensors} tensor{many}, {size(below.bytes)})"
-        node = tree.add(Text(visible(line)))
+        node = tree.add(Text(one_line(line)))
         if depth > 1:
             _draw(node, below, depth - 1)

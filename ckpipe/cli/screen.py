@@ -165,7 +165,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str
             overflow="ignore",
         )
     for row in rows:
-        made.add_row(*(Text(visible(str(cell))) for cell in row))
+        made.add_row(*(Text(one_line(str(cell))) for cell in row))
     return made
 
 
@@ -174,6 +174,11 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """The same for what stands in a line: a newline is written as an escape too."""
+    return visible(text).replace("\n", "\\n")
 
 
 def size(nbytes: int | None) -> str:
