@@ -90,6 +90,19 @@ def test_bench_measures_and_leaves_nothing(call: Commands, tmp_path: Path) -> No
         assert made.memory._store.objects == {}
 
 
+def test_bench_measures_nothing_twice_and_keeps_no_small_object(call: Commands) -> None:
+    with stores() as made:
+        seen: list[str] = []
+        made.faulty.call(
+            lambda _: seen.extend(made.memory._store.objects),
+            lambda operation: operation.verb == "open_upload",
+        )
+        sizes = ("--size", "64KiB", "--lanes", "1,1", "--blocks", "64KiB,65536")
+        data = call("bench", made.url, *sizes, "--json").data
+        assert [(each["lanes"], each["block_bytes"]) for each in data["rates"]] == [(1, 1 << 16)]
+        assert seen == []
+
+
 def test_bench_refuses_what_cannot_be(call: Commands, tmp_path: Path) -> None:
     for options in (("--lanes", "0"), ("--lanes", "a"), ("--blocks", "x"), ("--size", "-1")):
         assert call("bench", tmp_path, *options).code == 2

@@ -57,16 +57,17 @@ def bench(
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(each) for each in text.split(",")]
+        return list(dict.fromkeys(int(each) for each in text.split(",")))
     except ValueError:
         raise UsageError(f"--lanes is a list of numbers such as 1,4,8, not {text!r}") from None
 
 
 def _bytes(text: str, name: str) -> list[int]:
     try:
-        return [TypeAdapter(Size).validate_python(each.strip()) for each in text.split(",")]
+        found = [TypeAdapter(Size).validate_python(each.strip()) for each in text.split(",")]
     except ValidationError:
         raise UsageError(f"{name} is a size such as 16MiB, not {text!r}") from None
+    return list(dict.fromkeys(found))
 
 
 def _gigabytes(rate: float) -> str:
