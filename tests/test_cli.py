@@ -278,6 +278,8 @@ def test_programs_get_json_whatever_goes_wrong(call: Commands, tmp_path: Path) -
         assert done.data["message"], arguments
         assert done.err == f"error: {done.data['message']}\n", arguments
     assert call("ls", "--help", "--json").code == 0
+    for options in (("--json", "--version"), ("--version", "--json")):
+        assert call(*options).data == {"version": __version__}
 
 
 def test_a_glob_that_matches_nothing_is_told(call: Commands, tmp_path: Path) -> None:

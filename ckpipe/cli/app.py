@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -64,16 +65,19 @@ COMMANDS = (
 )
 
 
-def _show_version(value: bool) -> None:
+def _show_version(ctx: typer.Context, value: bool) -> None:
     if value:
-        typer.echo(f"ckpipe {__version__}")
+        as_json = ctx.params.get("json")
+        typer.echo(dumps({"version": __version__}) if as_json else f"ckpipe {__version__}")
         raise typer.Exit
 
 
 def _begin(
     ctx: typer.Context,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; may stand anywhere.")
+        bool,
+        # Eager, so that --version knows of it.
+        typer.Option("--json", is_eager=True, help="Print one JSON object; may stand anywhere."),
     ] = False,
     settings: Annotated[
         Path | None,
