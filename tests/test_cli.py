@@ -395,6 +395,9 @@ def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> Non
         done = call("rm", tmp_path, step)
         assert done.code == 2
         assert reason in done.err
+    for command in ("unpin", "pin"):
+        data = call(command, tmp_path, 2, "--json").data
+        assert data == {"url": str(tmp_path), f"{command}ned": two}
     done = call("rm", tmp_path, one, "--json")
     assert done.data == {"url": str(tmp_path), "removed": one}
     assert not (tmp_path / one).exists()
