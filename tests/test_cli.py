@@ -282,6 +282,30 @@ def test_programs_get_json_whatever_goes_wrong(call: Commands, tmp_path: Path) -
         assert call(*options).data == {"version": __version__}
 
 
+def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for command in (("rm", 9), ("pin", 9), ("unpin", 9), ("diff", 1, 9)):
+        name, *steps = command
+        assert call(name, tmp_path, *steps).err.endswith("are: 1 [step 9]. Name one of those.\n")
+    assert "Name one of those, or none" in call("info", tmp_path, 9).err
+    (tmp_path / "empty").mkdir()
+    assert call("rm", tmp_path / "empty", 9).err.endswith("are: none [step 9]\n")
+    (tmp_path / "file").touch()
+    for arguments in (("ls",), ("info",), ("verify",), ("rm", 1), ("cp", tmp_path / "copy")):
+        name, *more = arguments
+        done = call(name, tmp_path / "file", *more)
+        assert (done.code, done.out) == (3, "")
+        assert f"{tmp_path / 'file'} is no directory" in done.err
+        assert "Look for a mistake in the path" in done.err
+    assert "cannot be created" in call("cp", tmp_path, tmp_path / "file").err
+    part = call("export", tmp_path, "--format", "hf", "--part", "zz")
+    assert (part.code, "--part of the command" in part.err) == (2, True)
+    misplaced = call("ls", tmp_path, "--settings", "f", "--json")
+    assert misplaced.data["message"] == (
+        "No such option: --settings. It stands in front: ckpipe --settings FILE COMMAND"
+    )
+
+
 def test_a_glob_that_matches_nothing_is_told(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     assert call("info", tmp_path, "--match", "model.*").err == ""

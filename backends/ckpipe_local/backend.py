@@ -79,9 +79,9 @@ class LocalBackend(Backend):
         return f"<LocalBackend {self._root} [{mode}, {len(self._uploads)} uploads]>"
 
     async def __aenter__(self) -> Self:
-        prepare = find_root if self._access == "read" else open_root
-        with opening(self._root):
-            self._made = await in_thread(prepare, self._root)
+        create = self._access != "read"
+        with opening(self._root, create=create):
+            self._made = await in_thread(open_root if create else find_root, self._root)
         return self
 
     async def __aexit__(

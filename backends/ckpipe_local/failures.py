@@ -97,11 +97,14 @@ def unrepeatable(action: str) -> Iterator[None]:
 
 
 @contextmanager
-def opening(root: str) -> Iterator[None]:
-    """Translates what goes wrong while the root directory is created and probed."""
+def opening(root: str, *, create: bool) -> Iterator[None]:
+    """Translates what goes wrong while the root directory is found, or created and probed."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOTDIR and not create:
+            message = f"{root} is no directory: it or a part of the path is a file"
+            raise StoreError(message, hint="Look for a mistake in the path") from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             message = f"The directory {root} cannot be created: a part of the path is a file"
             raise StoreError(message, hint="Remove the file, or name another directory") from error

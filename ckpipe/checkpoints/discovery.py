@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -29,6 +30,8 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 
 DELETING = "it is being deleted"
 NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
+
+_OR_NONE = ", or none to load the newest complete one"
 
 _LOOKS = 8
 """So many checkpoints are looked at one by one before tombstones and pins are listed."""
@@ -175,18 +178,28 @@ def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointIn
         raise CheckpointIncomplete(
             f"The checkpoint {named[0].id} is not complete: {named[0].reason}",
             step=named[0].step,
-            hint="Name another step, or none to load the newest complete one",
+            hint=f"Name another step{_OR_NONE}",
         )
     steps = sorted({each.step for each in everything if each.complete})
     shown = ", ".join(map(str, steps[-10:])) or "none"
-    numeral = isinstance(which, str) and which.isdecimal()
+    hint = f"Name one of those{_OR_NONE}" if steps else None
+    if isinstance(which, str) and which.isdecimal():
+        hint = f"A step is an int, not a string: {which}"
     raise CheckpointNotFound(
         f"There is no checkpoint {which!r} here; the newest complete steps are: {shown}",
         step=step,
-        hint=f"A step is an int, not a string: {which}"
-        if numeral
-        else "Name one of those, or none to load the newest complete one",
+        hint=hint,
     )
+
+
+@contextmanager
+def naming_one() -> Iterator[None]:
+    """For who has to name a step: an error proposes no more to name none."""
+    try:
+        yield
+    except CheckpointNotFound as error:
+        error.hint = (error.hint or "").removesuffix(_OR_NONE) or None
+        raise
 
 
 async def describe(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
@@ -237,7 +250,7 @@ async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:
     raise CheckpointIncomplete(
         f"The checkpoint {id} was deleted just now",
         step=id.step,
-        hint="Name another step, or none to load the newest complete one",
+        hint=f"Name another step{_OR_NONE}",
     )
 
 

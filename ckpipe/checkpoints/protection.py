@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.deleting import delete, retire
-from ckpipe.checkpoints.discovery import NO_INDEX, discover, pick, read_index
+from ckpipe.checkpoints.discovery import NO_INDEX, discover, naming_one, pick, read_index
 from ckpipe.checkpoints.leases import live_subjects, protected_subjects, read_leases, store_time
 from ckpipe.checkpoints.pruning import RESUMED, RUNNING_NEWEST, newest_of_launches
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion, UsageError
@@ -114,7 +114,8 @@ async def remove(
 
 def _picked(infos: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
     try:
-        return pick(infos, which)
+        with naming_one():
+            return pick(infos, which)
     except CheckpointIncomplete as error:
         error.hint = "By its id it is deleted all the same"
         raise

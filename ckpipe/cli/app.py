@@ -167,11 +167,14 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
         if isinstance(exit.__context__, BrokenPipeError):  # typer exits as if there were damage
             raise exit.__context__ from None
         raise
-    except Exception as error:
+    except Exception as caught:
+        error: Any = caught
         # Typer brings a copy of click, whose name it does not promise; only these have a message.
         explain = getattr(error, "format_message", None)
         if explain is None:
             raise
+        if getattr(error, "option_name", None) == "--settings":
+            error.message += ". It stands in front: ckpipe --settings FILE COMMAND"
         if options[:1] == ["--json"]:
             Screen(True).failure("UsageError", explain())
         else:

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import discover, find
+from ckpipe.checkpoints.discovery import discover, find, naming_one
 from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import store_time
 from ckpipe.checkpoints.protection import in_use, remove
@@ -70,7 +70,8 @@ def _mark(
 ) -> None:
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
-            info = await find(backend, which(step))
+            with naming_one():
+                info = await find(backend, which(step))
             await change(backend, info.key)
         screen.result({"url": url, done: info.id}, Text(f"{done} {info.id}"))
         return OK

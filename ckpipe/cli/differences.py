@@ -20,7 +20,7 @@ from ckpipe.checkpoints.comparing import (
     labels_of,
     sizes_of,
 )
-from ckpipe.checkpoints.discovery import read_index
+from ckpipe.checkpoints.discovery import naming_one, read_index
 from ckpipe.checkpoints.inspection import labels_per_rank
 from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Share
@@ -75,7 +75,8 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
             open_store(sides.urls[0], settings, Access.READ, share.count) as one,
             open_store(sides.urls[1], settings, Access.READ, share.count) as two,
         ):
-            infos = [await chosen(one, sides.steps[0]), await chosen(two, sides.steps[1])]
+            with naming_one():
+                infos = [await chosen(one, sides.steps[0]), await chosen(two, sides.steps[1])]
 
             async def compare() -> tuple[StructureDifference, list[TensorDifference]]:
                 left, right = [

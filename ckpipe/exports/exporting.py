@@ -284,7 +284,8 @@ def _model_of(labels: Iterable[str]) -> str:
 
 def _no_part(part: str | None) -> UsageError:
     what = "no tensors" if part is None else f"nothing to export under {part!r}"
-    return UsageError(f"The checkpoint has {what}", hint="Set export.part to a label of the state")
+    hint = "Set export.part, or --part of the command, to a label of the state"
+    return UsageError(f"The checkpoint has {what}", hint=hint)
 
 
 def shards_of(tensors: list[_Named], settings: ExportSettings) -> Iterator[list[_Named]]:
