@@ -134,6 +134,9 @@ class SaveFailed(Event):
 
     error: str
 
+    def __str__(self) -> str:
+        return f"The save of {self.id} failed on rank {self.rank}: {self.error}"
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDamaged(Event):
@@ -144,6 +147,9 @@ class CheckpointDamaged(Event):
     """
 
     error: str
+
+    def __str__(self) -> str:
+        return f"The checkpoint {self.id} is damaged: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.events import Completed, RankCommitted, SaveFailed, Staged
+from ckpipe.events import CheckpointDamaged, Completed, RankCommitted, SaveFailed, Staged
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 
@@ -57,6 +57,21 @@ def test_each_kind_is_called_for_every_save_in_order(store: Stores) -> None:
     assert calls["committed"] == calls["complete"] == [0, 1, 2, 3, 4]
     assert calls["staged"][:5] == [0, 1, 2, 3, 4]
     assert calls["failed"] == [5]
+
+
+def test_a_failed_save_is_logged_as_a_sentence(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpipe.SyncPipeline(store.url, on_error="warn") as pipeline:
+        store.faulty.fail(errors.StoreFull("no room"), "write")
+        handle = pipeline.save(STATE, step=5)
+        with pytest.raises(errors.StoreFull):
+            handle.wait()
+    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert told.startswith("The save of step-000000000005")
+    assert " failed on rank 0: StoreFull('no room" in told
+    damaged = CheckpointDamaged("step-1", 1, 0, "The index is gone")
+    assert str(damaged) == "The checkpoint step-1 is damaged: The index is gone"
 
 
 @pytest.mark.parametrize("awaits", [False, True])
