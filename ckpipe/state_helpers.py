@@ -51,6 +51,9 @@ class RngState:
     ones are left alone.
     """
 
+    def __repr__(self) -> str:
+        return "RngState()"
+
     def state_dict(self) -> dict[str, Any]:
         """The states of all generators."""
         version, internal, gauss = random.getstate()

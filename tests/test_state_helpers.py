@@ -71,6 +71,10 @@ def test_second_half_of_a_pair_of_normal_numbers_survives() -> None:
     assert (random.gauss(0, 1), np.random.standard_normal()) == expected
 
 
+def test_it_is_shown_as_it_is_made() -> None:
+    assert repr(RngState()) == "RngState()"
+
+
 def test_reading_draws_nothing() -> None:
     seed(5)
     expected = drawn()
