@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,14 @@ def program(*arguments: object, **options: Any) -> Done:
         **options,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def damage(root: Path, id: str, at: int = -3) -> None:
+    """Flips a bit of a data file."""
+    path = root / id / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
 
 
 def save_steps(url: object, *steps: int, **settings: Any) -> list[str]:

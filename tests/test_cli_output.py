@@ -1,0 +1,188 @@
+"""What commands print, and what becomes of them where that cannot be written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PROGRAM, Commands, damage, program, save_steps
+from rich.console import Console
+
+import ckpipe
+from ckpipe.cli.screen import Screen, size, table, visible
+from ckpipe.version import __version__
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
+
+
+def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"\x1b[31mred": torch.zeros(2)}, step=1, metadata={"\x9b2J": "[bold]"})
+    out = call("info", tmp_path).out
+    assert "\x1b" not in out
+    assert "\x9b" not in out
+    assert "\\x1b[31mred" in out
+    assert "[bold]" in out
+
+
+def test_programs_get_json_whatever_goes_wrong(call: Commands, tmp_path: Path) -> None:
+    one, _ = save_steps(tmp_path / "root", 1, 2)
+    damage(tmp_path / "root", one)
+    failing = [
+        (("ls", tmp_path / "missing"), 3, "StoreError"),
+        (("ls", "s3://b/x"), 2, "UsageError"),
+        (("info", tmp_path / "root", 9), 2, "CheckpointNotFound"),
+        (("rm", tmp_path / "root", 2), 2, "UsageError"),
+        (("cp", tmp_path / "root", tmp_path / "copy", 1), 1, "ChecksumMismatch"),
+        (("ls",), 2, "UsageError"),
+        (("diff", tmp_path / "root", 1), 2, "UsageError"),
+        (("lss", tmp_path), 2, "UsageError"),
+        (("ls", tmp_path, "--bogus"), 2, "UsageError"),
+    ]
+    for arguments, code, kind in failing:
+        done = call(*arguments, "--json")
+        assert (done.code, done.data["error"]) == (code, kind), arguments
+        assert done.data["message"], arguments
+        assert done.err == f"error: {done.data['message']}\n", arguments
+    assert call("ls", "--help", "--json").code == 0
+    for options in (("--json", "--version"), ("--version", "--json")):
+        assert call(*options).data == {"version": __version__}
+
+
+def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for command in (("rm", 9), ("pin", 9), ("unpin", 9), ("diff", 1, 9)):
+        name, *steps = command
+        assert call(name, tmp_path, *steps).err.endswith("are: 1 [step 9]. Name one of those.\n")
+    assert "Name one of those, or none" in call("info", tmp_path, 9).err
+    (tmp_path / "empty").mkdir()
+    assert call("rm", tmp_path / "empty", 9).err.endswith("are: none [step 9]\n")
+    (tmp_path / "file").touch()
+    for arguments in (("ls",), ("info",), ("verify",), ("rm", 1), ("cp", tmp_path / "copy")):
+        name, *more = arguments
+        done = call(name, tmp_path / "file", *more)
+        assert (done.code, done.out) == (3, "")
+        assert f"{tmp_path / 'file'} is no directory" in done.err
+        assert "Look for a mistake in the path" in done.err
+    assert "cannot be created" in call("cp", tmp_path, tmp_path / "file").err
+    part = call("export", tmp_path, "--format", "hf", "--part", "zz")
+    assert (part.code, "--part of the command" in part.err) == (2, True)
+    misplaced = call("ls", tmp_path, "--settings", "f", "--json")
+    assert misplaced.data["message"] == (
+        "No such option: --settings. It stands in front: ckpipe --settings FILE COMMAND"
+    )
+
+
+def test_a_narrow_terminal_loses_no_column() -> None:
+    screen = Screen(False)
+    screen.out = Console(file=io.StringIO(), force_terminal=True, width=30, color_system=None)
+    cells = [f"{name}-of-the-checkpoint" for name in "abcdef"]
+    screen.result({}, table(cells, [cells]))
+    assert isinstance(screen.out.file, io.StringIO)
+    heading, row = screen.out.file.getvalue().splitlines()
+    assert heading.split() == row.split() == cells
+
+
+def test_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for options in ((), ("--json",)):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*PROGRAM, "ls", str(tmp_path), *options],
+                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            )  # fmt: skip
+        assert done.returncode == 3
+        assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+FULL, CLOSED = (
+    "error: the output cannot be written: No space left on device\n",
+    "Bad file descriptor",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "code", "err"),
+    [
+        ("--help", ">/dev/full", 3, FULL),
+        ("--version", ">/dev/full", 3, FULL),
+        ("ls none --json", ">/dev/full", 3, "There is no directory"),
+        ("--json foo", ">/dev/full", 3, "No such command"),
+        ("--help", ">&gone", 141, ""),
+        ("ls none --json", ">&gone", 141, ""),
+        ("ls --json", ">&gone", 141, ""),
+        ("ls good", ">&-", 3, CLOSED),
+        ("--help", ">&-", 3, CLOSED),
+        ("ls none", "2>/dev/full", 3, ""),
+        ("ls none", "2>&-", 3, ""),
+        ("ls", "2>/dev/full", 2, ""),
+        ("ls none", "2>&gone", 3, ""),
+    ],
+)
+def test_no_exit_code_says_what_is_not_so_where_output_fails(
+    tmp_path: Path, arguments: str, where: str, code: int, err: str
+) -> None:
+    (tmp_path / "good").mkdir()
+    read_end, gone = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            ["bash", "-c", f'exec "$@" {where.replace("gone", str(gone))}', "", *PROGRAM,
+             *arguments.split()],
+            cwd=tmp_path, pass_fds=[gone], capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(gone)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert err in done.stderr
+
+
+def test_the_program_prints_plain_text_into_pipes(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "40"}
+    done = program("ls", tmp_path, env=environment)
+    assert (done.code, done.err) == (0, "")
+    assert "\x1b" not in done.out
+    assert len(done.out.splitlines()) == 2
+    assert all(line == line.rstrip() for line in done.out.splitlines())
+    assert json.loads(program("info", tmp_path, "--json").out)["step"] == 1
+    assert program("--version").out == f"ckpipe {__version__}\n"
+
+
+def test_a_terminal_without_unicode_gets_escapes(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = program("info", tmp_path, env=os.environ | plain)
+    assert (done.code, done.err) == (0, "")
+    assert "tied \\u2192 weight" in done.out
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [*PROGRAM, "info", str(tmp_path)],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_sizes_and_escapes() -> None:
+    assert [size(n) for n in (None, 0, 1024)] == ["?", "0 B", "1.0 KiB"]
+    assert visible("a\tb\u202ec") == "a\\tb\\u202ec"
