@@ -19,6 +19,8 @@ from ckpipe.cli.app import COMMANDS, make_app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESUMES = "restored.step + 1 if restored"
+RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is nothing to resume
 SECONDS = 100
 
 _FRESH = multiprocessing.get_context("forkserver")
@@ -89,15 +91,32 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if fences(page)], ids=name)
+def resumes(page: Path) -> bool:
+    """Whether the program of a page goes on after what it finds, however often it is started."""
+    again = any(RESUMES in each.text for each in fences(page) if not each.not_run)
+    return again and name(page) not in RUN_ONCE
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if fences(page) and not resumes(page)], ids=name
+)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     status, output = run_page(page, tmp_path)
     assert status == 0, output
 
 
+@pytest.mark.parametrize("page", [each for each in PAGES if resumes(each)], ids=name)
+def test_python_of_a_page_that_resumes_runs_again_where_it_ran(page: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        status, output = run_page(page, tmp_path)
+        assert status == 0, output
+
+
 def test_pages_with_python_are_found() -> None:
     with_python = {name(page) for page in PAGES if fences(page)}
     assert {"README.md", "docs/index.md", "docs/tutorials/resume.md"} <= with_python
+    again = {name(page) for page in PAGES if resumes(page)}
+    assert {"README.md", "docs/index.md", "docs/tutorials/one_gpu.md"} <= again
 
 
 def test_a_fence_that_fails_is_told_by_its_place(tmp_path: Path) -> None:
