@@ -177,8 +177,10 @@ class Backend(abc.ABC):
     Implementers register a subclass under the URL's scheme, through the entry-point group
     ``ckpipe.backends`` or :func:`ckpipe.register_backend`; it is called as
     ``cls(url, **options)``. If opening writes anything, such as the root or a probe, it should
-    have an option ``access``, which is ``"read"`` for who only looks, and then write nothing.
-    :class:`ckpipe.testing.BackendConformance` tests this contract.
+    have an option ``access``. It is ``"read"`` for who only looks: opening then makes and changes
+    nothing, and finds a root that is missing or foreign. :meth:`put` and :meth:`delete` work as
+    ever, since who reads holds a lease, and raise :class:`~ckpipe.errors.PermissionDenied` where
+    nothing may be written. :class:`ckpipe.testing.BackendConformance` tests this contract.
     """
 
     limits: UploadLimits = UploadLimits()

@@ -50,7 +50,7 @@ class Fresh:
         lent = sysconfig.get_path("purelib")
         (site / "lent.pth").write_text(f"import site; site.addsitedir({lent!r})\n")
 
-    def run(self, *arguments: str, folder: Path | None = None) -> str:
+    def run(self, *arguments: str, folder: Path | None = None, quiet: bool = False) -> str:
         done = subprocess.run(
             [str(self.python), *arguments],
             cwd=folder or self.folder,
@@ -61,6 +61,7 @@ class Fresh:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        assert not quiet or done.stderr == ""
         return done.stdout
 
 
@@ -101,6 +102,15 @@ def test_it_serves_a_pipeline_and_the_command_line(fresh: Fresh, tmp_path: Path)
     assert fresh.run(*command, folder=tmp_path).startswith("copied step 2")
     with ckpipe.SyncPipeline(tmp_path / "copy") as pipeline:
         pipeline.verify(2)
+
+
+def test_reading_it_takes_a_lease_and_says_nothing(fresh: Fresh, tmp_path: Path) -> None:
+    fresh.run("-c", USE, folder=tmp_path)
+    verified = fresh.run(
+        "-m", "ckpipe.cli", "verify", "sqlite://run.db", "--all", folder=tmp_path, quiet=True
+    )
+    assert verified.count("ok  ") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run.db"]
 
 
 @pytest.mark.skipif(

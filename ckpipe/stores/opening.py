@@ -25,7 +25,8 @@ class Access(enum.Enum):
     """What somebody is about to do with a store."""
 
     READ = "read"
-    """Look only, so that a read-only root will do; but for leases nothing is written."""
+    """Look only, so that a read-only root will do; nothing is written but leases, where they may
+    be (see ``access`` in :class:`ckpipe.backend.Backend`)."""
 
     CHANGE = "change"
     """Change what is there: a root that does not exist is an error, and is not made."""

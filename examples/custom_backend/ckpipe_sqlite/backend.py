@@ -17,16 +17,28 @@ import anyio.to_thread
 
 from ckpipe import Backend, ObjectInfo, PutMode, Upload
 from ckpipe.backend import check_key
-from ckpipe.errors import ObjectExists, StoreError, StoreFull, StoreUnavailable, UsageError
+from ckpipe.errors import (
+    ObjectExists,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    UsageError,
+)
 from ckpipe_sqlite import database
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
-KINDS: dict[str, type[StoreError]] = {
-    "SQLITE_FULL": StoreFull,
-    "SQLITE_BUSY": StoreUnavailable,  # it is transient: the pipeline tries again
-    "SQLITE_LOCKED": StoreUnavailable,
+KINDS: dict[int, type[StoreError]] = {
+    sqlite3.SQLITE_FULL: StoreFull,
+    sqlite3.SQLITE_READONLY: PermissionDenied,
+    sqlite3.SQLITE_BUSY: StoreUnavailable,  # it is transient: the pipeline tries again
+    sqlite3.SQLITE_LOCKED: StoreUnavailable,
+}
+HINTS = {
+    sqlite3.SQLITE_CANTOPEN: "Name a file that is there, or can be made, in a folder that exists",
+    sqlite3.SQLITE_NOTADB: "Name another file; this one is as it was",
 }
 
 
@@ -36,7 +48,7 @@ class SqliteBackend(Backend):
     Args:
         url: ``sqlite://`` and the path of the file; its folder must exist.
         timeout: Seconds to wait for other processes that write.
-        access: ``"read"`` opens without writing anything.
+        access: ``"read"`` takes the file as it is: opening makes and changes nothing.
 
     Raises:
         UsageError: If the URL has no path.
@@ -48,17 +60,17 @@ class SqliteBackend(Backend):
         path = unquote(url.partition("://")[2])
         if not path:
             raise UsageError(f"{url} names no file", hint="Write sqlite:///folder/run.db")
-        mode = "ro" if access == "read" else "rwc"
-        self._uri = f"{Path(path).absolute().as_uri()}?mode={mode}"
-        self._timeout, self._read_only = timeout, access == "read"
+        self._path = Path(path).absolute()
+        self._timeout, self._access = timeout, access
         self._idle: deque[sqlite3.Connection] = deque()
         self._turn = anyio.Lock()
 
     async def __aenter__(self) -> Self:
-        if self._read_only:
-            await self._read("", lambda db: db.execute("SELECT count(*) FROM objects").fetchall())
+        if self._access == "read":
+            await self._read("", database.check)
         else:
-            await self.write("", lambda db: [db.execute(each) for each in _statements()])
+            await self.write("", database.prepare)
+            await anyio.to_thread.run_sync(self._write_ahead)
         return self
 
     async def __aexit__(
@@ -86,10 +98,15 @@ class SqliteBackend(Backend):
         return await anyio.to_thread.run_sync(self._transact, "BEGIN", key, work)
 
     def _transact(self, begin: str, key: str, work: Work[T]) -> T:
-        with _translated(key), self._connection() as db:
+        with _translated(self._path, key), self._connection() as db:
             db.execute(begin)
             with db:  # commits, or rolls back if the work raises
                 return work(db)
+
+    def _write_ahead(self) -> None:
+        """Lets readers go on beside the writer; the file remembers it."""
+        with _translated(self._path), self._connection() as db:
+            db.execute("PRAGMA journal_mode = WAL")
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -106,13 +123,13 @@ class SqliteBackend(Backend):
         self._idle.append(db)
 
     def _connect(self) -> sqlite3.Connection:
+        # Who only looks takes leases, which are written where the file may be; "rw" makes no file.
+        mode = "rw" if self._access == "read" else "rwc"
         db = sqlite3.connect(
-            self._uri, uri=True, timeout=self._timeout, isolation_level=None,
-            check_same_thread=False,
+            f"{self._path.as_uri()}?mode={mode}", uri=True, timeout=self._timeout,
+            isolation_level=None, check_same_thread=False,
         )  # fmt: skip
-        if not self._read_only:
-            db.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer
-            db.execute("PRAGMA synchronous = FULL")  # what is committed survives a loss of power
+        db.execute("PRAGMA synchronous = FULL")  # what is committed survives a loss of power
         return db
 
     # The contract
@@ -185,17 +202,14 @@ class SqliteUpload(Upload):
         await self._backend.write(self._key, lambda db: database.abandon(db, self._number))
 
 
-def _statements() -> list[str]:
-    return [each for each in database.TABLES.split(";") if each.strip()]
-
-
 @contextmanager
-def _translated(key: str) -> Iterator[None]:
+def _translated(path: Path, key: str = "") -> Iterator[None]:
     """Turns what SQLite raises into the errors that a pipeline knows what to do about."""
     try:
         yield
     except sqlite3.IntegrityError as error:
         raise ObjectExists("The key is taken", key=key) from error
     except sqlite3.Error as error:
-        kind = KINDS.get(getattr(error, "sqlite_errorname", ""), StoreError)
-        raise kind(f"SQLite failed: {error}", key=key or None) from error
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the kind; further bits refine it
+        message, kind = f"SQLite failed on {path}: {error}", KINDS.get(code, StoreError)
+        raise kind(message, key=key or None, hint=HINTS.get(code)) from error

@@ -16,15 +16,13 @@ from datetime import UTC, datetime
 from ckpipe import ObjectInfo
 from ckpipe.errors import ObjectNotFound, StoreError, TruncatedObject
 
-TABLES = """
-CREATE TABLE IF NOT EXISTS objects
-    (key TEXT PRIMARY KEY, upload INTEGER NOT NULL, size INTEGER NOT NULL, time TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS uploads
-    (upload INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, time TEXT);
-CREATE TABLE IF NOT EXISTS blocks
-    (id INTEGER PRIMARY KEY, upload INTEGER NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL,
-     UNIQUE (upload, start));
-"""
+TABLES = {
+    "objects": "(key TEXT PRIMARY KEY, upload INTEGER NOT NULL, size INTEGER NOT NULL, "
+    "time TEXT NOT NULL)",
+    "uploads": "(upload INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, time TEXT)",
+    "blocks": "(id INTEGER PRIMARY KEY, upload INTEGER NOT NULL, start INTEGER NOT NULL, "
+    "data BLOB NOT NULL, UNIQUE (upload, start))",
+}
 PIECE = 1 << 20
 """How much of a block is in Python's memory at a time, in bytes."""
 
@@ -35,6 +33,27 @@ class Found:
 
     info: ObjectInfo
     upload: int
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Makes the tables of a new database; one that has any must be ours."""
+    if _tables(db):
+        check(db)
+        return
+    for name, columns in TABLES.items():
+        db.execute(f"CREATE TABLE {name} {columns}")
+
+
+def check(db: sqlite3.Connection) -> None:
+    """Refuses a database that holds something else, or nothing."""
+    if not TABLES.keys() <= _tables(db):
+        (_, _, path) = db.execute("PRAGMA database_list").fetchone()
+        message = f"{path} is an SQLite database, but not one of checkpoints"
+        raise StoreError(message, hint="Name another file; this one is as it was")
+
+
+def _tables(db: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
 
 
 def begin_upload(db: sqlite3.Connection, key: str) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from ckpipe_sqlite import SqliteBackend
 
 from ckpipe import PutMode
-from ckpipe.errors import StoreError, StoreUnavailable, UsageError
+from ckpipe.errors import PermissionDenied, StoreError, StoreUnavailable, UsageError
 from ckpipe.testing import BackendConformance
 
 
@@ -44,10 +47,46 @@ async def test_giving_up_after_a_complete_that_did_land_changes_nothing(tmp_path
 
 
 async def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="unable to open"):
+    with pytest.raises(StoreError, match=r"none\.db: unable to open"):
         async with SqliteBackend(f"sqlite://{tmp_path}/none.db", access="read"):
             pass
     assert os.listdir(tmp_path) == []
+
+
+async def test_who_only_looks_may_hold_a_lease(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path}/run.db"
+    async with SqliteBackend(url), SqliteBackend(url, access="read") as reader:
+        await reader.put("lease", b"1", PutMode.CREATE)
+        await reader.delete(["lease"])
+    assert os.listdir(tmp_path) == ["run.db"]
+
+
+@pytest.mark.parametrize("access", ["read", "write"])
+async def test_a_file_of_somebody_else_is_told_and_left_as_it_is(
+    tmp_path: Path, access: Literal["read", "write"]
+) -> None:
+    foreign, text = tmp_path / "foreign.db", tmp_path / "text.db"
+    with closing(sqlite3.connect(foreign)) as db:
+        db.execute("CREATE TABLE songs (title TEXT)")
+    text.write_text("no database at all\n" * 100)
+    before = [each.read_bytes() for each in (foreign, text)]
+    with pytest.raises(StoreError, match=r"foreign\.db is an SQLite database, but not one of"):
+        async with SqliteBackend(f"sqlite://{foreign}", access=access):
+            pass
+    with pytest.raises(StoreError, match=r"text\.db: file is not a database"):
+        async with SqliteBackend(f"sqlite://{text}", access=access):
+            pass
+    assert [each.read_bytes() for each in (foreign, text)] == before
+
+
+async def test_what_may_not_be_written_is_a_matter_of_permission(tmp_path: Path) -> None:
+    def forbidden(db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA query_only = ON")
+        db.execute("DELETE FROM objects")
+
+    async with SqliteBackend(f"sqlite://{tmp_path}/run.db") as backend:
+        with pytest.raises(PermissionDenied, match="readonly"):
+            await backend.write("", forbidden)
 
 
 async def test_another_process_that_writes_is_waited_for_and_then_told(tmp_path: Path) -> None:
