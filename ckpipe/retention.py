@@ -24,19 +24,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ckpipe._rules import (
-    AllOf,
-    AnyOf,
-    Candidate,
-    KeepBest,
-    KeepEvery,
-    KeepIf,
-    KeepLast,
-    KeepWithin,
-    Rule,
-    Verdict,
-    check_seconds,
-)
+from ckpipe._rule_forms import AllOf, AnyOf, Candidate, Rule, Verdict
+from ckpipe._rules import KeepBest, KeepEvery, KeepIf, KeepLast, KeepWithin, check_seconds
 from ckpipe.errors import SettingsError
 
 
