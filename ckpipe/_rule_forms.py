@@ -86,6 +86,14 @@ class Rule(abc.ABC):
         """
         return {name for name, verdict in self.judge(newest_first, now).items() if verdict.keep}
 
+    def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
+        """Metrics that the rule judges by and that no checkpoint has; it removes nothing then.
+
+        Args:
+            newest_first: All complete checkpoints, the newest first.
+        """
+        return set()
+
     @abc.abstractmethod
     def to_data(self) -> dict[str, Any]:
         """The rule as plain dicts, lists, strings and numbers; :func:`from_data` reads it back.
@@ -123,6 +131,10 @@ class _Combination(Rule):
     ) -> set[str]:
         """Those of each of its rules."""
         return set().union(*(rule.rivals(newest_first, losers, now) for rule in self.rules))
+
+    def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
+        """Those of each of its rules."""
+        return set().union(*(rule.missing_metrics(newest_first) for rule in self.rules))
 
     def _joined(self, verdicts: Sequence[Verdict]) -> Verdict:
         keep = self._combined(verdict.keep for verdict in verdicts)

@@ -148,7 +148,9 @@ class KeepEvery(_Leaf):
 class KeepBest(_Leaf):
     """Keeps the checkpoints with the best values of a metric.
 
-    A checkpoint without the metric, or with NaN, never wins. Of equal values the newer wins.
+    A checkpoint without the metric, or with NaN, never wins. Of equal values the newer wins. Where
+    no checkpoint has the metric, as when its name is misspelt, or all have NaN, there is nothing to
+    judge by: all are kept.
 
     Args:
         metric: The name of the metric.
@@ -170,13 +172,35 @@ class KeepBest(_Leaf):
             raise SettingsError(f"The mode of KeepBest is 'min' or 'max', not {self.mode!r}")
         _check_whole("KeepBest", "n", self.n, least=1)
 
-    def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
+    def winners(self, newest_first: Sequence[Candidate]) -> list[str]:
+        """The ids of the best, the best first; none if no checkpoint has the metric."""
         scored = [
             (score, each.id) for each in newest_first if (score := self._score(each)) is not None
         ]
         # The sort is stable, and the input has the newer first.
         scored.sort(key=lambda pair: pair[0], reverse=self.mode == "max")
-        return {name for _, name in scored[: self.n]}
+        return [name for _, name in scored[: self.n]]
+
+    def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
+        return set(self.winners(newest_first))
+
+    def judge(self, newest_first: Sequence[Candidate], now: datetime) -> dict[str, Verdict]:
+        """Judges every checkpoint; all are kept if none has the metric."""
+        if not self.missing_metrics(newest_first):
+            return _Leaf.judge(self, newest_first, now)
+        verdict = Verdict(True, f"no checkpoint has a number for {self.metric}")
+        return {each.id: verdict for each in newest_first}
+
+    def rivals(
+        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
+    ) -> set[str]:
+        """The winners; without any, nobody loses by this rule."""
+        return self._kept(newest_first, now)
+
+    def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
+        """Its metric, if no checkpoint has a number for it."""
+        judged = any(self._score(each) is not None for each in newest_first)
+        return set() if judged or not newest_first else {self.metric}
 
     def _score(self, candidate: Candidate) -> float | None:
         score = candidate.metrics.get(self.metric)

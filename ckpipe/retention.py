@@ -37,11 +37,14 @@ class Decision:
         keep: Ids to keep, the newest first.
         remove: Ids to remove, the oldest first, which is the order to remove them in.
         reasons: For every id, why it stays or goes.
+        missing_metrics: Metrics that a rule judges by and that no checkpoint has, which is why
+            that rule keeps all.
     """
 
     keep: tuple[str, ...]
     remove: tuple[str, ...]
     reasons: Mapping[str, str]
+    missing_metrics: tuple[str, ...] = ()
 
 
 def decide(
@@ -87,6 +90,7 @@ def decide(
         keep=tuple(name for name in names if verdicts[name].keep),
         remove=tuple(name for name in reversed(names) if not verdicts[name].keep),
         reasons={name: verdicts[name].reason for name in names},
+        missing_metrics=tuple(sorted(rule.missing_metrics(newest_first) if rule else ())),
     )
 
 

@@ -382,6 +382,18 @@ def test_prune_does_what_the_dry_run_says(call: Commands, tmp_path: Path) -> Non
     assert [each["id"] for each in left] == [ids[4], ids[2], ids[0]]
 
 
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+def test_prune_by_a_metric_that_no_checkpoint_has_removes_nothing(
+    call: Commands, tmp_path: Path, dry_run: tuple[str, ...]
+) -> None:
+    ids = save_steps(tmp_path, 1, 2, 3)
+    done = call("prune", tmp_path, "--rule", '{"keep": "best", "metric": "lss"}', *dry_run)
+    assert "No checkpoint has a number for the metric 'lss'" in done.err
+    assert "other metrics there are: loss." in done.err
+    left = call("ls", tmp_path, "--json").data["checkpoints"]
+    assert [each["id"] for each in reversed(left)] == ids
+
+
 def test_prune_takes_rules_from_the_settings(
     call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,19 @@ async def test_pruning_reads_what_decides_and_no_more(store: Stores, saved_again
     assert len(await digests(store)) == len(decision.keep)
 
 
+async def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_told(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ckpipe.Pipeline(store.url, retention=KeepBest("lss")) as pipeline:
+        for step in range(4):
+            await pipeline.save({"w": step}, step=step, metrics={"loss": 1.0})
+    assert caplog.text.count("No checkpoint has a number for the metric 'lss'") == 1
+    assert "other metrics there are: loss." in caplog.text
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        assert len(await pipeline.steps()) == 4
+        assert await pipeline.best("lss") is None
+
+
 class Held(WrappedBackend):
     """A store some of whose operations wait at a gate."""
 

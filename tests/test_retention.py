@@ -115,6 +115,8 @@ def wins(rule: KeepBest, each: Candidate, all_of_them: Sequence[Candidate]) -> b
             score(other) == score(each) and other.order > each.order
         )
 
+    if all(math.isnan(score(one)) for one in all_of_them):
+        return True  # there is nothing to judge by
     return not math.isnan(score(each)) and sum(map(beats, all_of_them)) < rule.n
 
 
@@ -221,9 +223,16 @@ def test_keep_last_zero_keeps_final_ones_and_still_the_newest() -> None:
     assert decision.reasons["1.a.0"] == "not a final checkpoint"
 
 
-def test_metric_that_is_nan_everywhere_leaves_the_newest_only() -> None:
+def test_metric_that_no_checkpoint_has_removes_nothing() -> None:
     steps = [checkpoint(1, metrics={"loss": NAN}), checkpoint(2), checkpoint(3)]
-    assert decide(steps, KeepBest("loss"), now=NOW).keep == ("3.a.0",)
+    decision = decide(steps, KeepBest("loss"), now=NOW)
+    assert decision.keep == ("3.a.0", "2.a.0", "1.a.0")
+    assert decision.reasons["1.a.0"] == "no checkpoint has a number for loss"
+    assert decision.missing_metrics == ("loss",)
+    assert decide(steps, KeepLast(1) | KeepBest("loss"), now=NOW).remove == ()
+    assert decide(steps, KeepLast(2) & KeepBest("loss"), now=NOW).remove == ("1.a.0",)
+    judged = decide([*steps, checkpoint(4, metrics={"loss": 1})], KeepBest("loss"), now=NOW)
+    assert (judged.keep, judged.missing_metrics) == (("4.a.0",), ())
 
 
 def test_metric_too_large_for_a_float_is_compared() -> None:

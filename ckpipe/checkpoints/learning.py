@@ -80,6 +80,10 @@ class Facts:
     def __contains__(self, name: str) -> bool:
         return name in self.known or name in self.told
 
+    def digests(self) -> list[Digest]:
+        """All that is known or told of checkpoints."""
+        return [*(each.digest for each in list(self.known.values())), *self.told.values()]
+
     def digest(self, name: str) -> Digest:
         """What is known of a checkpoint, or else told."""
         return self.known[name].digest if name in self.known else self.told[name]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
@@ -90,6 +90,17 @@ async def decide_on(
         keep=tuple(each.id for each in complete if each.id in stays),
         remove=decision.remove,
         reasons={**decision.reasons, **unread},
+        missing_metrics=decision.missing_metrics,
+    )
+
+
+def missing_text(metric: str, facts: Facts) -> str:
+    """Says that a rule removes nothing for want of a metric, and which metrics there are."""
+    known = sorted({name for each in facts.digests() for name in each.metrics} - {metric})
+    there = ", ".join(known) or "none"
+    return (
+        f"No checkpoint has a number for the metric {metric!r}, so KeepBest removes nothing; other "
+        f"metrics there are: {there}. Name one of them, or give save() this one"
     )
 
 
@@ -164,8 +175,7 @@ async def best(
     inquiry = Inquiry(backend, complete, facts, few=1)
     while True:
         candidates = await inquiry.candidates()
-        verdicts = KeepBest(metric, mode, 1).judge(candidates, datetime.now(UTC))
-        winner = next((name for name, verdict in verdicts.items() if verdict.keep), None)
+        winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
         # That none has the metric is not to be believed unseen either.
         deciding = winner or next((each.id for each in candidates), None)
         if deciding is None or await inquiry.is_sure([deciding]):

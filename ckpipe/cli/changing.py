@@ -17,7 +17,7 @@ from ckpipe.checkpoints.discovery import discover, find, naming_one
 from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import store_time
 from ckpipe.checkpoints.protection import in_use, remove
-from ckpipe.checkpoints.pruning import decide_on, pin, prune, unpin
+from ckpipe.checkpoints.pruning import decide_on, missing_text, pin, prune, unpin
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
@@ -100,8 +100,11 @@ def prune_(
         chosen = _rule(settings, keep_last, rule or [])
         access = Access.READ if dry_run else Access.CHANGE
         async with open_store(url, settings, access) as backend:
-            decision = await _prune(backend, chosen, settings, dry_run=dry_run)
+            facts = Facts()
+            decision = await _prune(backend, chosen, settings, facts, dry_run=dry_run)
         screen.result(_decision_data(url, decision, chosen, dry_run), *_shown(decision))
+        for metric in decision.missing_metrics:
+            screen.note(f"warning: {missing_text(metric, facts)}")
         return OK
 
     serve(ctx, work)
@@ -123,10 +126,11 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
     return found
 
 
-async def _prune(backend: Backend, rule: Rule, settings: Settings, *, dry_run: bool) -> Decision:
+async def _prune(
+    backend: Backend, rule: Rule, settings: Settings, facts: Facts, *, dry_run: bool
+) -> Decision:
     now = datetime.now(UTC) if dry_run else await store_time(backend)
     kept = await in_use(backend, await discover(backend), now)
-    facts = Facts()
     if dry_run:
         return await decide_on(backend, rule, kept, facts, now=now)
     return await prune(
@@ -144,6 +148,7 @@ def _decision_data(url: str, decision: Decision, rule: Rule, dry_run: bool) -> d
         "dry_run": dry_run,
         "keep": listed(decision.keep),
         "remove": listed(decision.remove),
+        "missing_metrics": list(decision.missing_metrics),
     }
 
 

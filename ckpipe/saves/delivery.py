@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from ckpipe.checkpoints.leases import (
     store_time,
     time_now,
 )
-from ckpipe.checkpoints.pruning import decide_on, prune
+from ckpipe.checkpoints.pruning import decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
 from ckpipe.format.bundle_texts import SteadyTexts
@@ -39,6 +40,8 @@ from ckpipe.saves.save_clock import StageClock
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
 
 
 class Filled(Protocol):
@@ -174,6 +177,7 @@ class Depot:
         keep_reports: Whether manifests keep the reports of their saves.
         pace: Gives writes of blocks their turns, of all saves together.
         texts: What manifests said last that did not change from the one before.
+        told_missing: Metrics of rules that no checkpoint has, as was said already.
     """
 
     backend: Backend
@@ -193,6 +197,7 @@ class Depot:
     loading: Counter[str] = field(default_factory=Counter)
     pace: Pace = field(default_factory=Pace)
     texts: SteadyTexts = field(default_factory=SteadyTexts)
+    told_missing: set[str] = field(default_factory=set)
 
     def protected(self) -> dict[str, str]:
         """Ids that retention must not remove, each with its reason."""
@@ -227,10 +232,19 @@ class Depot:
         """
         now = await self._time(after)
         protected = await self._protected_by_all(now, launch)
-        return await prune(
+        decision = await prune(
             self.patient, self.rule, protected, self.facts, self.deleted,
             sweep_after=self.sweep_after, now=now,
         )  # fmt: skip
+        self._tell_missing(decision)
+        return decision
+
+    def _tell_missing(self, decision: Decision) -> None:
+        """Warns once of a metric that no checkpoint has, from the second checkpoint on."""
+        if len(decision.keep) > 1:
+            for metric in set(decision.missing_metrics) - self.told_missing:
+                self.told_missing.add(metric)
+                logger.warning("%s", missing_text(metric, self.facts))
 
     async def _time(self, after: CheckpointId | None) -> datetime:
         """The time by the store's own clock, if anything early, which keeps more and not less."""
