@@ -77,6 +77,27 @@ def test_statistics_count_everything(store: Stores) -> None:
     assert "4 committed" in repr(pipeline)
 
 
+def test_a_save_counts_whole_once_its_commit_is_known_and_never_twice(store: Stores) -> None:
+    seen = []
+    with ckpipe.SyncPipeline(store.url, keep_last=9, **QUICK) as pipeline:
+
+        def ended(event: events.Event) -> None:
+            if isinstance(event, events.SaveEnded):
+                seen.append(pipeline.statistics())
+
+        pipeline.events.add(ended)
+        store.slow.hold("list")  # retention, after the commit
+        handle = pipeline.save(STATE, step=1)
+        handle.wait()
+        now, shown = pipeline.statistics(), repr(pipeline)
+        store.slow.release()
+    assert (now.saves, now.bytes) == ({"committed": 1}, handle.report.bytes)
+    assert now.seconds["commit"] > 0
+    assert re.search(r"\[idle \| .* MiB \| 1 committed, .* KiB\]", shown)
+    assert [each.saves for each in [*seen, pipeline.statistics()]] == [{"committed": 1}] * 2
+    assert pipeline.statistics().bytes == handle.report.bytes
+
+
 def test_every_save_ends_once_whatever_becomes_of_it(store: Stores) -> None:
     ended: list[tuple[int, str]] = []
 

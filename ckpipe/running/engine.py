@@ -56,7 +56,7 @@ from ckpipe.saves.saving import (
 from ckpipe.saves.site import Site
 from ckpipe.settings import Settings
 from ckpipe.stages.stage import look
-from ckpipe.types import CheckpointId, LoadResult, SaveStatus
+from ckpipe.types import CheckpointId, LoadResult
 
 logger = logging.getLogger("ckpipe")
 
@@ -379,16 +379,17 @@ class Engine(Housekeeping):
         return any(save.id == id and not save.committed.done() for save in self._active)
 
     def describe(self) -> str:
-        """What goes on, for a diagnostic."""
+        """What goes on, for a diagnostic; of committed saves only retention does."""
         if self._site is None:
             return "not open"
-        states = ", ".join(f"{n} {status}" for status, n in sorted(self.under_way().items()))
+        counts = Counter(each.status for each in self.under_way() if each.status != "committed")
+        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         budget = self._site.budget
         return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
 
-    def under_way(self) -> Counter[SaveStatus]:
-        """How many saves that have not ended stand where; for any thread."""
-        return Counter(save.status for save in list(self._active))
+    def under_way(self) -> list[Save]:
+        """The saves that have not ended; for any thread."""
+        return list(self._active)
 
     def budget(self) -> tuple[int, int, int]:
         """Staging memory used, its capacity, and how many saves wait for it; for any thread."""

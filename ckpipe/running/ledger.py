@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpipe.events import Event, Retrying, SaveEnded, SaveStarted
-from ckpipe.reports import size_text
+from ckpipe.reports import SaveReport, size_text
+from ckpipe.saves.saving import Save
 from ckpipe.types import SaveStatus
 
 
@@ -18,8 +21,8 @@ class Statistics:
 
     Args:
         saves: How many saves stand where, those that have ended and those under way.
-        bytes: Size of the data files of saves that have ended and are committed.
-        seconds: For each stage, how long it was at work, of all saves that have ended.
+        bytes: Size of the data files of the saves that are committed.
+        seconds: For each stage, how long it was at work, of all saves that have ended or committed.
         waits: For each stage, how long it waited between its first work and its last.
         staged_seconds: How long saves took until their state was copied, together.
         active_seconds: How long at least one save was under way.
@@ -48,62 +51,92 @@ class Statistics:
         return self.bytes / self.active_seconds if self.active_seconds else 0.0
 
 
+class _Sums:
+    """The numbers of some saves, which are added all together."""
+
+    def __init__(self) -> None:
+        self.saves: Counter[SaveStatus] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.waits: defaultdict[str, float] = defaultdict(float)
+        self.bytes, self.staged_seconds = 0, 0.0
+
+    def add(self, status: SaveStatus, report: SaveReport) -> None:
+        self.saves[status] += 1
+        for name, stage in report.stages.items():
+            self.seconds[name] += stage.busy
+            self.waits[name] += stage.waited
+        self.staged_seconds += report.staged_seconds or 0.0
+        if status == "committed":
+            self.bytes += report.bytes
+
+
 class Ledger:
     """Keeps count of the saves of one pipeline.
 
-    It is told of events on one thread, and asked on any.
+    It is told of events on one thread, and asked on any. A save that has committed counts at once,
+    with all its numbers, though its retention is still under way.
     """
 
     def __init__(self) -> None:
-        self._ended: Counter[SaveStatus] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._waits: defaultdict[str, float] = defaultdict(float)
-        self._bytes = self._retries = self._under_way = 0
-        self._staged_seconds = self._active_seconds = self._since = 0.0
+        self._lock = threading.Lock()
+        self._ended = _Sums()
+        self._open: set[str] = set()
+        self._retries, self._active_seconds, self._since = 0, 0.0, 0.0
 
     def __call__(self, event: Event) -> None:
         """Takes note of an event."""
         if isinstance(event, SaveStarted):
-            if not self._under_way:
-                self._since = time.perf_counter()
-            self._under_way += 1
+            with self._lock:
+                if not self._open:
+                    self._since = time.perf_counter()
+                self._open.add(event.id)
         elif isinstance(event, SaveEnded):
-            self._end(event)
+            with self._lock:
+                self._end(event)
         elif isinstance(event, Retrying):
             self._retries += 1
 
     def _end(self, event: SaveEnded) -> None:
-        self._under_way -= 1
-        if not self._under_way:
+        self._open.discard(event.id)
+        if not self._open:
             self._active_seconds += time.perf_counter() - self._since
-        self._ended[event.status] += 1
-        report = event.report
-        for name, stage in report.stages.items():
-            self._seconds[name] += stage.busy
-            self._waits[name] += stage.waited
-        self._staged_seconds += report.staged_seconds or 0.0
-        if event.status == "committed":
-            self._bytes += report.bytes
+        self._ended.add(event.status, event.report)
+
+    def _over(self, under_way: Iterable[Save]) -> tuple[_Sums, Counter[SaveStatus], float]:
+        """The saves that have ended or committed, the others, and how long there were any."""
+        with self._lock:
+            sums = copy.deepcopy(self._ended)
+            left = [save for save in under_way if save.name in self._open]
+            now = time.perf_counter() - self._since if self._open else 0.0
+            active_seconds = self._active_seconds + now
+        others: Counter[SaveStatus] = Counter()
+        for save in left:
+            status = save.status
+            if status == "committed":
+                sums.add(status, save.report())
+            else:
+                others[status] += 1
+        return sums, others, active_seconds
 
     def statistics(
-        self, under_way: Mapping[SaveStatus, int], *, lanes: int, budget: tuple[int, int, int]
+        self, under_way: Iterable[Save], *, lanes: int, budget: tuple[int, int, int]
     ) -> Statistics:
         """The numbers until now.
 
         Args:
-            under_way: How many saves that have not ended stand where.
+            under_way: The saves that have not ended.
             lanes: How many lanes a save has.
             budget: Staging memory used, its capacity, and how many wait for it.
         """
         used, capacity, waiting = budget
-        now = time.perf_counter() - self._since if self._under_way else 0.0
+        sums, others, active_seconds = self._over(under_way)
         return Statistics(
-            saves=dict(self._ended + Counter(under_way)),
-            bytes=self._bytes,
-            seconds=dict(self._seconds),
-            waits=dict(self._waits),
-            staged_seconds=self._staged_seconds,
-            active_seconds=self._active_seconds + now,
+            saves=dict(sums.saves + others),
+            bytes=sums.bytes,
+            seconds=dict(sums.seconds),
+            waits=dict(sums.waits),
+            staged_seconds=sums.staged_seconds,
+            active_seconds=active_seconds,
             retries=self._retries,
             lanes=lanes,
             budget_used=used,
@@ -111,12 +144,14 @@ class Ledger:
             budget_waiting=waiting,
         )
 
-    def __str__(self) -> str:
-        counts = [f"{count} {status}" for status, count in sorted(self._ended.items())]
+    def describe(self, under_way: Iterable[Save]) -> str:
+        """What is over, in a few words."""
+        sums, _, _ = self._over(under_way)
+        counts = [f"{count} {status}" for status, count in sorted(sums.saves.items())]
         if self._retries:
             counts.append(f"{self._retries} tried again")
-        if self._bytes:
-            counts.append(size_text(self._bytes))
+        if sums.bytes:
+            counts.append(size_text(sums.bytes))
         return ", ".join(counts)
 
 

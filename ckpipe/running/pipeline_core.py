@@ -368,7 +368,7 @@ class PipelineCore:
         """What was done so far, in numbers; in any thread and at any time."""
         engine = self._engine
         return self._ledger.statistics(
-            engine.under_way() if engine else {},
+            engine.under_way() if engine else [],
             lanes=self.settings.upload.lanes,
             budget=engine.budget() if engine and self._loop else (0, 0, 0),
         )
@@ -385,8 +385,9 @@ class PipelineCore:
         )
 
     def __repr__(self) -> str:
-        inside = self._engine.describe() if self._engine and self._loop else "closed"
-        past = str(self._ledger)
+        engine = self._engine
+        past = self._ledger.describe(engine.under_way() if engine else [])
+        inside = engine.describe() if engine and self._loop else "closed"
         return f"{self.settings.url} [{inside}{' | ' if past else ''}{past}]"
 
 

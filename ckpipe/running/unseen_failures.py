@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Literal
+
+from ckpipe.saves.saving import Save
 
 logger = logging.getLogger("ckpipe")
 
@@ -24,17 +27,18 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
         raise error
 
 
-def tell_forgotten(url: str, process: int, under_way: Callable[[], Mapping[str, int]]) -> None:
+def tell_forgotten(url: str, process: int, under_way: Callable[[], Iterable[Save]]) -> None:
     """Says that a pipeline was never left, when nobody has it any more or the program ends.
 
     Args:
         url: Where its checkpoints lie.
         process: The process that opened it.
-        under_way: Counts its saves that have not ended, by status.
+        under_way: Tells its saves that have not ended.
     """
     if os.getpid() != process:
         return
-    saves = ", ".join(f"{count} {status}" for status, count in sorted(under_way().items()))
+    counts = Counter(save.status for save in under_way())
+    saves = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     if saves:
         logger.error(
             "The pipeline of %s was never left, and saves under way may be lost: %s. Use it "
