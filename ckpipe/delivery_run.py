@@ -13,6 +13,7 @@ It runs beside the first half, or in a process of its own.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,12 +21,17 @@ import anyio
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from ckpipe.errors import CkpipeError
 from ckpipe.saves.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.stages import commit, retention, serialize, upload
 from ckpipe.tasks.turns import short_turns
 from ckpipe.types import CheckpointInfo
 
+logger = logging.getLogger("ckpipe")
 B = TypeVar("B", bound=Filled)
+
+REMOVE_SECONDS = 5.0
+"""How long removing what a failed save has stored may take; nothing can cancel it meanwhile."""
 
 
 async def run_delivery(
@@ -42,19 +48,38 @@ async def run_delivery(
         unsummed: All of its blocks, for their checksums.
         filled: The same blocks, for the store.
 
+    If it fails before it can have committed, what it has stored is removed again, for a store
+    that was too full for the rest would stay full.
+
     Raises:
         ExceptionGroup: What went wrong in a stage.
     """
     sums_out, sums = create_memory_object_stream[list[int]](0)
     stored_out, stored = create_memory_object_stream[StoredFiles](0)
     complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
-    async with create_task_group() as tasks:
-        tasks.start_soon(serialize.run, save, unsummed, sums_out, name=f"serialize {save.name}")
-        tasks.start_soon(upload.run, save, depot, filled, stored_out, name=f"upload {save.name}")
-        tasks.start_soon(
-            commit.run, save, depot, stored, sums, complete_out, name=f"commit {save.name}"
-        )
-        tasks.start_soon(retention.run, save, depot, complete, name=f"retention {save.name}")
+    try:
+        async with create_task_group() as tasks:
+            tasks.start_soon(serialize.run, save, unsummed, sums_out, name=f"serialize {save.name}")
+            tasks.start_soon(
+                upload.run, save, depot, filled, stored_out, name=f"upload {save.name}"
+            )
+            tasks.start_soon(
+                commit.run, save, depot, stored, sums, complete_out, name=f"commit {save.name}"
+            )
+            tasks.start_soon(retention.run, save, depot, complete, name=f"retention {save.name}")
+    except BaseException:
+        if save.stored and not save.may_count:
+            await _remove_stored(save, depot)
+        raise
+
+
+async def _remove_stored(save: Delivery[Any], depot: Depot) -> None:
+    """Removes this rank's data files, if the store lets it at once; else a sweep does."""
+    with anyio.move_on_after(REMOVE_SECONDS, shield=True):
+        try:
+            await depot.backend.delete(save.stored)
+        except CkpipeError as error:
+            logger.warning("Data files of %s were left behind: %s", save.name, error)
 
 
 class Here:

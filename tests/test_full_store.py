@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from commands import Commands
 from mounts import mounted
 from pipelines import Stores, stores
+from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
@@ -95,6 +97,11 @@ def fill(path: Path) -> None:
             pass
 
 
+def free(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_bsize
+
+
 def files_of(store: Stores, id: CheckpointId) -> list[str]:
     return [key for key in store.memory._store.objects if key.startswith(str(id))]
 
@@ -168,6 +175,60 @@ def test_a_crash_while_room_is_made_leaves_it_whole_or_gone(
         elif files_of(store, ids[0]):
             pipeline.delete(str(ids[0]))
         assert files_of(store, ids[0]) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_save_has_stored_goes_where_its_commit_found_no_room(
+    store: Stores, crammed: Crammed, world_size: int
+) -> None:
+    with ranks(crammed.url, world_size, **ONCE) as pipelines:
+        crammed.full = True
+        crammed.room = 2 * world_size - 1  # for all but the last one's commit
+        for rank, pipeline in enumerate(pipelines[:-1]):
+            pipeline.save(STATE | {"rank": rank}, step=1).wait()
+        before = {key for key in store.memory._store.objects if key.startswith("step-")}
+        with pytest.raises(errors.StoreFull):
+            pipelines[-1].save(STATE, step=1).wait()
+        after = {key for key in store.memory._store.objects if key.startswith("step-")}
+        assert after == before, "and nothing of another rank"
+        crammed.full = False
+        for pipeline in pipelines:
+            pipeline.save(STATE, step=2, until="committed")
+    assert [id.step for id in kept(store)] == [2]
+
+
+def test_nothing_goes_where_the_commit_may_have_landed(store: Stores) -> None:
+    def is_index(operation: Operation) -> bool:
+        return operation.verb == "put" and operation.key.startswith("step-")
+
+    # The first try is not answered, so that it may land yet; only then there is no room.
+    store.faulty.fail(errors.StoreUnavailable("no answer"), is_index)
+    store.faulty.fail(errors.StoreFull("no room"), is_index, nth=2)
+    retries = {"retries": 3, "backoff_seconds": 0}
+    with ckpipe.SyncPipeline(store.url, upload=retries, on_error="warn") as pipeline:
+        handle = pipeline.save(STATE, step=1)
+        with pytest.raises(errors.StoreFull):
+            handle.wait()
+    assert len([key for key in store.memory._store.objects if key.startswith(handle.id)]) == 1
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_save_without_room_leaves_the_disk_as_it_was(tmp_path: Path, worker: str) -> None:
+    with (
+        mounted(["-t", "tmpfs", "-o", "size=8M", "tmpfs"], tmp_path / "disk") as disk,
+        ckpipe.SyncPipeline(disk / "run", worker=worker, **ONCE) as pipeline,
+    ):
+        pipeline.save(STATE, step=1).wait()
+        settle(pipeline)
+        whole = sorted(disk.rglob("*"))
+        for pages in (100, 489, 490):  # not enough for the data, and enough for it alone
+            (disk / "ballast").write_bytes(bytes(free(disk) - 4096 * pages))
+            before = free(disk)
+            with pytest.raises(errors.StoreFull):
+                pipeline.save({"w": torch.ones(500_000)}, step=2).wait()
+            assert free(disk) == before
+            (disk / "ballast").unlink()
+            assert sorted(disk.rglob("*")) == whole
 
 
 def test_commands_make_room(call: Commands, tmp_path: Path) -> None:

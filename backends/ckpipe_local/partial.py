@@ -17,7 +17,7 @@ from ckpipe_local.direct_io import (
     write_all,
     write_direct,
 )
-from ckpipe_local.directories import create_temporary, sync_directory
+from ckpipe_local.directories import create_temporary, delete_files, sync_directory
 from ckpipe_local.failures import unrepeatable
 from ckpipe_local.system_calls import preallocate
 
@@ -30,9 +30,12 @@ class PartialFile:
     number may be given to another file at once.
     """
 
-    def __init__(self, buffered: int, temporary: str, final: str) -> None:
+    def __init__(
+        self, buffered: int, temporary: str, final: str, root: str, durable: set[str]
+    ) -> None:
         self.temporary = temporary
         self.final = final
+        self._root, self._durable = root, durable
         self._buffered = buffered
         self._direct: int | None = None
         self._refused = False
@@ -125,10 +128,12 @@ class PartialFile:
             os.close(self._direct)
 
     def discard(self) -> None:
-        """Closes and removes the file; the published object, if there is one, stays."""
+        """Closes and removes the file, and directories that are empty then.
+
+        The published object, if there is one, stays.
+        """
         self.close()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self.temporary)
+        delete_files([self.temporary], self._root, self._durable)
 
 
 def link_new(temporary: str, final: str) -> None:
@@ -149,7 +154,7 @@ def link_new(temporary: str, final: str) -> None:
 def put_object(path: str, root: str, durable: set[str], data: bytes, mode: PutMode) -> None:
     """Writes a small object at once."""
     descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
-    file = PartialFile(descriptor, temporary, path)
+    file = PartialFile(descriptor, temporary, path, root, durable)
     try:
         file.write([(0, memoryview(data))])
         file.publish(mode)
@@ -161,7 +166,7 @@ def put_object(path: str, root: str, durable: set[str], data: bytes, mode: PutMo
 def begin_file(path: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
     """Creates a large object's temporary file, with its space reserved."""
     descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
-    file = PartialFile(descriptor, temporary, path)
+    file = PartialFile(descriptor, temporary, path, root, durable)
     try:
         file.prepare(size, direct=direct)
     except BaseException:

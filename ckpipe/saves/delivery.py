@@ -119,6 +119,10 @@ class Delivery(abc.ABC, Generic[B]):
         self.captured_seconds: float | None = None
         self.staged_seconds: float | None = None
         self.durable_seconds: float | None = None
+        self.stored: list[str] = []
+        """Keys of its data files that are complete, or may be."""
+        self.may_count = False
+        """Whether its commit was begun and may have landed: what is stored must stay then."""
         self.unsettled: CheckpointInfo | None = None
         """The checkpoint, once this rank has committed and while others may not have."""
 

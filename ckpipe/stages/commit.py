@@ -12,7 +12,15 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.backend import PutMode
 from ckpipe.checkpoints.completion import ascend
 from ckpipe.checkpoints.learning import known_of
-from ckpipe.errors import CkpipeError, CommitConflict, CommitUnknown, ObjectNotFound, StoreError
+from ckpipe.errors import (
+    CkpipeError,
+    CommitConflict,
+    CommitUnknown,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+)
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.cargo import file_rows
 from ckpipe.format.manifest import Bundle, BundleKind, Part
@@ -145,11 +153,14 @@ async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> N
     key = _key(save, depot)
     tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
     while True:
+        before, save.may_count = save.may_count, True
         try:
             return await tries.once(lambda: depot.backend.put(key, data, PutMode.CREATE))
         except StoreError as error:
             if await _landed(save, depot, key, token, error):
                 return None
+            # What the store has refused cannot land later, as what was not answered can.
+            save.may_count = before or not isinstance(error, StoreFull | PermissionDenied)
             await tries.wait_after(error)
 
 

@@ -162,6 +162,8 @@ class _Files(Generic[B]):
         file = self._cargo.files[number]
         key = data_file_key(self._save.id, file.name)
         failed = False
+        # Before it is complete, since who is cancelled does not get to know.
+        self._save.stored.append(key)
 
         async def attempt() -> None:
             nonlocal failed
@@ -170,6 +172,8 @@ class _Files(Generic[B]):
             except CkpipeError as error:
                 foreign = isinstance(error, ObjectExists) and not failed
                 failed = True
+                if foreign:  # another writer uses this name: nothing here is ours for sure
+                    self._save.stored.clear()
                 if foreign or not await self._landed(key, file.size):
                     raise
 
