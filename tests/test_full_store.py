@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import Commands
 from mounts import mounted
-from pipelines import Stores, stores
+from pipelines import Stores, same, stores
 from ranks import ranks, settle
 
 import ckpipe
@@ -229,6 +229,26 @@ def test_a_save_without_room_leaves_the_disk_as_it_was(tmp_path: Path, worker: s
             assert free(disk) == before
             (disk / "ballast").unlink()
             assert sorted(disk.rglob("*")) == whole
+
+
+def test_who_finds_no_room_to_open_is_told_how_to_load(tmp_path: Path) -> None:
+    with mounted(["-t", "tmpfs", "-o", "size=2M,nr_inodes=40", "tmpfs"], tmp_path / "disk") as disk:
+        saved(str(disk / "run"), 1)
+        fill(disk / "ballast")
+        _refused(disk / "run")
+        with contextlib.suppress(OSError):
+            for number in range(40):  # no file can be made at all
+                (disk / str(number)).touch()
+        _refused(disk / "run")
+        with ckpipe.SyncPipeline(disk / "run", read_only=True) as pipeline:
+            result = pipeline.load()
+            assert result is not None
+            assert same(result.state, STATE)
+
+
+def _refused(root: Path) -> None:
+    with pytest.raises(errors.StoreFull, match="read_only=True"), ckpipe.SyncPipeline(root):
+        pass
 
 
 def test_commands_make_room(call: Commands, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def _root_error(error: OSError, root: str) -> StoreError:
     kind = _WRITING.get(code, StoreError)
     kind = StoreError if kind is InvalidKey else kind
     hint = _HINTS.get(code, "Name a directory that can be created and written")
+    if kind is StoreFull:
+        hint += ", or open the pipeline with read_only=True to load only"
     return kind(f"The directory {root} cannot be used: {os.strerror(code)}", hint=hint)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import anyio
 
 from ckpipe.backend import Backend
+from ckpipe.errors import StoreFull
 from ckpipe.planner_protocols import Planner
 from ckpipe.plans.planners import choose_planner
 from ckpipe.ranks.attempts import open_attempt, unclaimed_attempt
@@ -19,6 +20,8 @@ from ckpipe.stores.read_only_backend import ReadOnlyBackend
 from ckpipe.stores.registry import create_backend, create_reader, scheme_of
 from ckpipe.stores.retrying import logging_policy
 from ckpipe.worker.crossing import uses_process
+
+_TO_LOAD = "a pipeline that is opened with read_only=True writes nothing, and can load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,11 @@ async def enter(
         patient, attempt = ReadOnlyBackend(backend, policy), unclaimed_attempt()
     else:
         named, rank = settings.attempt_id, topology.rank
-        attempt = await open_attempt(patient, named, rank=rank, meeting=meeting)
+        try:
+            attempt = await open_attempt(patient, named, rank=rank, meeting=meeting)
+        except StoreFull as error:
+            error.hint = f"{error.hint or 'Make room'}; {_TO_LOAD}"
+            raise
     most = _max_file_bytes(settings, backend)
     planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, most)
     return Entry(backend, patient, topology, planner, attempt, shared)
