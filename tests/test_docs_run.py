@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
+from ckpipe import errors
 from ckpipe.cli.app import COMMANDS, make_app
 
 ROOT = Path(__file__).parents[1]
@@ -166,6 +167,16 @@ def test_the_tutorial_shows_the_example_as_it_is() -> None:
         # A method stands in a page without the indentation of its class.
         forms = (fence.text, textwrap.indent(fence.text, "    "))
         assert any(f"{form}\n" in file.read_text(encoding="utf-8") for form in forms), fence.line
+
+
+def test_every_error_has_its_row_where_troubles_are_explained() -> None:
+    lines = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+    first_cells = [line.split("|")[1] for line in lines if line.startswith("| ")]
+    headings = [line for line in lines if line.startswith("## ")]  # those of a whole group
+    named = set(re.findall(r"`(\w+)`", " ".join(first_cells + headings)))
+    kinds = [each for each in vars(errors).values() if isinstance(each, type)]
+    public = {each.__name__ for each in kinds if issubclass(each, errors.CkpipeError)}
+    assert public - {"CkpipeError"} <= named
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
