@@ -191,12 +191,6 @@ class KeepBest(_Leaf):
         verdict = Verdict(True, f"no checkpoint has a number for {self.metric}")
         return {each.id: verdict for each in newest_first}
 
-    def rivals(
-        self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
-    ) -> set[str]:
-        """The winners; without any, nobody loses by this rule."""
-        return self._kept(newest_first, now)
-
     def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
         """Its metric, if no checkpoint has a number for it."""
         judged = any(self._score(each) is not None for each in newest_first)

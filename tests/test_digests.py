@@ -33,7 +33,7 @@ from ckpipe.format.keys import encode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.object_names import DIGESTS, index_key
-from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
+from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, Rule
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId
 
@@ -254,6 +254,15 @@ async def test_nothing_is_deleted_on_the_word_of_a_digest(
     await sweep(told, timedelta(microseconds=-1))
     left = {id for each in told._store.objects if (id := digest_owner(each))}
     assert not set(map(str, left)) & set(done.remove), "no digest of a deleted one is left"
+
+
+async def test_that_no_checkpoint_has_a_metric_is_not_believed_of_digests() -> None:
+    nan = float("nan")
+    others = [Saved(nan, False, True, "right", nan) for _ in range(5)]
+    told, untold = await with_checkpoints([Saved(1.0, False, True, "contradicting", nan), *others])
+    rule, now = KeepIf(lambda each: each.step != 1) & KeepBest("loss"), datetime.now(UTC)
+    truth = await decide_on(untold, rule, {}, Facts(), now=now)
+    assert (await decide_on(told, rule, {}, Facts(), now=now)).keep == truth.keep
 
 
 async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
