@@ -630,3 +630,25 @@ def test_what_raises_in_the_state_itself_reaches_the_caller(tmp_path: Path) -> N
             pipeline.save({"broken": Broken()}, step=1)
         pipeline.save({"a": 1}, step=2).wait()
         assert [info.step for info in pipeline.steps()] == [2]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "parameter"])
+def test_tensors_whose_memory_was_freed_are_refused(tmp_path: Path, kind: str) -> None:
+    # FSDP frees parameters between uses; reading where they were would end the process.
+    weight = torch.nn.Parameter(torch.ones(1000)) if kind == "parameter" else torch.ones(1000)
+    state = {"weight": weight, "other": torch.ones(4)}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in range(2):  # the second goes by the plan of the first
+            pipeline.save(state, step=step).wait()
+        weight.untyped_storage().resize_(0)
+        with pytest.raises(errors.UnsupportedState, match="no memory") as refused:
+            pipeline.save(state, step=2)
+        assert (refused.value.key, refused.value.step) == ("weight", 2)
+        state["other"].zero_()
+        with pytest.raises(errors.StructureMismatch, match="no memory") as unfit:
+            pipeline.load(state)
+        assert (unfit.value.key, unfit.value.step) == ("weight", 1)
+        assert not state["other"].any()
+        weight.untyped_storage().resize_(4000)
+        assert pipeline.load(state) is not None
+        assert weight.eq(1).all()

@@ -18,6 +18,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from lock_actors import PATIENCE
 from pipelines import Stores, stores
 from ranks import settle
 from rich.console import Console
@@ -294,3 +295,17 @@ def test_reprs_are_diagnostics_and_show_no_tensors(tmp_path: Path) -> None:
         result = pipeline.load()
     assert "tensor(" not in repr(result)
     assert "<LoadReport 390.6 KiB in" in repr(result)
+
+
+def test_a_handler_of_a_signal_may_ask_who_is_just_asking(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"a": 1}, step=0).wait()
+
+        def ask() -> None:
+            with pipeline._core._ledger._lock:  # where the handler strikes
+                pipeline.statistics()
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(PATIENCE)
+        assert not asking.is_alive()

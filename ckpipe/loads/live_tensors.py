@@ -11,7 +11,7 @@ import torch
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.loads.placed_tensors import PLAIN, is_placed, local_tensor, why_unplaceable
 from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor
-from ckpipe.state.tensors import NUMPY
+from ckpipe.state.tensors import FREED, NUMPY, WHILE_IT_HAS_MEMORY, is_freed
 
 FILLABLE = (torch.Tensor, np.ndarray)
 """What a tensor can be loaded into; named, since a union would be made anew for every tensor."""
@@ -101,6 +101,12 @@ def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | No
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
+def _has_no_memory(obj: torch.Tensor) -> bool:
+    part = local_tensor(obj) if is_placed(obj) else obj
+    plain = type(part) in PLAIN and part.layout is torch.strided and not part.is_nested
+    return plain and is_freed(part)
+
+
 def has_shape(obj: torch.Tensor | np.ndarray[Any, Any]) -> bool:
     """Whether it has a shape already; a parameter of a lazy module gets it from what is loaded."""
     return type(obj) in PLAIN or not isinstance(obj, _UNINITIALIZED)
@@ -157,6 +163,8 @@ def misfit(
         live: The tensor or array of the target.
         cast: Whether the values may be converted to the dtype of the target.
     """
+    if isinstance(live, torch.Tensor) and _has_no_memory(live):
+        return StructureMismatch(f"The target {FREED}", key=stored.label, hint=WHILE_IT_HAS_MEMORY)
     plain = type(live) in PLAIN and live.dtype is stored.dtype
     if plain and live.shape == stored.row.shape and not live.is_meta:  # type: ignore[union-attr]
         return None  # Nearly always, and quickly said.

@@ -80,6 +80,8 @@ class Targets:
         if view is None:
             return False
         address = view.data_ptr()
+        if not address and nbytes:
+            return False
         self._noted.append(new_plain_fill((number, label, view, live, address, nbytes, entry)))
         return True
 

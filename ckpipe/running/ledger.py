@@ -78,7 +78,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may ask who is just asking
         self._ended = _Sums()
         self._open: set[str] = set()
         self._retries, self._active_seconds, self._since = 0, 0.0, 0.0

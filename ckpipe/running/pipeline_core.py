@@ -220,15 +220,13 @@ class PipelineCore:
 
     @contextmanager
     def while_it_copies(self, request: SaveRequest) -> Iterator[None]:
-        """Gives a save up if its caller, who waits, leaves on an exception before all is copied.
-
-        It may change the state from then on.
-        """
+        """Gives a save up if its caller leaves on an exception before it may change the state."""
         try:
             yield
         except BaseException:
-            if self._loop is not None:
-                self._loop.post(self.engine.leave, request)
+            request.waiting.leave()
+            if self._loop is not None and self._engine is not None and not self._forked:
+                self._loop.post(self._engine.leave, request)
             raise
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

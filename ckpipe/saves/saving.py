@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
+import threading
 import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,26 @@ class SkipSave(Exception):  # a decision, not an error
     """The save is to be skipped; the text says why."""
 
 
+class Waiting:
+    """Who called ``save`` and waits until it may change the state: it is let go, or has left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = False
+
+    def leave(self) -> None:
+        """Notes that it has left on an exception; from now on it may change the state."""
+        with self._lock:
+            self._left = True
+
+    def let_go(self, safe: Future[None]) -> bool:
+        """Tells it that it may go on; False if it has left before, when nothing was safe yet."""
+        with self._lock:
+            if not self._left:
+                resolve(safe, None)
+            return not self._left
+
+
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """What the caller of ``save`` asked for.
@@ -55,6 +77,7 @@ class SaveRequest:
             caller waits for all copies.
         urgent: Whether there may be no later one, so that it waits where others are skipped.
         caller: The thread that called, if it works for the save while it waits.
+        waiting: Whether the caller still waits.
     """
 
     state: Any
@@ -67,6 +90,7 @@ class SaveRequest:
     owners: tuple[Optimizer, ...] = ()
     urgent: bool = False
     caller: Caller | None = None
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +318,8 @@ def _structure(captured: Captured) -> Structure:
 
 
 def resolve(future: Future[Any], value: Any) -> None:
-    """Gives a future its value, unless it has one."""
-    if not future.done():
+    """Gives a future its value, unless it is done; for any thread."""
+    with contextlib.suppress(InvalidStateError):
         future.set_result(value)
 
 
@@ -307,6 +331,6 @@ async def until_staged(save: Save) -> None:
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Gives a future its error, unless it is done."""
-    if not future.done():
+    """Gives a future its error, unless it is done; for any thread."""
+    with contextlib.suppress(InvalidStateError):
         future.set_exception(error)

@@ -128,13 +128,13 @@ def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> De
         return None
     watch = Watch(captured, division.owned)
     turn.defer(site.settings.lock.max_step_wait_seconds)
-    _captured(save)
-    return Deferral(program, division, watch)
+    return Deferral(program, division, watch) if _captured(save) else None
 
 
-def _captured(save: Save) -> None:
+def _captured(save: Save) -> bool:
+    """Lets the caller go; False if it has left, which the pipeline's loop may not know yet."""
     save.captured_seconds = save.elapsed
-    resolve(save.safe, None)
+    return save.request.waiting.let_go(save.safe)
 
 
 async def copy(

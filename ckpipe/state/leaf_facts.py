@@ -130,6 +130,7 @@ class LeafFacts:
         if addresses != self._addresses:
             for n, now, before in zip(self._bulk, addresses, self._addresses, strict=True):
                 if now != before:
+                    check(now != 0)  # it may have been freed
                     moved[n] = replace(self._leaves[n], address=now)
         attached = [bulk[place] for place in self._detached]
         for place, each in zip(self._detached, map(torch.Tensor.detach, attached), strict=True):

@@ -134,11 +134,22 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
     shape, stride = tuple(plain.shape), plain.stride()
     nbytes, contiguous = plain.nbytes, plain.is_contiguous()
     window = nbytes if contiguous else _window(shape, stride, plain.itemsize)
+    if is_freed(plain):
+        raise UnsupportedState(f"This tensor {FREED}", key=label, hint=WHILE_IT_HAS_MEMORY)
     leaf = TensorLeaf(
         label, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
         requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
     return leaf, plain
+
+
+FREED = "has no memory: its storage was freed"
+WHILE_IT_HAS_MEMORY = "Use it while it has its memory, such as where FSDP has gathered it"
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor has elements and no memory for them, as FSDP's have at times."""
+    return not tensor.data_ptr() and not tensor.is_meta and tensor.numel() > 0
 
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)

@@ -60,7 +60,7 @@ class LoopThread:
     async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Runs a coroutine function on the loop, and awaits it on any.
 
-        Cancelling cancels it, and goes on once it has ended.
+        Cancelling cancels it, and goes on once it has ended, however often it is asked for.
         """
         if self._is_here:
             return await function(*args, **kwargs)
@@ -69,7 +69,10 @@ class LoopThread:
             return await wait_for(self.submit(work.run))
         except BaseException:
             with anyio.CancelScope(shield=True), contextlib.suppress(RuntimeError):
-                await wait_for(self.submit(work.give_up))  # fails if the loop has ended
+                ended = self.submit(work.give_up)  # fails if the loop has ended
+                while not ended.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await wait_for(ended)
             raise
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
