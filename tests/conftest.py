@@ -25,6 +25,10 @@ settings.load_profile("ckpipe")
 # A run that hangs shows where each of its threads is when it gets this signal.
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
+# A shell has what it runs in the background ignore this signal, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _LIBRARY = ["ckpipe", "ckpipe_local", "ckpipe_s3", "ckpipe_gcs"]
 _MORE_BLOCKING_CALLS = (
     "os.open",
