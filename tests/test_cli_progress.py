@@ -94,7 +94,8 @@ def test_nobody_is_told_who_does_not_look_or_does_not_wait(
 def test_a_terminal_is_told_while_torch_is_imported_and_gets_its_cursor_back(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "torch.py").write_text("import threading; threading.Event().wait()")
+    # In short waits: a signal that comes just before a long one begins would not end it.
+    (tmp_path / "torch.py").write_text("import time\nwhile True:\n    time.sleep(0.01)\n")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     master, terminal = pty.openpty()
     shown = b""

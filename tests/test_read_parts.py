@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpipe.format.checksum import CHUNK_BYTES
@@ -83,6 +83,7 @@ def test_a_read_fits_a_part_and_what_it_brings_lies_in_it(
         assert one.file != other.file or one.offset + one.size <= other.offset
 
 
+@example(15, 3 * MIB, 3)  # fits a part, lies across an edge, and is cut for its lanes
 @given(st.integers(2, 600), st.sampled_from([0, 4096, 3 * MIB]), st.integers(1, 9))
 def test_no_read_of_what_lies_together_crosses_an_edge(
     mebibytes: int, shift: int, lanes: int

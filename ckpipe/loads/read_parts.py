@@ -43,11 +43,13 @@ def in_parts(reads: Sequence[Read], part_bytes: int, lanes: int) -> Iterator[Rea
         return
     left = sum(read.size for read in reads)
     for run in batched(reads):
-        last = run[-1]
+        first, last = run[0].offset, run[-1]
         end = last.offset + last.size
-        edges = _edges(run[0].offset, end, part_bytes) if len(run) > 1 else []
-        cuts = [run[0].offset]
-        for begin, stop in pairwise([run[0].offset, *edges, end]):
+        # One request across an edge is cheaper than two.
+        whole = len(run) == 1 and end - first <= max(LEAST_BYTES, 2 * left // lanes)
+        edges = [] if whole else _edges(first, end, part_bytes)
+        cuts = [first]
+        for begin, stop in pairwise([first, *edges, end]):
             cuts += _finer(begin, stop, min(part_bytes, max(LEAST_BYTES, 2 * left // lanes)))
             cuts.append(stop)
             left -= stop - begin
