@@ -21,7 +21,6 @@ import anyio
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.errors import CkpipeError
 from ckpipe.saves.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.stages import commit, retention, serialize, upload
 from ckpipe.tasks.turns import short_turns
@@ -78,7 +77,7 @@ async def _remove_stored(save: Delivery[Any], depot: Depot) -> None:
     with anyio.move_on_after(REMOVE_SECONDS, shield=True):
         try:
             await depot.backend.delete(save.stored)
-        except CkpipeError as error:
+        except Exception as error:  # whatever a store raises, what made the save fail is told
             logger.warning("Data files of %s were left behind: %s", save.name, error)
 
 

@@ -85,8 +85,8 @@ class Pipeline(PipelineBase):
 
         The checkpoint is the state at one instant, if whoever changes it does so under
         :attr:`lock` or after this has returned. Nothing on the store is ever overwritten: saving
-        a step again makes another checkpoint of it. A call that is cancelled, or left on another
-        exception, before the state is copied gives the save up; afterwards the save goes on.
+        a step again makes another checkpoint of it. To leave the call before the state is copied,
+        cancelled or by any exception, gives the save up; afterwards the save goes on.
 
         Args:
             state: Any nesting of containers, tensors, arrays, plain values and objects that have

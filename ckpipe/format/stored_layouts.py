@@ -28,6 +28,7 @@ _ENTRY_ATTRIBUTES = EntryColumns._fields
 _CHUNK_ATTRIBUTES = ChunkColumns._fields
 
 Row = TypeVar("Row")
+Columns = TypeVar("Columns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,49 +124,39 @@ class LazyRows(MadeRows[Row]):
         return self._read()
 
 
-class EntryRows(MadeRows[EntryRow]):
+class ColumnRows(MadeRows[Row], Generic[Columns, Row]):
     """Rows that are made of columns, which are all that a load looks at.
 
-    Attributes:
+    Args:
         columns: The columns; None once there are rows, so that memory has one of the two.
+        make: Makes the rows.
+        count: How many there are.
     """
 
-    __slots__ = ("columns",)
+    __slots__ = ("_rows_of", "columns")
 
-    def __init__(self, columns: EntryColumns) -> None:
-        super().__init__(len(columns.name))
-        self.columns: EntryColumns | None = columns
+    def __init__(
+        self, columns: Columns, make: Callable[[Columns], tuple[Row, ...]], count: int
+    ) -> None:
+        super().__init__(count)
+        self.columns: Columns | None = columns
+        self._rows_of = make
 
-    def _make(self) -> tuple[EntryRow, ...]:
+    def _make(self) -> tuple[Row, ...]:
         columns = self.columns
         if columns is None:  # another thread has just made them
             return self.rows()
-        rows = self._made = entry_rows(columns)
-        self.columns = None
-        return rows
-
-
-class ChunkRows(MadeRows[ChunkRow]):
-    """The same of chunks."""
-
-    __slots__ = ("columns",)
-
-    def __init__(self, columns: ChunkColumns) -> None:
-        super().__init__(len(columns.tensor))
-        self.columns: ChunkColumns | None = columns
-
-    def _make(self) -> tuple[ChunkRow, ...]:
-        columns = self.columns
-        if columns is None:  # another thread has just made them
-            return self.rows()
-        rows = self._made = chunk_rows(columns)
+        rows = self._made = self._rows_of(columns)
         self.columns = None
         return rows
 
 
 def layout_of_columns(entries: EntryColumns, chunks: ChunkColumns) -> Layout:
     """A layout whose rows are made when they are asked for."""
-    return Layout(EntryRows(entries), ChunkRows(chunks))
+    return Layout(
+        ColumnRows(entries, entry_rows, len(entries.name)),
+        ColumnRows(chunks, chunk_rows, len(chunks.tensor)),
+    )
 
 
 def lazy_layout(source: LayoutText, chunks: int) -> Layout:
@@ -198,7 +189,7 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
 
 def entry_columns(layout: Layout) -> EntryColumns:
     """The entries of a layout, column by column."""
-    known = layout.entries.columns if isinstance(layout.entries, EntryRows) else None
+    known: EntryColumns | None = _columns_at_hand(layout.entries)
     if known is not None:
         return known
     return EntryColumns(
@@ -218,7 +209,12 @@ def chunk_columns(layout: Layout) -> ChunkColumns:
 
 def chunk_columns_at_hand(layout: Layout) -> ChunkColumns | None:
     """The same if they need not be made; None if they must."""
-    return layout.chunks.columns if isinstance(layout.chunks, ChunkRows) else None
+    found: ChunkColumns | None = _columns_at_hand(layout.chunks)
+    return found
+
+
+def _columns_at_hand(rows: Sequence[Any]) -> Any:
+    return rows.columns if isinstance(rows, ColumnRows) else None
 
 
 def entry_rows(columns: EntryColumns) -> tuple[EntryRow, ...]:
