@@ -22,7 +22,7 @@ class LocalUpload(Upload):
 
     # Each turn of a thread takes the interpreter from a trainer several times, and a write of this
     # many blocks is still a small part of a save.
-    most_blocks = 8
+    most_blocks = 16
 
     def __init__(
         self, key: str, size: int, file: PartialFile, unfinished: set[PartialFile]

@@ -48,9 +48,10 @@ class BlockSums:
         self._ready.set()
 
     async def wait(self) -> None:
-        """Waits until they are computed."""
+        """Waits until they are computed, if they are not yet."""
         assert self._ready is not None
-        await self._ready.wait()
+        if not self._ready.is_set():
+            await self._ready.wait()
 
 
 async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:

@@ -14,7 +14,7 @@ from ckpipe.format.checksum import ChunkSums
 from ckpipe.saves.block_sums import compute
 from ckpipe.saves.delivery import B, Delivery
 
-BATCH_BLOCKS = 8
+BATCH_BLOCKS = 16
 """Blocks that are checksummed in one turn of a thread, if they are there. Every turn costs both
 threads the interpreter several times; a block that waits for the rest of a few milliseconds of
 work does not matter to who waits for its memory."""

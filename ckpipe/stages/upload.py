@@ -134,6 +134,8 @@ class _Files(Generic[B]):
         )
 
     async def _upload(self, number: int) -> Upload:
+        if (known := self._uploads.get(number)) is not None:
+            return known
         async with self._opening:
             if number not in self._uploads:
                 file = self._cargo.files[number]
