@@ -191,14 +191,13 @@ class Backend(abc.ABC):
     otherwise."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """A class with another :meth:`read_into` than the one it inherits is not read past it."""
+        """A class with another :meth:`read_into` or :meth:`put` than the one it inherits does not
+        inherit the short way past it."""
         super().__init_subclass__(**options)
-        for each in cls.__mro__:
-            if "read_here" in vars(each):
-                return
-            if "read_into" in vars(each):
-                cls.read_here = Backend.read_here  # type: ignore[method-assign]
-                return
+        for usual, short in (("read_into", "read_here"), ("put", "put_volatile")):
+            having = next(each for each in cls.__mro__ if {usual, short} & vars(each).keys())
+            if short not in vars(having):
+                setattr(cls, short, getattr(Backend, short))
 
     async def __aenter__(self) -> Self:
         """Opens the store; creates the root if the store has such a thing.
@@ -226,6 +225,19 @@ class Backend(abc.ABC):
             InvalidKey: If the store cannot hold the key.
             StoreError: If the store failed; the object is then absent, old or new, never partial.
         """
+
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        """Creates one small object that means nothing any more once its machine has crashed.
+
+        An optional speed-up of :meth:`put` with :attr:`PutMode.CREATE`, for leases and the like:
+        a loss of power may leave the object absent or empty. Nothing else is different. The default
+        makes it durable, and is what a class has that overrides only :meth:`put`.
+
+        Raises:
+            ObjectExists: If the key is taken.
+            StoreError: As :meth:`put` does.
+        """
+        await self.put(key, data, PutMode.CREATE)
 
     @abc.abstractmethod
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:

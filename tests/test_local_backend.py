@@ -351,6 +351,30 @@ async def test_a_class_that_reads_in_its_own_way_is_not_read_past_it(tmp_path: P
     assert await in_thread(LocalBackend(str(tmp_path)).read_here, "f", 0, buffer)
 
 
+class Noting(LocalBackend):
+    """Notes what it writes."""
+
+    noted = ""
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        self.noted = key
+        await super().put(key, data, mode)
+
+
+async def test_a_class_that_puts_in_its_own_way_puts_all_so(tmp_path: Path) -> None:
+    async with Noting(str(tmp_path)) as backend:
+        await backend.put_volatile("f", b"x")
+        assert backend.noted == "f"
+
+
+async def test_a_volatile_object_beside_a_root_that_is_gone(tmp_path: Path) -> None:
+    async with LocalBackend(str(tmp_path / "root")) as backend:
+        (tmp_path / "root").rmdir()
+        with pytest.raises(StoreError):
+            await backend.put_volatile(".ckpipe/leases/a/b", b"{}")
+    assert not (tmp_path / "root").exists()
+
+
 @pytest.mark.usefixtures("passes_cache")
 async def test_half_cached_data_is_read_whole(
     tmp_path: Path, backend: LocalBackend, aligned_buffer: Callable[[int], memoryview]

@@ -38,6 +38,22 @@ async def test_a_failed_sync_is_not_tried_again(
         assert [info async for info in backend.list()] == []
 
 
+async def test_a_volatile_object_asks_the_disk_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    async with LocalBackend(str(tmp_path)) as backend:
+        await backend.put("a/lasts", b"x", PutMode.CREATE)
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(errors.StoreError, match="Input/output"):
+            await backend.put("a/b/lasts", b"x", PutMode.CREATE)
+        await backend.put_volatile("a/b/c", b"x")
+        assert await backend.get("a/b/c", max_bytes=10) == b"x"
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["c"]
+
+
 async def test_a_name_that_cannot_be_made_durable_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

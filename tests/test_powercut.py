@@ -27,6 +27,7 @@ from sampling import EVERY, SEED
 
 import ckpipe
 from ckpipe import errors
+from ckpipe.backend import PutMode
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrapping import Operation
@@ -196,6 +197,22 @@ def test_power_cut_at_any_operation(disk: Disk, seed: int) -> None:
 
             committed = save_until_dark(disk, 2, prepare)
             check_after_power_returns(disk, committed)
+
+
+async def test_power_cut_beside_volatile_objects(disk: Disk) -> None:
+    with contextlib.suppress(errors.StoreError):
+        async with LocalBackend(str(disk.root)) as other, LocalBackend(str(disk.root)) as backend:
+            await other.put("a/known", b"{}", PutMode.CREATE)
+            await backend.delete(["a/known"])
+            await backend.put_volatile("a/b/c/volatile", b"{}")
+            await other.put("a/b/c/lasts", b"{}", PutMode.CREATE)
+            await other.put("a/lasts", b"{}", PutMode.CREATE)
+            disk.cut()
+    disk.unmount()
+    disk.switch_on()
+    async with LocalBackend(str(disk.root)) as backend:
+        found = {info.key for info in [info async for info in backend.list()]}
+        assert {"a/b/c/lasts", "a/lasts"} <= found <= {"a/b/c/lasts", "a/lasts", "a/b/c/volatile"}
 
 
 def test_the_cut_loses_what_was_not_made_durable(disk: Disk) -> None:

@@ -106,6 +106,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "open_upload": "(self, key: str, *, size: int, block_bytes: int) -> Upload",
         "prefers_worker": "False",
         "put": "(self, key: str, data: bytes, mode: PutMode) -> None",
+        "put_volatile": "(self, key: str, data: bytes) -> None",
         "read_here": "(self, key: str, offset: int, buffer: memoryview) -> bool",
         "read_into": "(self, key: str, offset: int, buffer: memoryview) -> None",
         "remove_stale_uploads": "(self, prefix: str, *, before: datetime) -> int",

@@ -37,7 +37,7 @@ from ckpipe_local.directories import (
 )
 from ckpipe_local.failures import opening, reading, writing
 from ckpipe_local.object_files import check_regular
-from ckpipe_local.partial import PartialFile, begin_file, put_object
+from ckpipe_local.partial import PartialFile, begin_file, put_object, put_volatile_object
 from ckpipe_local.residency import resident_view
 from ckpipe_local.upload import LocalUpload
 
@@ -99,6 +99,11 @@ class LocalBackend(Backend):
         path = self._path(key)
         with writing(f"write {path}", key):
             await in_thread(put_object, path, self._root, self._durable, data, mode)
+
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with writing(f"write {path}", key):
+            await in_thread(put_volatile_object, path, self._root, self._durable, data)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         path = self._path(key)

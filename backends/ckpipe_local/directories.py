@@ -109,13 +109,16 @@ def temporary_path(directory: str) -> str:
     return os.path.join(directory, TEMPORARY_PREFIX + secrets.token_hex(8))
 
 
-def create_temporary(directory: str, root: str, durable: set[str]) -> tuple[int, str]:
+def create_temporary(
+    directory: str, root: str, durable: set[str], *, lasting: bool = True
+) -> tuple[int, str]:
     """Creates a temporary file in a directory below the root, which is made if it is missing.
 
     Args:
         directory: Where to create it.
         root: Is never made itself: when it is gone, writing on would go to another file system.
         durable: The directories known to be durable in their parents; kept up to date here.
+        lasting: Whether the directory has to survive a loss of power.
 
     Returns:
         A descriptor open for writing, and the path.
@@ -123,7 +126,7 @@ def create_temporary(directory: str, root: str, durable: set[str]) -> tuple[int,
     for remaining in reversed(range(_CREATE_TRIES)):
         path = temporary_path(directory)
         try:
-            _make_below(directory, root, durable)
+            (_make_below if lasting else _make_for_now)(directory, root, durable)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             return os.open(path, flags, 0o666), path
         except FileNotFoundError:
@@ -131,6 +134,19 @@ def create_temporary(directory: str, root: str, durable: set[str]) -> tuple[int,
             if not remaining:
                 raise
     raise AssertionError("The last try returned or raised")
+
+
+def _make_for_now(directory: str, root: str, durable: set[str]) -> None:
+    """Makes a directory, durably only right below the root, where others take it for durable."""
+    if os.path.dirname(directory) in ("", root) or directory == root:
+        return _make_below(directory, root, durable)
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.mkdir(directory)
+        except FileNotFoundError:
+            _make_for_now(os.path.dirname(directory), root, durable)
+            os.mkdir(directory)
+    return None
 
 
 def _make_below(directory: str, root: str, durable: set[str]) -> None:

@@ -163,6 +163,25 @@ def put_object(path: str, root: str, durable: set[str], data: bytes, mode: PutMo
         raise
 
 
+def put_volatile_object(path: str, root: str, durable: set[str], data: bytes) -> None:
+    """Creates a small object at once that need not survive a loss of power.
+
+    It takes as few system calls as it can, each of which may lose the interpreter for a while.
+    """
+    directory = os.path.dirname(path)
+    descriptor, temporary = create_temporary(directory, root, durable, lasting=False)
+    try:
+        try:
+            write_all(descriptor, memoryview(data), 0)
+        finally:
+            os.close(descriptor)
+        link_new(temporary, path)
+    except BaseException:
+        delete_files([temporary], root, durable)
+        raise
+    os.unlink(temporary)
+
+
 def begin_file(path: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
     """Creates a large object's temporary file, with its space reserved."""
     descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)

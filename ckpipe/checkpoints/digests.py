@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import anyio.to_thread
 
-from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.errors import CkpipeError, ObjectExists
 from ckpipe.format.digests import Digest, digest_keys, digest_of, digest_owner, read_digests
 from ckpipe.format.manifest import Bundle
@@ -31,7 +31,7 @@ async def write_digest(backend: Backend, id: CheckpointId, digest: Digest) -> No
     try:
         for key in digest_keys(id, digest):
             with contextlib.suppress(ObjectExists):
-                await backend.put(key, b"{}", PutMode.CREATE)
+                await backend.put_volatile(key, b"{}")
     except CkpipeError as error:
         logger.info("%s goes without a digest, its index tells as well: %s", id, error)
 

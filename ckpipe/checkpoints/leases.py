@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import anyio
 
-from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.checkpoints.discovery import check_not_deleted
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
 from ckpipe.format.object_names import LEASES, lease_key
@@ -103,7 +103,7 @@ async def store_time(backend: Backend) -> datetime:
 async def _write(backend: Backend, key: str) -> None:
     """Writes a lease; one that is there is this one, written by a try whose answer was lost."""
     with contextlib.suppress(ObjectExists):
-        await backend.put(key, b"{}", PutMode.CREATE)
+        await backend.put_volatile(key, b"{}")
 
 
 async def time_now(backend: Backend) -> datetime:
@@ -163,7 +163,8 @@ class Lease:
         older, self._written = self._written, [*self._written, key]
         try:
             await _write(self._backend, key)
-            await self._backend.delete(older)
+            if older:
+                await self._backend.delete(older)
         except PermissionDenied:
             # Who may not write may still read; then there is just no protection.
             logger.info("A lease on %s may not be written", self._subject)

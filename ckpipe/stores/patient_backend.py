@@ -43,6 +43,9 @@ class PatientBackend(Backend):
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         await self._try(lambda: self._inner.put(key, data, mode))
 
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        await self._try(lambda: self._inner.put_volatile(key, data))
+
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         return await self._try(
             lambda: self._inner.open_upload(key, size=size, block_bytes=block_bytes)

@@ -69,6 +69,17 @@ class BackendConformance(LargeObjectConformance):
         assert caught.value.key == "a"
         assert await backend.get("a", max_bytes=100) == b"first"
 
+    async def test_volatile_objects(self, backend: Backend) -> None:
+        await backend.put_volatile("a/b/c", b"first")
+        with pytest.raises(ObjectExists) as caught:
+            await backend.put_volatile("a/b/c", b"second")
+        assert caught.value.key == "a/b/c"
+        assert await backend.get("a/b/c", max_bytes=100) == b"first"
+        assert [info async for info in backend.list("a/")] == [await backend.stat("a/b/c")]
+        await backend.put("a/b/d", b"lasts", CREATE)
+        await backend.delete(["a/b/c"])
+        assert await self.keys(backend) == ["a/b/d"]
+
     async def test_one_of_many_creators_wins(self, backend: Backend) -> None:
         winners: list[int] = []
 

@@ -64,6 +64,10 @@ class WrappedBackend(Backend, abc.ABC):
         operation = Operation("put", key, len(data))
         await self.around(operation, lambda: self.inner.put(key, data, mode))
 
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        operation = Operation("put", key, len(data))
+        await self.around(operation, lambda: self.inner.put_volatile(key, data))
+
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         upload = await self.around(
             Operation("open_upload", key),
