@@ -26,6 +26,8 @@ class SyncPipeline(PipelineBase):
     Args:
         url: Where checkpoints lie: a plain path, ``file:///…``, or the URL of another backend.
         guard: Optimizers whose steps must not run into a copy.
+        state_lock: A lock that others who look at the same state use too, such as the :attr:`lock`
+            of another pipeline; None for one of its own.
         settings: Settings to start from.
         fields: Fields of :class:`~ckpipe.Settings`; they go before ``settings``.
 

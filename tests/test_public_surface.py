@@ -28,7 +28,7 @@ MODULES = ["distributed", "errors", "events", "planning", "testing"]
 
 _OPEN = """(
     self, url: str | os.PathLike[str] | None = None, *, guard: Guarded = None,
-    settings: Settings | None = None, **fields: Any
+    state_lock: StateLock | None = None, settings: Settings | None = None, **fields: Any
 ) -> None"""
 _SAVE = """(
     self, state: Any, *, step: int | None = None, metrics: Mapping[str, float] | None = None,

@@ -154,11 +154,14 @@ def seed() -> int:
     return drawn
 
 
-def opened(store: Stores, training: Training, mode: dict[str, Any]) -> ckpipe.SyncPipeline:
+def opened(
+    store: Stores, training: Training, mode: dict[str, Any], lock: ckpipe.StateLock | None = None
+) -> ckpipe.SyncPipeline:
     staging = {"block_bytes": BLOCK, "bytes": 256 * BLOCK} | mode.get("staging", {})
     return ckpipe.SyncPipeline(
         store.url,
         guard=training.optimizer,
+        state_lock=lock,
         staging=staging,
         lock=mode.get("lock", Lock()),
         keep_last=3,
@@ -213,3 +216,33 @@ def test_a_trainer_that_saves_its_own_state_and_trains_on(
                 training.step()
             number += 1
         checked.finish()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_two_pipelines_that_share_a_lock_beside_a_thread_that_trains(
+    name: str, store: Stores, seed: int
+) -> None:
+    training, mode = Training(seed), MODES[name]
+    stop, threads = threading.Event(), DaemonThreads()
+    with (
+        stores() as other,
+        opened(store, training, mode) as first,
+        opened(other, training, mode, first.lock) as second,
+    ):
+
+        def step() -> None:
+            with first.lock.mutating():
+                training.step()
+
+        both = [Checked(each, training, mode["until"]) for each in (first, second)]
+        trainer = threads.submit(trains_until, stop, step)
+        try:
+            began, number = time.monotonic(), 0
+            while time.monotonic() < began + SECONDS:
+                both[number % 2].save(number)
+                number += 1
+            for checked in both:
+                checked.finish()
+        finally:
+            stop.set()
+        assert trainer.result(PATIENCE) > 0

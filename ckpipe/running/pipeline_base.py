@@ -23,10 +23,11 @@ class PipelineBase:
         url: str | os.PathLike[str] | None = None,
         *,
         guard: Guarded = None,
+        state_lock: StateLock | None = None,
         settings: Settings | None = None,
         **fields: Any,
     ) -> None:
-        self._core = PipelineCore(location(url), guard, settings, fields)
+        self._core = PipelineCore(location(url), guard, state_lock, settings, fields)
 
     def should_save(self, step: int) -> bool:
         """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.

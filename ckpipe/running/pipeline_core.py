@@ -34,6 +34,7 @@ from ckpipe.running.call_arguments import (
     check_load,
     check_step,
     check_until,
+    lock_of,
     plain_metadata,
     plain_metrics,
 )
@@ -60,6 +61,7 @@ class PipelineCore:
     Args:
         url: Where checkpoints lie.
         guards: The optimizers to guard from the beginning.
+        state_lock: The lock of the state; None for one of its own.
         settings: Settings to start from.
         fields: Settings that go before those.
     """
@@ -68,16 +70,17 @@ class PipelineCore:
         self,
         url: str | os.PathLike[str] | None,
         guards: Guarded,
+        state_lock: StateLock | None,
         settings: Settings | None,
         fields: Mapping[str, Any],
     ) -> None:
+        self.lock = lock_of(state_lock, fields)
         given = dict(fields) if url is None else {"url": os.fspath(url), **fields}
         self.settings = Settings(**given) if settings is None else settings.override(**given)
         if not self.settings.url:
             raise SettingsError(
                 "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"
             )
-        self.lock = StateLock()
         self.events = EventBus()
         self.hooks = Hooks(self.events)
         self._ledger = Ledger()
