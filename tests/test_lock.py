@@ -7,6 +7,7 @@ import gc
 import re
 import threading
 from concurrent.futures import Future
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -76,6 +77,22 @@ def test_an_exception_inside_leaves_nothing_held(lock: StateLock) -> None:
         with pytest.raises(KeyError, match="x"), hold():
             raise KeyError("x")
         assert is_free(lock)
+
+
+@pytest.mark.parametrize("side", ["mutating", "capturing"])
+def test_an_interrupt_right_after_the_grant_leaves_nothing_held(
+    side: str, lock: StateLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = lock._acquire
+
+    def interrupted(*args: Any) -> None:
+        acquire(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lock, "_acquire", interrupted)
+    with pytest.raises(KeyboardInterrupt), getattr(lock, side)():
+        pass
+    assert is_free(lock)
 
 
 def test_a_capture_that_times_out_says_who_is_in_the_way(

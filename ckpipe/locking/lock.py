@@ -65,8 +65,8 @@ class StateLock(LockQueue):
             StateLockTimeout: If a timeout was given and has passed; nothing is held then.
         """
         party = self._trainer("mutating()")
-        self._acquire(party, timeout)
         try:
+            self._acquire(party, timeout)  # inside: an interrupt may come the moment it returns
             yield
         finally:
             self._leave(party.request.ticket)
@@ -113,11 +113,12 @@ class StateLock(LockQueue):
             LockMisuse: If this thread is changing the state itself.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        token = self.acquire_capture(timeout)
+        party = self._capture_for(None)
         try:
+            self._acquire(party, timeout)  # inside: an interrupt may come the moment it returns
             yield
         finally:
-            self.release_capture(token)
+            self._leave(party.request.ticket)
 
     def acquire_capture(
         self, timeout: float | None = None, *, thread: int | None = None
@@ -136,10 +137,13 @@ class StateLock(LockQueue):
             LockMisuse: If the thread concerned is changing the state.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        fresh = threading.current_thread() if thread is None else object()
-        party = self._capture(self._capture_owner() or fresh, thread)
+        party = self._capture_for(thread)
         self._acquire(party, timeout)
         return CaptureToken(party.request)
+
+    def _capture_for(self, thread: int | None) -> Party:
+        fresh = threading.current_thread() if thread is None else object()
+        return self._capture(self._capture_owner() or fresh, thread)
 
     def acquire_capture_nowait(self, *, thread: int | None = None) -> CaptureToken | None:
         """Begins a capture if it may read the state this very moment, as no thread's own.
