@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,36 @@ def test_a_root_is_text_or_a_path(url: Any) -> None:
 def test_what_is_no_optimizer_is_refused_before_anything_is_opened(guard: Any) -> None:
     with pytest.raises(UsageError, match="cannot be guarded"):
         ckpipe.SyncPipeline("nowhere", guard=guard)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that wraps another and does not call the base class, as accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+def test_a_pipeline_that_cannot_guard_leaves_nothing_open(tmp_path: Path) -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    handler = signal.getsignal(signal.SIGTERM)
+    pipeline = ckpipe.SyncPipeline(tmp_path, guard=[inner, Wrapping(inner)], preemption=True)
+    with pytest.raises(UsageError, match="Pass the optimizer that it wraps"):
+        pipeline.__enter__()
+    assert "ckpipe" not in [thread.name for thread in threading.enumerate()]
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not inner._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_leaving_a_pipeline_takes_its_hooks_off(failing: bool, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with suppress(KeyError), ckpipe.SyncPipeline(tmp_path, guard=optimizer) as pipeline:
+        pipeline.guard(optimizer)
+        assert len(optimizer._optimizer_step_pre_hooks) == 2
+        if failing:
+            raise KeyError
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/run", "file:/run", "GS:/bucket"])

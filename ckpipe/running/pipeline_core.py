@@ -139,14 +139,14 @@ class PipelineCore:
         )
         try:
             self._served, _ = self._loop.portal.start_task(self._engine.serve)
+            if self._guarded:
+                self.guard(*self._guarded)
         except BaseException:
             self._shut(LoopThread.abandon)
             raise
         self._forgotten = weakref.finalize(
             self, tell_forgotten, str(self.settings.url), self._process, self._engine.under_way
         )
-        if self._guarded:
-            self.guard(*self._guarded)
 
     def close(self, *, failed: bool) -> list[Exception]:
         """Lets saves finish and closes; returns failures that nobody has seen; blocking.
