@@ -14,6 +14,7 @@ from ckpipe.format.cargo import Cargo
 from ckpipe.format.keys import LabelFilter
 from ckpipe.locking.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plans.planning import LocalPlanner
+from ckpipe.saves.copying import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
 from ckpipe.saves.programs import Division, Program
 from ckpipe.state.structure import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf
@@ -49,6 +50,33 @@ def test_nothing_is_owned_of_which_a_byte_is_not(
     touched = set().union(*map(elements, owned)) if owned else set()
     if OwnedMemory(owned).covers(tensor_leaf(asked, "asked")[0]):
         assert elements(asked) <= touched
+
+
+def read_by(step: Step, memory: list[torch.Tensor]) -> set[int]:
+    """The places in the shared memory that a step of a copy reads."""
+    match step:
+        case Copy():
+            return elements(memory[step.tensor])
+        case Gather():
+            return set().union(*(elements(memory[number]) for number in step.tensors))
+        case CopyWindow():
+            first = memory[step.tensor].storage_offset()
+            return set(range(first + step.lo // 2, first + step.hi // 2))
+        case Fill():
+            return set()
+
+
+@given(st.lists(views(), min_size=1, max_size=3), st.lists(views(), max_size=3))
+def test_what_is_copied_later_is_read_with_nothing_that_others_change(
+    owned: list[torch.Tensor], others: list[torch.Tensor]
+) -> None:
+    captured = capture([owned, others])
+    later = owned_leaves(captured.tensors, owned)
+    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
+    changing = set().union(*map(elements, others)) - set().union(*map(elements, owned))
+    for block in plan_blocks(plan, captured.tensors, 1 << 16):
+        for step in split_block(block, later)[1].steps:
+            assert not changing & read_by(step, captured.memory)
 
 
 @given(st.lists(views(), max_size=4))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ckpipe.state.dtensors import is_dtensor_type, local_part
 from ckpipe.state.tensor_looks import Looks
-from ckpipe.state.tensors import PLAIN_TYPES, TensorLeaf, is_dense
+from ckpipe.state.tensors import PLAIN_TYPES, TensorLeaf, alias_groups, is_dense
 
 
 def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -73,7 +74,7 @@ class OwnedMemory:
         self._joined: list[tuple[str, int, int]] | None = None
 
     def covers(self, leaf: TensorLeaf) -> bool:
-        """Whether all bytes of a leaf, and all between them, are owned."""
+        """Whether all bytes of a leaf are owned, and if they are of several tensors all between."""
         if (leaf.device, leaf.address, leaf.window) in self._exact:
             return True
         item = leaf.itemsize
@@ -196,7 +197,12 @@ def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) 
         tensors: What the optimizers own; see :func:`owned_tensors`.
     """
     memory = OwnedMemory(tensors)
-    return {number for number, leaf in enumerate(leaves) if memory.covers(leaf)}
+    owned = {number for number, leaf in enumerate(leaves) if memory.covers(leaf)}
+    holed = {n for n in owned if not is_dense(leaves[n].shape, leaves[n].stride)}
+    if holed:
+        # What overlaps others is copied with all that lies between its elements.
+        owned -= holed.intersection(chain.from_iterable(alias_groups(list(leaves))))
+    return owned
 
 
 __all__ = ["OwnedFacts", "OwnedMemory", "owned_leaves", "owned_tensors"]
