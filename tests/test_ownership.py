@@ -124,9 +124,14 @@ def test_tensors_deep_in_a_state_are_found() -> None:
     assert [id(each) for each in owned_tensors([optimizer])] == [id(parameter), id(deep)]
 
 
-def test_sparse_and_meta_tensors_are_passed_over() -> None:
-    odd = [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")]
-    assert not OwnedMemory(odd).covers(tensor_leaf(torch.zeros(3), "plain")[0])
+def test_what_has_no_memory_of_strides_is_passed_over() -> None:
+    lazy, plain = nn.UninitializedParameter(), torch.zeros(3)
+    odd = [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta"), lazy]
+    assert not OwnedMemory(odd).covers(tensor_leaf(plain, "plain")[0])
+    facts = OwnedFacts([lazy, plain], [])
+    assert facts.hold([lazy, plain], [])
+    lazy.materialize((3,))
+    assert not facts.hold([lazy, plain], [])
 
 
 class Layers(nn.Module):

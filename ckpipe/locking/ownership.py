@@ -99,11 +99,13 @@ _END = 1 << 64
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor: of one that is sharded, this rank's part; None for other wrappers."""
+    """The memory of a tensor: of one that is sharded, this rank's part; None if it has none."""
     if type(tensor) in PLAIN_TYPES:
         return tensor
     if is_dtensor_type(type(tensor)):
         return local_part(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        return None
     return None if hasattr(tensor, "__tensor_flatten__") else tensor
 
 
