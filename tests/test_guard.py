@@ -143,6 +143,25 @@ def test_an_inner_step_that_raises_does_not_end_the_outer_hold(lock: StateLock) 
     assert is_free(lock)
 
 
+def test_all_other_hooks_of_a_step_run_inside(lock: StateLock) -> None:
+    """An average that a hook takes of the parameters belongs to the step."""
+    seen: list[str] = []
+    look = looking(lock, seen)
+    optimizer = SGD(parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: look())
+    guarded, other = guard(lock, optimizer), guard(StateLock(), optimizer)
+    optimizer.register_step_post_hook(lambda *_: look())
+    for _ in range(2):
+        optimizer.step()
+        optimizer.register_step_post_hook(lambda *_: look())
+    assert seen == ["SGD.step()"] * 5
+    assert is_free(lock)
+    guarded.remove()
+    other.remove()
+    optimizer.step()
+    assert len(seen) == 5
+
+
 def test_saving_inside_a_step_raises(lock: StateLock) -> None:
     optimizer = Watched(inside=lock.check_capture_allowed)
     guard(lock, optimizer)

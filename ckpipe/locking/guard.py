@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import MutableMapping
 from types import FrameType
 from typing import Any
@@ -19,6 +21,9 @@ from ckpipe.tasks._threads import FrameMark, callers
 
 # The function that torch wraps around the step of every optimizer class, and that calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
+
+_ends_of_holds: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The hooks of all guards behind the step."""
 
 
 class StepGuard:
@@ -60,8 +65,9 @@ def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
 
     It is enough to guard the optimizer: gradient scalers and schedulers call its ``step``, and
     compiled functions run the hooks outside of the compiled code. The closure of a step runs
-    inside, and so does a step within a step. A step that raises leaves nothing held. On a thread
-    that is capturing the state the hooks do nothing.
+    inside, and so do a step within a step and the optimizer's other step hooks, which may change
+    the state as well. A step that raises leaves nothing held. On a thread that is capturing the
+    state the hooks do nothing.
 
     Args:
         lock: The lock that captures of the same state take.
@@ -110,11 +116,14 @@ class _StepHooks:
         try:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
+            others: Any = optimizer._optimizer_step_pre_hooks
+            others.move_to_end(self._handles[0].id, last=False)
         except AttributeError as error:
             raise UsageError(
                 f"A {type(optimizer).__name__} does not call step hooks",
                 hint="Pass the optimizer that it wraps",
             ) from error
+        _ends_of_holds.add(after)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process:
@@ -126,6 +135,7 @@ class _StepHooks:
             if self._active and not self._lock.captures_here():
                 mark = FrameMark.of(_step_frame(sys._getframe(1)))
                 self._lock.enter_step(self, mark, self._purpose)
+                self._end_last()
         finally:
             self._beginning.discard(thread)
 
@@ -136,6 +146,14 @@ class _StepHooks:
             self._lock.leave_step(self)
         if not self._active:
             self._blank()
+
+    def _end_last(self) -> None:
+        """Puts the hook behind the step behind all that others have registered since."""
+        mine: int = self._handles[1].id
+        hooks: Any = self._handles[1].hooks_dict_ref() or {}
+        behind = list(itertools.takewhile(lambda each: each != mine, reversed(hooks)))
+        if mine in hooks and any(hooks[each] not in _ends_of_holds for each in behind):
+            hooks.move_to_end(mine)
 
     def remove(self) -> None:
         self._active = False
