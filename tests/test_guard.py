@@ -432,6 +432,25 @@ def test_removal_does_not_disturb_a_step_that_waits(
     capture.end()
 
 
+def test_removal_does_not_disturb_a_step_that_waits_for_another_guard(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    optimizer, other = SGD(parameters(), lr=0.1), StateLock()
+    others = [guard(other, optimizer)]
+    guard(lock, optimizer)
+    others.append(guard(other, optimizer))
+    capture = Held(threads, lock.capturing)
+    step = threads.submit(optimizer.step)
+    until(lock, waiters=1)
+    for each in others:
+        each.remove()
+    capture.end()
+    step.result(PATIENCE)
+    capture = Held(threads, other.capturing)
+    optimizer.step()
+    capture.end()
+
+
 def test_a_guard_removed_within_a_step_is_forgotten_with_it() -> None:
     lock = StateLock()
     optimizer = Watched(inside=lambda: None)

@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,9 @@ _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
 
 _ends_of_holds: weakref.WeakSet[Any] = weakref.WeakSet()
 """The hooks of all guards behind the step."""
+
+_at_hooks: set[tuple[int, int]] = set()
+"""Threads that are in a hook of some guard, each with the optimizer that it steps."""
 
 
 class StepGuard:
@@ -108,7 +112,6 @@ class _StepHooks:
         self._lock = lock
         self._active = True
         self._process = os.getpid()
-        self._beginning: set[int] = set()
         self._purpose = f"{type(optimizer).__name__}.step()"
         self._handles: list[RemovableHandle] = []
         before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
@@ -129,23 +132,30 @@ class _StepHooks:
         if os.getpid() != self._process:
             # A fork copied the lock as it was, perhaps held, by threads that it has not got.
             return
-        thread = threading.get_ident()
-        self._beginning.add(thread)
-        try:
+        with self._at_hook():
             if self._active and not self._lock.captures_here():
                 mark = FrameMark.of(_step_frame(sys._getframe(1)))
                 self._lock.enter_step(self, mark, self._purpose)
                 self._end_last()
-        finally:
-            self._beginning.discard(thread)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process:
             return
-        if not self._lock.captures_here():
-            self._lock.leave_step(self)
-        if not self._active:
-            self._blank()
+        with self._at_hook():
+            if not self._lock.captures_here():
+                self._lock.leave_step(self)
+            if not self._active:
+                self._blank()
+
+    @contextmanager
+    def _at_hook(self) -> Iterator[None]:
+        """Says that torch is iterating over the optimizer's hooks."""
+        here = (threading.get_ident(), id(self.optimizer))
+        _at_hooks.add(here)
+        try:
+            yield
+        finally:
+            _at_hooks.discard(here)
 
     def _end_last(self) -> None:
         """Puts the hook behind the step behind all that others have registered since."""
@@ -159,7 +169,8 @@ class _StepHooks:
         self._active = False
         # While a step is in progress torch may be iterating over the hooks, and would fail if
         # one were taken out. The hooks then stay, without effect, until that step is over.
-        if self._beginning or self._lock.step_in_progress(self):
+        iterating = any(each == id(self.optimizer) for _, each in tuple(_at_hooks))
+        if iterating or self._lock.step_in_progress(self):
             return
         for handle in self._handles:
             handle.remove()
