@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
@@ -139,6 +141,10 @@ class SlowDevice:
             copy()
             reads.over.set()
 
+    def forget(self) -> None:
+        for _, reads in self.queued:
+            reads.over.set()
+
 
 def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[Piece], list[Piece], Arena]:
     captured = capture(state)
@@ -208,3 +214,28 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
         device.work()
     assert len(failed) == 1
     assert out == []
+
+
+async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> None:
+    array = np.arange(60_000, dtype=np.float32)
+    alive, tensor = weakref.ref(array), torch.from_numpy(array)
+    del array
+    captured, _, late, _ = pieces_of({"w": tensor}, {0})
+    device = SlowDevice()
+    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    copiers = BlockCopiers(turn, captured, device, lambda _: None, threads=1)
+    copiers.defer(Watch(captured, [0]), 60)
+    copiers.add(late)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(copiers.finish)
+        with anyio.fail_after(PATIENCE):
+            while not is_free(lock):
+                await anyio.lowlevel.checkpoint()
+        tensor.data = torch.zeros(60_000)  # no version counts this
+        has_lived = alive() is not None
+        device.work() if has_lived else device.forget()
+    assert has_lived
+    found = torch.cat([piece.filled.block.tensor[: piece.work.nbytes] for piece in late])
+    assert torch.equal(found[-240_000:].view(torch.float32), torch.arange(60_000.0))
+    del captured, copiers, device
+    assert alive() is None

@@ -67,6 +67,19 @@ class Piece:
     last: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """Copies from devices that may be on their way, and the memory that they read."""
+
+    piece: Piece
+    ends: Sequence[CopyEnd]
+    held: list[torch.UntypedStorage]
+
+    def wait(self) -> None:
+        for end in self.ends:
+            end.wait()
+
+
 class Outlet:
     """Where filled blocks leave for the next two stages.
 
@@ -190,38 +203,37 @@ class BlockCopiers:
         self._watch = None
 
     def _run(self) -> None:
-        launched: list[tuple[Piece, Sequence[CopyEnd]]] = []
+        launched: list[_Launched] = []
         try:
             with self._turn.here(), torch.no_grad():
                 self._work_off(launched)
             if launched:
-                self.let_go([end for _, ends in launched for end in ends])
-            for piece, ends in launched:
-                for end in ends:
-                    end.wait()
-                self._done(piece)
+                self.let_go([end for each in launched for end in each.ends])
+            for each in launched:
+                each.wait()
+                self._done(each.piece)
         finally:
             # No block may be used again while a device still writes to it.
-            for _, ends in launched:
-                for end in ends:
-                    end.wait()
+            for each in launched:
+                each.wait()
 
-    def _work_off(self, launched: list[tuple[Piece, Sequence[CopyEnd]]]) -> None:
+    def _work_off(self, launched: list[_Launched]) -> None:
         while True:
             try:
                 piece = self._ready.popleft()
             except IndexError:
                 return
             anyio.from_thread.check_cancelled()
+            held: list[torch.UntypedStorage] = []
             if self._watch is None:
                 ends = self._fill(piece)
             else:
                 with self._turn.reading():
-                    self._check_places(piece.work)  # what lay there may be freed since
+                    held = self._held_in_place(piece.work)
                     ends = self._fill(piece)
-                    self._check_places(piece.work)
+                    self._held_in_place(piece.work)
             if ends:
-                launched.append((piece, ends))
+                launched.append(_Launched(piece, ends, held))
             else:
                 self._done(piece)
 
@@ -236,17 +248,20 @@ class BlockCopiers:
         fill()
         return ()
 
-    def _check_places(self, work: BlockPlan) -> None:
-        """Finds out whether tensors that are copied late still lie where they were captured.
+    def _held_in_place(self, work: BlockPlan) -> list[torch.UntypedStorage]:
+        """The memory of tensors that are copied late, which nobody frees while it is held.
 
         Raises:
-            StateChanged: If one does not: a program has given it other memory, which torch does
-                not count as a change.
+            StateChanged: If one does not lie any more where it was captured: a program has given
+                it other memory, which torch does not count as a change.
         """
         leaves, memory = self._state.tensors, self._state.memory
+        held = []
         for number in tensors_of(work):
+            held.append(memory[number].untyped_storage())
             if memory[number].data_ptr() != leaves[number].address:
                 raise _changed_beside(leaves[number])
+        return held
 
     def _devices_of(self, work: BlockPlan) -> set[str]:
         if not self._on_devices:
