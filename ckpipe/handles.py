@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future
@@ -133,7 +134,8 @@ class SaveHandle(_Handle):
         An async context manager. The tensors lie in the staging memory itself, on the CPU, with
         all structure and sharing; one that crosses from a block to the next is a copy, and one
         that shares no bytes lies row by row. They must not be changed, or used after the block
-        is left. The memory counts as in use until then, also beyond the commit.
+        is left. The memory counts as in use until then, also beyond the commit: a bounded
+        ``staging_bytes`` must hold it and what is saved meanwhile.
 
         It can be had once the save is staged, and until a later save or load uses the memory, or
         it goes back to the system because states have become smaller. A save that streamed
@@ -242,7 +244,7 @@ class SyncSaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = self._core.call(self._core.engine.hold_staged, self._save)
+        held = self._core.call(self._core.engine.hold_staged, self._save, threading.get_ident())
         try:
             yield lent_state(self._save, held)
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lock_actors import PATIENCE
 from pipelines import Stores, stores
 from torch import nn
 
@@ -70,6 +71,36 @@ def test_lent_memory_is_used_by_nobody_else_until_it_is_given_back(store: Stores
             first.staged_state().__enter__()
         assert pipeline._core.engine.site.budget.used == 0
         assert first.status == "committed"
+
+
+@pytest.mark.parametrize("until", ["staged", "captured"])
+def test_memory_is_lent_besides_what_later_saves_need(until: Any, store: Stores) -> None:
+    tensor = torch.zeros(4 * BLOCK)
+    with ckpipe.SyncPipeline(
+        store.url, guard=UNRELATED, staging={"block_bytes": BLOCK}
+    ) as pipeline:
+        first = pipeline.save({"tensor": tensor}, step=1, until="captured")
+        first.wait()
+        with first.staged_state() as lent:
+            for step in range(2, 5):
+                tensor.add_(1)
+                pipeline.save({"tensor": tensor}, step=step, until=until).wait(PATIENCE)
+            assert lent["tensor"].eq(0).all()
+
+
+@pytest.mark.parametrize("until", ["staged", "captured"])
+def test_a_save_does_not_wait_for_what_its_own_thread_was_lent(until: Any, store: Stores) -> None:
+    state = {"tensor": torch.zeros(4 * BLOCK)}
+    staging = {"block_bytes": BLOCK, "bytes": 20 * BLOCK}
+    with ckpipe.SyncPipeline(store.url, guard=UNRELATED, staging=staging) as pipeline:
+        first = pipeline.save(state, step=1, until="captured")
+        first.wait()
+        with (
+            first.staged_state(),
+            pytest.raises(errors.UsageError, match=r"staged_state\(\) before saving"),
+        ):
+            pipeline.save(state, step=2, until=until)
+        pipeline.save(state, step=3, until=until).wait()
 
 
 def test_lent_memory_outlives_a_save_that_fails(store: Stores) -> None:

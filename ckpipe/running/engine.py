@@ -20,7 +20,6 @@ from ckpipe.errors import (
     SaveError,
     SaveSkipped,
     StoreError,
-    UsageError,
     first_error,
 )
 from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
@@ -255,25 +254,13 @@ class Engine(Housekeeping):
             save.call_off()
             await self._active[save].wait()
 
-    async def hold_staged(self, save: Save) -> list[FilledBlock]:
-        """Keeps the memory that a save was copied to; give it back with :meth:`release_staged`.
-
-        Raises:
-            UsageError: If it is not all copied yet, or some of it has been used again.
-        """
-        try:
-            return save.hold_blocks()
-        except LookupError as error:
-            raise UsageError(
-                f"The staged state cannot be looked at: {error.args[0]}",
-                step=save.id.step,
-                rank=save.rank,
-                hint="Look after the save is staged and before the next save or load begins",
-            ) from None
+    async def hold_staged(self, save: Save, thread: int | None = None) -> list[FilledBlock]:
+        """Keeps the memory that a save was copied to; see :meth:`~ckpipe.saves.site.Site.lend`."""
+        return self.site.lend(save, thread)
 
     async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:
         """Ends what :meth:`hold_staged` began."""
-        save.release_view(held)
+        self.site.take_back(save, held)
 
     def take_failures(self) -> list[Exception]:
         """The failures of the background that nobody has seen yet; they count as seen then."""

@@ -272,11 +272,12 @@ class Save(Delivery[FilledBlock]):
         filled.users += 1
         return filled
 
-    def release_view(self, held: list[FilledBlock]) -> None:
-        """Gives back what :meth:`hold_blocks` returned."""
+    def release_view(self, held: list[FilledBlock]) -> int:
+        """Gives back what :meth:`hold_blocks` returned; returns how many still look."""
         self._views -= 1
         for each in held:
             self.release(each)
+        return self._views
 
     def close_ration(self) -> None:
         """Gives all memory back but what is looked at; the stages are through with it."""

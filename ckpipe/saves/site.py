@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -33,7 +33,7 @@ from ckpipe.saves.carrying import Carrier
 from ckpipe.saves.copying import plan_blocks
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.programs import Division, Program
-from ckpipe.saves.saving import Save, SkipSave
+from ckpipe.saves.saving import FilledBlock, Save, SkipSave
 from ckpipe.state.captured import Captured
 from ckpipe.state.trail import Trail
 from ckpipe.tasks.collector import collector_paused
@@ -51,6 +51,13 @@ UNKNOWN_BYTES = 1 << 40
 
 AVAILABLE_SHARE = 0.4
 """The largest share of the available host memory that staging takes by itself."""
+
+
+class Lending(NamedTuple):
+    """That blocks of a save are looked at, by whom if it is a thread, and how many they are."""
+
+    thread: int | None
+    blocks: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +85,7 @@ class Site(Depot):
     trail: Trail | None = None
     division: Division | None = None
     recent_blocks: list[int] = field(default_factory=list)
+    lent: dict[Save, Lending] = field(default_factory=dict)
     _plans_jointly: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,14 +180,15 @@ class Site(Depot):
         Raises:
             SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
             PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
-            UsageError: If it is to be copied beside training and the budget is too small.
+            UsageError: If it is to be copied beside training and the budget is too small, or if
+                the thread that saves would wait for memory that it has been lent itself.
             SaveError: If the system has no memory left; none is held then.
         """
         if save.ration is not None:
             save.ration.close()
             save.ration = None
         size = self.arena.block_bytes
-        await self._fit_budget(blocks * size)
+        await self._fit_budget(size * (blocks + sum(each.blocks for each in self.lent.values())))
         # A state without tensors takes none: it would have none to give back before its end.
         reserved = min(blocks, max(1, self.budget.capacity // size))
         await self._take(save, reserved * size)
@@ -281,17 +290,55 @@ class Site(Depot):
                 rank=self.rank,
                 hint='Save less often, raise staging_bytes, or set on_busy to "wait" or "skip"',
             )
+        self._refuse_deadlock(save, amount)
         with save.clock.timing("wait"):
             await self.budget.acquire(amount)
 
+    def _refuse_deadlock(self, save: Save, amount: int) -> None:
+        own = sum(each.blocks for each in self.lent.values() if each.thread == save.request.thread)
+        if own and own * self.arena.block_bytes + amount > self.budget.capacity:
+            raise UsageError(
+                "This thread has been lent the staging memory that its save would wait for",
+                step=save.id.step,
+                rank=self.rank,
+                hint="Leave staged_state() before saving, or raise staging_bytes",
+            )
+
     async def _fit_budget(self, wanted: int) -> None:
-        """Without a bound of the user's, lets the budget grow to one whole file image."""
+        """Without a bound of the user's, lets the budget grow to what is wanted, up to a point."""
         if self.settings.staging.bytes is None and wanted > self.budget.capacity:
             available = await anyio.to_thread.run_sync(available_bytes)
             most = int(AVAILABLE_SHARE * (available + self.budget.capacity))
             self.budget.raise_capacity(
                 min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes
             )
+
+    def lend(self, save: Save, thread: int | None) -> list[FilledBlock]:
+        """Keeps the memory that a save was copied to, until :meth:`take_back`.
+
+        Args:
+            save: The save.
+            thread: The thread that looks at it, if no other will give it back.
+
+        Raises:
+            UsageError: If it is not all copied yet, or some of it has been used again.
+        """
+        try:
+            held = save.hold_blocks()
+        except LookupError as error:
+            raise UsageError(
+                f"The staged state cannot be looked at: {error.args[0]}",
+                step=save.id.step,
+                rank=self.rank,
+                hint="Look after the save is staged and before the next save or load begins",
+            ) from None
+        self.lent[save] = Lending(thread, len(held))
+        return held
+
+    def take_back(self, save: Save, held: list[FilledBlock]) -> None:
+        """Ends what :meth:`lend` began."""
+        if not save.release_view(held):
+            self.lent.pop(save, None)
 
     def trim(self) -> None:
         """Shrinks the arena to what the last saves needed."""
