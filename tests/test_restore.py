@@ -182,6 +182,14 @@ async def test_plain_containers_are_filled_in_place() -> None:
     assert (result.missing, result.unexpected) == ((), ())
 
 
+async def test_a_field_of_records_is_an_array_like_any_other() -> None:
+    records = np.zeros(3, [("tag", "i1"), ("value", "<f4")])
+    records["value"] = [1, 2, 3]
+    whole = np.zeros(3, np.float32)
+    await round_trip({"n": records["value"]}, {"n": whole})
+    assert whole.tolist() == [1, 2, 3]
+
+
 async def test_immutable_containers_are_made_again_where_values_changed() -> None:
     same = (1, torch.zeros(2))
     target: dict[str, Any] = {

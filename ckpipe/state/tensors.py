@@ -8,6 +8,7 @@ one buffer do not.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,14 +235,15 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     # gives up sharing for arrays that cannot be shared with torch anyway.
     if any(stride < 0 for stride in array.strides) or not array.flags.writeable:
         array = np.ascontiguousarray(array).reshape(array.shape).copy()
-    try:
-        return torch.from_numpy(array)
-    except (TypeError, ValueError):
-        contiguous = np.ascontiguousarray(array).reshape(array.shape)
-        raw = np.frombuffer(bytearray(contiguous.tobytes()), dtype=np.uint8)
-        if not raw.size:
-            return torch.empty((*array.shape, array.dtype.itemsize), dtype=torch.uint8)
-        return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
+    # A field of records has strides that torch takes of a copy only.
+    for each in (array, array.copy()):
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(each)
+    contiguous = np.ascontiguousarray(array).reshape(array.shape)
+    raw = np.frombuffer(bytearray(contiguous.tobytes()), dtype=np.uint8)
+    if not raw.size:
+        return torch.empty((*array.shape, array.dtype.itemsize), dtype=torch.uint8)
+    return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
 
 
 def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
