@@ -19,7 +19,7 @@ from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.read_only_backend import ReadOnlyBackend
 from ckpipe.stores.registry import create_backend, create_reader, scheme_of
 from ckpipe.stores.retrying import logging_policy
-from ckpipe.worker.crossing import uses_process
+from ckpipe.worker.crossing import Surroundings, surroundings, uses_process
 
 _TO_LOAD = "a pipeline that is opened with read_only=True writes nothing, and can load"
 
@@ -34,7 +34,7 @@ class Entry:
         topology: Which rank this is, and how many save together.
         planner: Makes plans.
         attempt: The name of this launch.
-        shared: Whether a worker process brings saves to the store.
+        around: What worker processes have to know of this one; None if there are none.
     """
 
     backend: Backend
@@ -42,7 +42,7 @@ class Entry:
     topology: Topology
     planner: Planner
     attempt: str
-    shared: bool
+    around: Surroundings | None
 
 
 def store_of(settings: Settings) -> Backend:
@@ -73,7 +73,8 @@ async def enter(
         SettingsError: If the planner or the worker asked for cannot be had.
         StoreError: If the store failed.
     """
-    shared, policy = uses_process(settings, backend), logging_policy(settings.upload)
+    policy = logging_policy(settings.upload)
+    around = await anyio.to_thread.run_sync(_surroundings, settings, backend)
     patient = PatientBackend(backend, policy)
     if settings.read_only:
         patient, attempt = ReadOnlyBackend(backend, policy), unclaimed_attempt()
@@ -86,7 +87,11 @@ async def enter(
             raise
     most = _max_file_bytes(settings, backend)
     planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, most)
-    return Entry(backend, patient, topology, planner, attempt, shared)
+    return Entry(backend, patient, topology, planner, attempt, around)
+
+
+def _surroundings(settings: Settings, backend: Backend) -> Surroundings | None:
+    return surroundings() if uses_process(settings, backend) else None
 
 
 def _max_file_bytes(settings: Settings, backend: Backend) -> int | None:

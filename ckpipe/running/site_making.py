@@ -31,6 +31,7 @@ def make_site(
         lock: Keeps trainers and copies apart.
         events: Where events go.
     """
+    around = entry.around
     block = block_size(settings, entry.backend.limits)
     site = Site(
         backend=entry.backend,
@@ -38,7 +39,7 @@ def make_site(
         settings=settings,
         lock=lock,
         events=events,
-        arena=Arena(block, Pinning(settings.staging.pinned), shared=entry.shared),
+        arena=Arena(block, Pinning(settings.staging.pinned), shared=around is not None),
         budget=ByteBudget(initial_budget(settings, block)),
         planner=entry.planner,
         rank=entry.topology.rank,
@@ -52,9 +53,9 @@ def make_site(
         sweep_after=settings.retention.sweep_after,
         keep_reports=settings.keep_reports,
     )
-    if not entry.shared:
+    if around is None:
         return site, None
-    worker = WorkerCarrier(settings.worker, lambda: make_hello(settings, site), site)
+    worker = WorkerCarrier(settings.worker, lambda: make_hello(settings, site, around), site)
     site.carrier = worker
     site.arena.on_drop = worker.drop
     return site, worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpipe._worker.forms import is_plain, plain
@@ -67,14 +68,37 @@ def obstacle(settings: Settings) -> str | None:
     return None
 
 
-def make_hello(settings: Settings, depot: Depot) -> Hello:
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the root and the backend's options may depend on.
+
+    It is that of the opening for every worker of a pipeline: one that is started later would put
+    what it saves elsewhere, if the program has gone to another directory meanwhile.
+
+    Args:
+        path: The import path.
+        directory: The working directory.
+        environment: The environment.
+    """
+
+    path: list[str]
+    directory: str
+    environment: dict[str, str]
+
+
+def surroundings() -> Surroundings:
+    """Those of this process at this moment; blocking."""
+    return Surroundings(_path(), _directory(), dict(os.environ))
+
+
+def make_hello(settings: Settings, depot: Depot, around: Surroundings) -> Hello:
     """All that a worker has to know."""
     url, upload = settings.url or "", settings.upload
     return Hello(
         trainer=os.getpid(),
-        path=_path(),
-        directory=_directory(),
-        environment=dict(os.environ),
+        path=around.path,
+        directory=around.directory,
+        environment=around.environment,
         url=url,
         options=plain(settings.backends.get(scheme_of(url), {})),
         rank=depot.rank,
