@@ -23,7 +23,7 @@ import torch
 import ckpipe
 import ckpipe.pipeline
 import ckpipe.sync
-from ckpipe._worker.__main__ import IGNORED
+from ckpipe._worker import IGNORED
 
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}}
 

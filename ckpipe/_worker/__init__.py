@@ -3,3 +3,10 @@
 ``python -m ckpipe._worker`` is started by :mod:`ckpipe.worker.carrier` and is of no use by itself.
 What it has to do comes over a socket, what is to be stored lies in memory that both processes map.
 """
+
+from __future__ import annotations
+
+import signal
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What the trainer may be sent with all its processes; what then becomes of saves, it decides."""

@@ -10,13 +10,11 @@ import sys
 
 import anyio
 
+from ckpipe._worker import IGNORED
 from ckpipe._worker.channel import Channel
 from ckpipe._worker.service import serve
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What the trainer may be sent with all its processes; what then becomes of saves, it decides."""
 
 
 async def _serve(descriptor: int) -> int:
@@ -37,6 +35,7 @@ def main() -> int:
     """Serves on the socket whose descriptor is the only argument; returns the exit code."""
     for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which kept them away until now
     go_on_when_the_trainer_dies()
     log = logging.StreamHandler(sys.stderr)
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import site
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from socket import socket
 
 import ckpipe
+from ckpipe._worker import IGNORED
 from ckpipe._worker.channel import close_socket, socket_pair
 from ckpipe.worker.worker_state import ProcessState, process_state
 
@@ -68,6 +70,8 @@ class WorkerProcess:
         return started.result()
 
     def _keep(self, theirs: socket, started: Future[subprocess.Popen[bytes]]) -> None:
+        # The worker inherits this, and ignores them once it can: one that starts must not die.
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             process = self._start(theirs)
         except BaseException as error:
