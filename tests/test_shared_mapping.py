@@ -1,4 +1,4 @@
-"""Files that are mapped to be read, where their huge pages can be huge in the mapping too."""
+"""Files that are mapped, where their huge pages can be huge in the mapping too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES, map_to_read
+from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
 
 PAGE = 4096
 SIZE = 3 * HUGE_PAGE_BYTES
@@ -43,6 +43,14 @@ def test_address_and_offset_are_alike_modulo_a_huge_page(descriptor: int, offset
     assert view.readonly
 
 
+def test_what_is_written_to_a_mapping_is_in_the_file_at_a_like_offset(descriptor: int) -> None:
+    memory, offset = map_to_write(descriptor, HUGE_PAGE_BYTES)
+    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    assert (address - offset) % HUGE_PAGE_BYTES == 0
+    memory[:3] = b"new"
+    assert os.pread(descriptor, HUGE_PAGE_BYTES, offset) == memory[:]
+
+
 def test_what_is_written_later_is_seen_too(descriptor: int) -> None:
     view = map_to_read(descriptor, SIZE, 0)
     os.pwrite(descriptor, b"new", SIZE - 3)
@@ -66,5 +74,7 @@ def test_a_file_that_cannot_be_mapped_is_an_error(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="No such device"):
             map_to_read(folder, PAGE, 0)
+        with pytest.raises(OSError, match="Permission denied"):
+            map_to_write(folder, PAGE)
     finally:
         os.close(folder)

@@ -11,36 +11,26 @@ from collections import deque
 import anyio
 
 from ckpipe._worker.messages import Message, decode, encode
+from ckpipe.memory.private_descriptors import forget, keep_private
 
 _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 32
 _LENGTH_BYTES = 8
-
-_ours: set[int] = set()
-"""Descriptors of sockets of this process, which a forked child must not keep open."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected sockets. A child that is forked from this process, and not started by us, has
     neither: it would otherwise keep the other end from seeing that this process is gone."""
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    _ours.update(each.fileno() for each in pair)
+    for each in pair:
+        keep_private(each.fileno())
     return pair
 
 
 def close_socket(sock: socket.socket) -> None:
     """Closes a socket of a pair; may be called twice."""
-    _ours.discard(sock.fileno())
+    forget(sock.fileno())
     sock.close()
-
-
-def _close_in_child() -> None:
-    for descriptor in list(_ours):
-        os.close(descriptor)
-    _ours.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Channel:

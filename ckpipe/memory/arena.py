@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from ckpipe.memory.pinning import Pinning
+from ckpipe.memory.private_descriptors import close_private, keep_private
 from ckpipe.memory.raw_memory import join_pages, populate
-from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES
-
-_TRIES = 4
+from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES, map_to_write
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -234,7 +233,7 @@ class Arena:
         self._untouched = [block for block in self._untouched if block.segment is not segment]
         self.on_drop(segment)
         if segment.descriptor is not None:
-            os.close(segment.descriptor)
+            close_private(segment.descriptor)
 
 
 def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
@@ -242,32 +241,16 @@ def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
 
 
 def _map_shared(size: int) -> tuple[mmap.mmap, int, int]:
-    """Maps a new file in memory, so that huge pages of the file are huge in the mapping too.
-
-    For that, address and offset must be alike modulo the size of a huge page. The address is the
-    system's to choose: it chooses the same again, if nobody comes between.
-    """
+    """Maps a new file in memory, so that huge pages of the file are huge in the mapping too."""
     descriptor = os.memfd_create("ckpipe", os.MFD_CLOEXEC)
+    keep_private(descriptor)
     try:
         os.ftruncate(descriptor, size + HUGE_PAGE_BYTES)  # holes cost nothing
-        offset = 0
-        for _ in range(_TRIES):
-            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
-            wanted = _address(memory) % HUGE_PAGE_BYTES
-            if wanted == offset:
-                break
-            offset = wanted
-            memory.close()
-        else:
-            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
+        memory, offset = map_to_write(descriptor, size)
         return memory, descriptor, offset
     except BaseException:
-        os.close(descriptor)
+        close_private(descriptor)
         raise
-
-
-def _address(memory: mmap.mmap) -> int:
-    return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

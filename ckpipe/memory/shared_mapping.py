@@ -34,14 +34,49 @@ def map_to_read(descriptor: int, nbytes: int, offset: int) -> memoryview:
     Raises:
         OSError: If the system does not map it.
     """
-    reserved = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    reserved = _reserved(nbytes + HUGE_PAGE_BYTES)
+    base = _address(reserved)
     at = (offset - base) % HUGE_PAGE_BYTES
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    if _map(base + at, nbytes, mmap.PROT_READ, flags, descriptor, offset) == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    _map_over(base + at, nbytes, mmap.PROT_READ, descriptor, offset)
     return memoryview(reserved)[at : at + nbytes].toreadonly()
 
 
-__all__ = ["HUGE_PAGE_BYTES", "map_to_read"]
+def map_to_write(descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Maps a range of a file to be read and written, where its huge pages can be huge.
+
+    Python would keep another descriptor of a file that it maps itself, which children that are
+    forked would inherit, and all of its memory with it.
+
+    Args:
+        descriptor: The file, of at least so many bytes and a huge page more; may be closed.
+        nbytes: How many bytes to map, at least one.
+
+    Returns:
+        The mapping, which ends with its last view, and where in the file it begins.
+
+    Raises:
+        OSError: If the system does not map it.
+    """
+    reserved = _reserved(nbytes)
+    base = _address(reserved)
+    offset = base % HUGE_PAGE_BYTES
+    _map_over(base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, descriptor, offset)
+    return reserved, offset
+
+
+def _reserved(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _map_over(address: int, nbytes: int, access: int, descriptor: int, offset: int) -> None:
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _map(address, nbytes, access, flags, descriptor, offset) == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+__all__ = ["HUGE_PAGE_BYTES", "map_to_read", "map_to_write"]
