@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import anyio
 import anyio.lowlevel
@@ -34,3 +35,13 @@ async def test_the_end_of_one_pause_leaves_the_others() -> None:
             raise ValueError("within")
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("default:.*use of fork:DeprecationWarning")
+def test_a_forked_child_collects() -> None:
+    with collector_paused(), collector_paused():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not gc.isenabled()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -66,3 +67,15 @@ def _resume() -> None:
         _pauses -= 1
         if _pauses == 0 and _was_enabled:
             gc.enable()
+
+
+def _begin_child() -> None:
+    """A forked child has none of the threads that would end their pauses."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses:
+        _pauses = 1
+        _resume()
+
+
+os.register_at_fork(after_in_child=_begin_child)
