@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from ranks import settle
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
+from ckpipe import errors
 
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
@@ -23,6 +25,15 @@ def kill_worker(pipeline: ckpipe.SyncPipeline) -> None:
     process = psutil.Process(worker_of(pipeline))
     process.kill()
     process.wait(30)
+
+
+def customize(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
+    """Has every worker run some code when its interpreter starts; returns the file with it."""
+    site = folder / "sitecustomize.py"
+    site.write_text(f"import sys\nif 'ckpipe._worker' in sys.orig_argv:\n{indent(code, '    ')}")
+    inherited = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inherited))
+    return site
 
 
 @pytest.mark.parametrize("url", ["run", "~/run"])
@@ -53,14 +64,15 @@ GROUP = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 def test_what_a_whole_group_is_sent_ends_no_worker_not_even_one_that_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\n"
-        "if 'ckpipe._worker' in sys.orig_argv:\n"
-        f"    for each in {GROUP}:\n"
-        "        os.kill(os.getpid(), signal.Signals[each])\n"
+    customize(
+        tmp_path,
+        monkeypatch,
+        f"""
+import os, signal
+for each in {GROUP}:
+    os.kill(os.getpid(), signal.Signals[each])
+""",
     )
-    inherited = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inherited))
     with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
         pipeline.save(state_of(1), step=1).wait()
         worker = worker_of(pipeline)
@@ -68,3 +80,15 @@ def test_what_a_whole_group_is_sent_ends_no_worker_not_even_one_that_starts(
             os.kill(worker, signal.Signals[each])
         pipeline.save(state_of(2), step=2).wait()
         assert worker_of(pipeline) == worker
+
+
+def test_a_worker_of_another_version_is_dead_and_the_pipeline_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "import ckpipe._worker.messages as messages\nmessages.VERSION += 1\n"
+    site = customize(tmp_path, monkeypatch, other)
+    with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
+        with pytest.raises(errors.WorkerDied, match="of different versions"):
+            pipeline.save(state_of(1), step=1).wait(timeout=30)
+        site.unlink()
+        pipeline.save(state_of(2), step=2).wait(timeout=30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from copy import copy
@@ -208,11 +207,18 @@ class Link:
             self.over.set()
 
     async def _listen(self) -> None:
-        with contextlib.suppress(anyio.EndOfStream):
+        """Hears the worker to its end; kills one that says what cannot be understood."""
+        try:
             while True:
                 message = await self._channel.receive()
                 self._heard = time.monotonic()
                 self._hear(message)
+        except anyio.EndOfStream:
+            return
+        except Exception as error:  # as of another version of ckpipe, installed meanwhile
+            said = f"{type(error).__name__}: {error}"
+            self._failure = WorkerDied(f"it said what cannot be understood ({said}) and was killed")
+            self.process.kill()
 
     def _hear(self, message: Message) -> None:
         match message:
