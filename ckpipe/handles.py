@@ -234,7 +234,7 @@ class SyncSaveHandle(_Handle):
     def _block(self, future: Future[Any], timeout: float | None) -> None:
         """Blocks until the end of a future, whatever it is."""
         if not future.done():
-            self._core.refuse_on_loop()
+            self._core.refuse_in_vain()
         future.exception(timeout)
 
     @contextmanager

@@ -120,6 +120,35 @@ with ckpipe.SyncPipeline(sys.argv[1], guard=optimizer) as pipeline:
     assert run.stdout.endswith("[0, 2]\n")
 
 
+def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+import ckpipe
+worker = {"mode": "process", "heartbeat_seconds": 600}
+with ckpipe.SyncPipeline(sys.argv[1], worker=worker) as pipeline:
+    pipeline.save({"w": 1}).wait()
+    process = pipeline._core.engine.site.carrier.process_id
+    os.kill(process, signal.SIGSTOP)
+    handle = pipeline.save({"w": 2})
+    child = os.fork()
+    if not child:
+        try:
+            handle.wait()
+        except ckpipe.CkpipeError as error:
+            print(type(error).__name__, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.kill(process, signal.SIGCONT)
+    handle.wait()
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "PipelineClosed\n"
+
+
 class Quitter:
     """An object whose methods raise what is no ``Exception``."""
 

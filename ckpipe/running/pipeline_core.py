@@ -236,8 +236,9 @@ class PipelineCore:
         """Runs a coroutine function on the pipeline's loop; blocking."""
         return self._open_loop().call(function, *args, **kwargs)
 
-    def refuse_on_loop(self) -> None:
-        """Raises an error if the caller is on the loop, where waiting would never end."""
+    def refuse_in_vain(self) -> None:
+        """Raises an error where waiting would never end: on the loop, and in a forked process."""
+        self._check_process()
         if self._loop is not None:
             self._loop.refuse_here()
 
