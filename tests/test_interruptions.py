@@ -149,6 +149,24 @@ with ckpipe.SyncPipeline(sys.argv[1], worker=worker) as pipeline:
     assert run.stdout == "PipelineClosed\n"
 
 
+def test_a_pipeline_whose_loop_has_failed_can_be_left(tmp_path: Path) -> None:
+    async def fail() -> None:
+        raise RuntimeError("what nobody foresaw")
+
+    pipeline = ckpipe.SyncPipeline(tmp_path, drain_timeout_seconds=0.1)
+    pipeline.__enter__()
+    core = pipeline._core
+    assert core._loop is not None
+    assert core._served is not None
+    core._loop.at_once(core.engine._tasks.start_soon, fail)
+    core._served.exception(30)
+    with pytest.raises(RuntimeError, match="not active"):
+        pipeline.save({"w": 1})
+    with pytest.raises(ExceptionGroup) as caught:
+        pipeline.__exit__(None, None, None)
+    assert "what nobody foresaw" in str(caught.value.exceptions)
+
+
 class Quitter:
     """An object whose methods raise what is no ``Exception``."""
 

@@ -163,9 +163,9 @@ class Engine(Housekeeping):
             self._tell_ended(save)
             return save
         self._saved_final |= request.final or request.urgent
+        self._tasks.start_soon(self._run, save, name=f"save {save.name}")
         self._active[save] = anyio.Event()
         save.head = head_start(save, self.site, look)
-        self._tasks.start_soon(self._run, save, name=f"save {save.name}")
         return save
 
     async def _run(self, save: Save) -> None:
