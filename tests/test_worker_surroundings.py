@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -92,3 +94,27 @@ def test_a_worker_of_another_version_is_dead_and_the_pipeline_is_not(
             pipeline.save(state_of(1), step=1).wait(timeout=30)
         site.unlink()
         pipeline.save(state_of(2), step=2).wait(timeout=30)
+
+
+def test_a_trainer_needs_no_standard_streams(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+import ckpipe
+from ckpipe.memory.arena import Arena
+with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
+    pipeline.save({"w": 1}, step=1).wait()
+    for stream in range(3):
+        os.close(stream)
+    carrier = pipeline._core.engine.site.carrier
+    link = carrier._link
+    link.process.kill()
+    while not link.over.is_set():
+        time.sleep(0.01)
+    pipeline.save({"w": 2}, step=2).wait()
+    assert carrier._link.process.socket.fileno() > 2
+    assert Arena(65536, shared=True).take().segment.descriptor > 2
+"""
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    assert run.returncode == 0
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert [info.step for info in pipeline.steps()] == [1, 2]

@@ -21,10 +21,12 @@ _LENGTH_BYTES = 8
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected sockets. A child that is forked from this process, and not started by us, has
     neither: it would otherwise keep the other end from seeing that this process is gone."""
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    for each in pair:
-        keep_private(each.fileno())
-    return pair
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return _private(left), _private(right)
+
+
+def _private(sock: socket.socket) -> socket.socket:
+    return socket.socket(fileno=keep_private(sock.detach()))
 
 
 def close_socket(sock: socket.socket) -> None:

@@ -242,8 +242,7 @@ def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
 
 def _map_shared(size: int) -> tuple[mmap.mmap, int, int]:
     """Maps a new file in memory, so that huge pages of the file are huge in the mapping too."""
-    descriptor = os.memfd_create("ckpipe", os.MFD_CLOEXEC)
-    keep_private(descriptor)
+    descriptor = keep_private(os.memfd_create("ckpipe", os.MFD_CLOEXEC))
     try:
         os.ftruncate(descriptor, size + HUGE_PAGE_BYTES)  # holes cost nothing
         memory, offset = map_to_write(descriptor, size)

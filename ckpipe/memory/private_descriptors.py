@@ -7,14 +7,26 @@ process is gone, and memory in use that it has given back.
 
 from __future__ import annotations
 
+import fcntl
 import os
+
+_FIRST = 3  # behind the standard streams
 
 _ours: set[int] = set()
 
 
-def keep_private(descriptor: int) -> None:
-    """Has children that are forked from now on close a descriptor."""
+def keep_private(descriptor: int) -> int:
+    """Has children that are forked from now on close a descriptor.
+
+    Returns:
+        The descriptor, or the one that has taken its place if it was 0, 1 or 2: where a program has
+        closed its standard streams, what prints would write to it, and nobody could inherit it.
+    """
+    if descriptor < _FIRST:
+        low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+        os.close(low)
     _ours.add(descriptor)
+    return descriptor
 
 
 def forget(descriptor: int) -> None:
