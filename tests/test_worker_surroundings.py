@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import site
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 from ranks import settle
@@ -17,6 +19,7 @@ from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
 from ckpipe import errors
+from ckpipe.worker.worker_process import first_environment
 
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
@@ -31,11 +34,11 @@ def kill_worker(pipeline: ckpipe.SyncPipeline) -> None:
 
 def customize(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
     """Has every worker run some code when its interpreter starts; returns the file with it."""
-    site = folder / "sitecustomize.py"
-    site.write_text(f"import sys\nif 'ckpipe._worker' in sys.orig_argv:\n{indent(code, '    ')}")
+    path = folder / "sitecustomize.py"
+    path.write_text(f"import sys\nif 'ckpipe._worker' in sys.orig_argv:\n{indent(code, '    ')}")
     inherited = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inherited))
-    return site
+    return path
 
 
 @pytest.mark.parametrize("url", ["run", "~/run"])
@@ -88,11 +91,11 @@ def test_a_worker_of_another_version_is_dead_and_the_pipeline_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "import ckpipe._worker.messages as messages\nmessages.VERSION += 1\n"
-    site = customize(tmp_path, monkeypatch, other)
+    code = customize(tmp_path, monkeypatch, other)
     with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
         with pytest.raises(errors.WorkerDied, match="of different versions"):
             pipeline.save(state_of(1), step=1).wait(timeout=30)
-        site.unlink()
+        code.unlink()
         pipeline.save(state_of(2), step=2).wait(timeout=30)
 
 
@@ -118,3 +121,30 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     assert run.returncode == 0
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert [info.step for info in pipeline.steps()] == [1, 2]
+
+
+def test_a_worker_of_an_isolated_interpreter_is_isolated_too(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('not meant for this program')")
+    script = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import ckpipe
+with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
+    pipeline.save({"w": 1}, step=1).wait()
+"""
+    subprocess.run(
+        [sys.executable, "-I", "-c", script, str(tmp_path / "run"), *sys.path],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+        timeout=60,
+    )
+
+
+def test_a_worker_begins_with_what_only_the_program_knows_where_to_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(site, "getsitepackages", list)
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
+    path = first_environment()["PYTHONPATH"].split(os.pathsep)
+    for package in (ckpipe, anyio):
+        assert str(Path(package.__path__[0]).parent) in path

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from socket import socket
 
-import ckpipe
 from ckpipe._worker import IGNORED
 from ckpipe._worker.channel import close_socket, socket_pair
 from ckpipe.worker.worker_state import ProcessState, process_state
@@ -30,7 +29,9 @@ SHOWN_LINES = 12
 
 _OLD_SECONDS = 7 * 86_400.0
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "VIRTUAL_ENV")
-_KEPT_PREFIXES = ("LC_", "LD_", "PYTHON")
+_KEPT_PREFIXES = ("LC_", "LD_")
+_FIRST_IMPORTS = ("ckpipe", "anyio", "typing_extensions")
+"""What a worker imports before it has the trainer's import path, but for the standard library."""
 
 
 class WorkerProcess:
@@ -126,16 +127,28 @@ class WorkerProcess:
 
 def first_environment() -> dict[str, str]:
     """What the interpreter itself needs; all else, which may be secret, goes over the socket."""
+    taken = _KEPT_PREFIXES if sys.flags.ignore_environment else (*_KEPT_PREFIXES, "PYTHON")
     kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+        name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(taken)
     }
-    home = str(Path(ckpipe.__path__[0]).parent)
-    if home not in site.getsitepackages():
-        # Behind all that is there: it must not hide a module of the standard library.
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH"), home]))
+    if sys.flags.no_user_site:
+        kept["PYTHONNOUSERSITE"] = "1"
+    # Behind all that is there, which may be meant to go first.
+    if path := [*filter(None, [kept.get("PYTHONPATH")]), *_homes()]:
+        kept["PYTHONPATH"] = os.pathsep.join(path)
     return kept
+
+
+def _homes() -> list[str]:
+    """Where the interpreter would not look by itself for what a worker imports at first."""
+    known = {*site.getsitepackages(), site.getusersitepackages() if site.ENABLE_USER_SITE else ""}
+    homes = []
+    for name in _FIRST_IMPORTS:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is not None and spec.origin:
+            inside = spec.submodule_search_locations is not None
+            homes.append(str(Path(spec.origin).parents[1 if inside else 0]))
+    return [home for home in dict.fromkeys(homes) if home not in known]
 
 
 def _new_log(directory: str | None) -> Path:
