@@ -16,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import anyio
 
+from ckpipe.errors import SettingsError, UsageError
 from ckpipe.locking._lock_parties import (
     CaptureToken,
     Deadline,
@@ -361,4 +363,31 @@ class StateLock(LockQueue):
         return [p for p in self._parties.values() if p.key is key and p.thread is me]
 
 
-__all__ = ["LOOK_SECONDS", "CaptureToken", "Fence", "LockStatistics", "LockUse", "StateLock"]
+def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLock:
+    """The lock of a pipeline: the one that it was given, or a new one.
+
+    Raises:
+        UsageError: If it is something else.
+        SettingsError: If it was given in the place of the settings of locks.
+    """
+    if isinstance(fields.get("lock"), StateLock):
+        raise SettingsError(
+            "The setting 'lock' says how long to wait for a lock", hint="Pass it as state_lock"
+        )
+    if not isinstance(state_lock, StateLock | None):
+        raise UsageError(
+            f"state_lock is a ckpipe.StateLock, not {state_lock!r:.100}",
+            hint="Pass the lock of another pipeline, or a new ckpipe.StateLock()",
+        )
+    return StateLock() if state_lock is None else state_lock
+
+
+__all__ = [
+    "LOOK_SECONDS",
+    "CaptureToken",
+    "Fence",
+    "LockStatistics",
+    "LockUse",
+    "StateLock",
+    "lock_of",
+]

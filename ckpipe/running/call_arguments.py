@@ -9,9 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpipe.errors import SettingsError, UsageError
+from ckpipe.errors import UsageError
 from ckpipe.format.keys import encode_float
-from ckpipe.locking.lock import StateLock
 from ckpipe.types import CheckpointInfo
 
 Which = int | str | CheckpointInfo
@@ -30,25 +29,6 @@ def location(url: str | os.PathLike[str] | None) -> str | None:
         raise UsageError(
             f"The root is a URL or a path, not {url!r:.100}", hint="Write it as text: '/ckpts'"
         ) from error
-
-
-def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLock:
-    """The lock of a pipeline: the one that it was given, or a new one.
-
-    Raises:
-        UsageError: If it is something else.
-        SettingsError: If it was given in the place of the settings of locks.
-    """
-    if isinstance(fields.get("lock"), StateLock):
-        raise SettingsError(
-            "The setting 'lock' says how long to wait for a lock", hint="Pass it as state_lock"
-        )
-    if not isinstance(state_lock, StateLock | None):
-        raise UsageError(
-            f"state_lock is a ckpipe.StateLock, not {state_lock!r:.100}",
-            hint="Pass the lock of another pipeline, or a new ckpipe.StateLock()",
-        )
-    return StateLock() if state_lock is None else state_lock
 
 
 def which(checkpoint: Which) -> int | str:

@@ -25,7 +25,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.loads.restore import LoadRequest
 from ckpipe.locking.guard import StepGuard, check_optimizers, guard
-from ckpipe.locking.lock import StateLock
+from ckpipe.locking.lock import StateLock, lock_of
 from ckpipe.memory import cuda
 from ckpipe.ranks.preemption import Preemption, SignalWatch
 from ckpipe.ranks.topology import ALONE, find_topology
@@ -34,7 +34,6 @@ from ckpipe.running.call_arguments import (
     check_load,
     check_step,
     check_until,
-    lock_of,
     plain_metadata,
     plain_metrics,
 )
