@@ -1,0 +1,80 @@
+"""What becomes of staging memory that CUDA registers, or will not; no device is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckpipe.memory import cuda
+from ckpipe.memory.arena import Arena
+from ckpipe.memory.pinning import Pinning
+
+BLOCK = 64 << 10
+
+
+class Registrar:
+    """Stands for CUDA's register of host memory, which takes so many pieces and no more."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.asked = 0
+        self.registered: list[tuple[int, int]] = []
+
+    def register(self, memory: torch.Tensor) -> str:
+        self.asked += 1
+        if len(self.registered) >= self.most:
+            return "cudaErrorMemoryAllocation"
+        self.registered.append((memory.data_ptr(), memory.numel()))
+        return ""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self.registered.remove((memory.data_ptr(), memory.numel()))
+
+
+@pytest.fixture
+def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
+    made = Registrar(most=2)
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    monkeypatch.setattr(cuda, "register", made.register)
+    monkeypatch.setattr(cuda, "unregister", made.unregister)
+    return made
+
+
+def test_a_segment_is_registered_once_for_its_life(registrar: Registrar) -> None:
+    arena = Arena(BLOCK, Pinning())
+    arena.reserve(4)
+    for _ in range(3):
+        blocks = [arena.take() for _ in range(4)]
+        for block in blocks:
+            arena.give(block)
+    assert registrar.asked == 1
+    ((address, size),) = registrar.registered
+    assert all(address <= each.address <= address + size - BLOCK for each in blocks)
+    arena.close()
+    assert registrar.registered == []
+
+
+def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
+    registrar: Registrar,
+) -> None:
+    arena = Arena(BLOCK, Pinning())
+    registrar.most = 0
+    with pytest.warns(RuntimeWarning, match=r"cudaErrorMemoryAllocation.*ulimit -l") as told:
+        blocks = [arena.take() for _ in range(3)]
+    assert registrar.asked > 1
+    assert len(told) == 1
+    for block in blocks:
+        block.view[:] = b"x" * BLOCK
+        arena.give(block)
+    arena.close()
+    assert registrar.registered == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_registered_or_told_without_cuda_or_wish(
+    registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Arena(BLOCK, Pinning("never")).take()
+    monkeypatch.setattr(cuda, "in_use", lambda: False)
+    Arena(BLOCK, Pinning()).take()
+    assert registrar.asked == 0
