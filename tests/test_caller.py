@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from lock_actors import PATIENCE, DaemonThreads
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe.saves.caller import Caller
+from ckpipe.saves.caller import Caller, Job
 
 
 @pytest.fixture
@@ -80,6 +81,36 @@ async def test_what_a_caller_does_not_come_to_do_is_done() -> None:
             tasks.start_soon(ask, leaving)
     assert len(ended) == 2
     assert threading.get_ident() not in ended
+
+
+class Interrupting(SimpleQueue[Any]):
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        super().get(block, timeout)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["before the job", "after it"])
+async def test_a_job_is_over_if_an_interrupt_comes_right(
+    when: str, threads: DaemonThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller()
+    if when == "before the job":
+        caller._jobs = Interrupting()
+    else:
+
+        def interrupted(job: Job[Any]) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Job, "refuse", interrupted)
+
+    def serve() -> None:
+        with pytest.raises(KeyboardInterrupt), caller:
+            caller.serve_until(Future())
+
+    serving = threads.submit(serve)
+    assert await caller.run(lambda: 7) == 7
+    serving.result(PATIENCE)
 
 
 async def test_errors_reach_who_asked_and_the_caller_goes_on(threads: DaemonThreads) -> None:

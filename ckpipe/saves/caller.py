@@ -30,6 +30,7 @@ class Caller:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._offered: list[Job[Any]] = []
         self._offering = threading.Lock()
         self._gone = False
 
@@ -44,10 +45,9 @@ class Caller:
     ) -> None:
         with self._offering:
             self._gone = True
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job.refuse()
+        # Of all jobs, since an interrupt may come between a job and what is said of it.
+        for job in self._offered:
+            job.refuse()
 
     def serve_until(self, end: Future[Any]) -> None:
         """Does what is asked for on the calling thread, until a future is done."""
@@ -78,6 +78,7 @@ class Caller:
         with self._offering:
             if self._gone:
                 return None
+            self._offered.append(job)
             self._jobs.put(job)
             return job
 
@@ -106,7 +107,7 @@ class Job(Generic[Result]):
             self.refuse()
 
     def refuse(self) -> None:
-        """Says that it is over, whether or not it was run."""
+        """Says that it is over, whether or not it was run; may be called twice."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(self._over.set)
 
