@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from anyio.streams.memory import MemoryObjectSendStream
 
-from ckpipe.errors import StateChanged
+from ckpipe.errors import PipelineBusy, SaveError, StateChanged, UsageError
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.saves.saving import Save
 from ckpipe.saves.site import Site
+
+logger = logging.getLogger("ckpipe")
 
 TURNS = 3
 """A first walk to plan from, one to copy by, and one more if the structure changed between."""
@@ -23,7 +27,7 @@ async def run(save: Save, site: Site, out: MemoryObjectSendStream[Turn]) -> None
     async with out:
         if site.program is not None and save.ration is None:
             # In a steady run the memory is there before trainers are held off.
-            await site.reserve(save, len(site.program.blocks))
+            await _reserve_ahead(save, site, len(site.program.blocks))
         ahead = None if save.head is None else save.head.turn
         for _ in range(TURNS):
             turn, ahead = ahead or await _turn(save, site), None
@@ -38,6 +42,16 @@ async def run(save: Save, site: Site, out: MemoryObjectSendStream[Turn]) -> None
         "The structure of the state changed while it was being planned",
         hint="Add, drop or resize tensors inside lock.mutating(), or between saves",
     )
+
+
+async def _reserve_ahead(save: Save, site: Site, blocks: int) -> None:
+    """Reserves what the last state needed; this one, of which nothing is known, may need less."""
+    try:
+        await site.reserve(save, blocks)
+    except PipelineBusy:
+        raise
+    except (SaveError, UsageError) as error:
+        logger.debug("%s: the memory of the last state cannot be had: %s", save.name, error)
 
 
 async def _turn(save: Save, site: Site) -> Turn:
