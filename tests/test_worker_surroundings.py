@@ -63,6 +63,22 @@ def test_a_worker_that_is_started_later_saves_to_the_same_root(
     assert list(there.iterdir()) == []
 
 
+def test_the_log_of_a_dead_worker_is_found_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = {"mode": "process", "log_dir": "logs", "heartbeat_seconds": 600}
+    with ckpipe.SyncPipeline(tmp_path / "run", worker=worker, **SETTINGS) as pipeline:
+        pipeline.save(state_of(1), step=1).wait()
+        settle(pipeline)
+        os.kill(worker_of(pipeline), signal.SIGSTOP)
+        handle = pipeline.save(state_of(2), step=2)
+        monkeypatch.chdir("/")
+        os.kill(worker_of(pipeline), signal.SIGKILL)
+        with pytest.raises(errors.WorkerDied, match="log ends with"):
+            handle.wait(timeout=30)
+
+
 GROUP = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 

@@ -155,7 +155,7 @@ def _new_log(directory: str | None) -> Path:
     if directory is None:
         folder = _private_folder()
     else:
-        folder = Path(directory)
+        folder = Path(directory).absolute()
         folder.mkdir(parents=True, exist_ok=True)
     _remove_old(folder)
     path = folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.log"
