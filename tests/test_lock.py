@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -77,6 +79,34 @@ def test_an_exception_inside_leaves_nothing_held(lock: StateLock) -> None:
         with pytest.raises(KeyError, match="x"), hold():
             raise KeyError("x")
         assert is_free(lock)
+
+
+FORKING = """
+import os, threading
+from ckpipe.locking.lock import StateLock
+lock, held, go_on = StateLock(), threading.Event(), threading.Event()
+token = lock.acquire_capture(thread=-1)
+
+def look():
+    with lock._changed:
+        held.set()
+        go_on.wait()
+
+threading.Thread(target=look).start()
+held.wait()
+child = os.fork()
+if not child:
+    with lock.mutating(timeout=10):
+        os._exit(7)
+go_on.set()
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+assert lock.statistics().holders
+"""
+
+
+def test_a_forked_child_waits_for_none_of_its_parents_threads() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("side", ["mutating", "capturing"])

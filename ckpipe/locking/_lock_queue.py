@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from ckpipe.locking._lock_parties import (
@@ -36,6 +38,10 @@ class LockQueue:
     """Lets requests in as :mod:`ckpipe.locking.lock_state` decides, and keeps who made them."""
 
     def __init__(self) -> None:
+        self._begin()
+        _queues.add(self)
+
+    def _begin(self) -> None:
         self._changed = threading.Condition()
         self._state = LockState()
         self._parties: dict[int, Party] = {}
@@ -174,6 +180,18 @@ class LockQueue:
                 # and nothing may be granted to a task that will never run again.
                 del self._wakers[ticket]
                 self._leave(ticket)
+
+
+_queues: weakref.WeakSet[LockQueue] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    """Frees all locks in a child that was forked: it has none of the threads that used them."""
+    for queue in _queues:
+        queue._begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 __all__ = ["LOOK_SECONDS", "LockQueue"]
