@@ -15,6 +15,7 @@ from lock_actors import PATIENCE, DaemonThreads
 from pipelines import Stores, stores
 
 import ckpipe
+from ckpipe.errors import UsageError
 from ckpipe.saves.caller import Caller, Job
 
 
@@ -81,6 +82,27 @@ async def test_what_a_caller_does_not_come_to_do_is_done() -> None:
             tasks.start_soon(ask, leaving)
     assert len(ended) == 2
     assert threading.get_ident() not in ended
+
+
+class Interrupted(Noting):
+    """An object whose state is asked for as a signal arrives, whose handler saves."""
+
+    def __init__(self, pipeline: ckpipe.SyncPipeline) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+
+    def state_dict(self) -> dict[str, Any]:
+        with pytest.raises(UsageError, match="inside another"):
+            self.pipeline.save({"tensor": torch.ones(3)}, step=1)
+        return super().state_dict()
+
+
+def test_a_save_within_a_save_does_not_wait_for_its_memory(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"object": Noting()}, step=2).wait()
+        pipeline.save({"object": Interrupted(pipeline)}, step=3).wait()
+        pipeline.save({"tensor": torch.ones(3)}, step=4).wait()
+        assert [info.step for info in pipeline.steps() if info.complete] == [2, 3, 4]
 
 
 class Interrupting(SimpleQueue[Any]):

@@ -164,6 +164,7 @@ class Engine(Housekeeping):
             return save
         self._saved_final |= request.final or request.urgent
         self._tasks.start_soon(self._run, save, name=f"save {save.name}")
+        save.interrupts_another = any(map(save.has_the_caller_of, self._active))
         self._active[save] = anyio.Event()
         save.head = head_start(save, self.site, look)
         return save

@@ -187,6 +187,7 @@ class Save(Delivery[FilledBlock]):
         self.captured: Captured | None = None
         self.program: Program | None = None
         self.head: HeadStart | None = None
+        self.interrupts_another = False
 
     def _staged_is_safe(self, staged: Future[None]) -> None:
         error = staged.exception()
@@ -194,6 +195,13 @@ class Save(Delivery[FilledBlock]):
             resolve(self.safe, None)
         else:
             fail(self.safe, error)
+
+    def has_the_caller_of(self, other: Save) -> bool:
+        """Whether it was called in the middle of another's call, which goes on after it only."""
+        callers = self.request.caller, other.request.caller
+        return (
+            all(callers) and self.request.thread == other.request.thread and not other.safe.done()
+        )
 
     def take_up(self, state: PlannedState) -> None:
         """Takes the state and the plan that the copy goes by."""

@@ -295,6 +295,14 @@ class Site(Depot):
             await self.budget.acquire(amount)
 
     def _refuse_deadlock(self, save: Save, amount: int) -> None:
+        if save.interrupts_another:
+            raise UsageError(
+                "This save began inside another of its thread, whose memory it would wait for",
+                step=save.id.step,
+                rank=self.rank,
+                hint="Save when that has returned; a signal handler had better note that it was "
+                "called, as preemption=True does",
+            )
         own = sum(each.blocks for each in self.lent.values() if each.thread == save.request.thread)
         if own and own * self.arena.block_bytes + amount > self.budget.capacity:
             raise UsageError(
