@@ -176,29 +176,34 @@ def trains_until(stop: threading.Event, step: Callable[[], None]) -> int:
     return taken
 
 
+def race(step: Callable[[], None], trainers: int, *saving: Checked) -> None:
+    """Threads that train, beside pipelines that save in turns."""
+    stop, threads = threading.Event(), DaemonThreads()
+    training = [threads.submit(trains_until, stop, step) for _ in range(trainers)]
+    try:
+        began, number = time.monotonic(), 0
+        while time.monotonic() < began + SECONDS:
+            saving[number % len(saving)].save(number)
+            number += 1
+        for checked in saving:
+            checked.finish()
+    finally:
+        stop.set()
+    assert all(each.result(PATIENCE) > 0 for each in training)
+
+
 @pytest.mark.parametrize("name", MODES)
 def test_threads_that_train_under_the_lock_beside_one_that_saves(
     name: str, store: Stores, seed: int
 ) -> None:
     training, mode = Training(seed), MODES[name]
-    stop, threads = threading.Event(), DaemonThreads()
     with opened(store, training, mode) as pipeline:
 
         def step() -> None:
             with pipeline.lock.mutating():
                 training.step()
 
-        checked = Checked(pipeline, training, mode["until"])
-        trainers = [threads.submit(trains_until, stop, step) for _ in range(2)]
-        try:
-            began, number = time.monotonic(), 0
-            while time.monotonic() < began + SECONDS:
-                checked.save(number)
-                number += 1
-            checked.finish()
-        finally:
-            stop.set()
-        assert all(trainer.result(PATIENCE) > 0 for trainer in trainers)
+        race(step, 2, Checked(pipeline, training, mode["until"]))
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -223,7 +228,6 @@ def test_two_pipelines_that_share_a_lock_beside_a_thread_that_trains(
     name: str, store: Stores, seed: int
 ) -> None:
     training, mode = Training(seed), MODES[name]
-    stop, threads = threading.Event(), DaemonThreads()
     with (
         stores() as other,
         opened(store, training, mode) as first,
@@ -234,15 +238,4 @@ def test_two_pipelines_that_share_a_lock_beside_a_thread_that_trains(
             with first.lock.mutating():
                 training.step()
 
-        both = [Checked(each, training, mode["until"]) for each in (first, second)]
-        trainer = threads.submit(trains_until, stop, step)
-        try:
-            began, number = time.monotonic(), 0
-            while time.monotonic() < began + SECONDS:
-                both[number % 2].save(number)
-                number += 1
-            for checked in both:
-                checked.finish()
-        finally:
-            stop.set()
-        assert trainer.result(PATIENCE) > 0
+        race(step, 1, *(Checked(each, training, mode["until"]) for each in (first, second)))
