@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,6 +22,9 @@ from ckpipe.tasks._threads import FrameMark, callers
 
 # The function that torch wraps around the step of every optimizer class, and that calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
+
+Guarded = Optimizer | Iterable[Optimizer] | None
+"""One optimizer that is to be guarded, or several, or none."""
 
 _ends_of_holds: weakref.WeakSet[Any] = weakref.WeakSet()
 """The hooks of all guards behind the step."""
@@ -86,16 +89,24 @@ def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
     """
     if not optimizers:
         raise UsageError("No optimizer was given to guard")
-    check_optimizers(optimizers)
+    _check(optimizers)
     return StepGuard(lock, optimizers)
 
 
-def check_optimizers(optimizers: tuple[object, ...]) -> None:
-    """Looks whether all of them can be guarded.
+def optimizers_of(guarded: Guarded) -> tuple[Optimizer, ...]:
+    """The optimizers that are to be guarded.
 
     Raises:
         UsageError: If one is no optimizer.
     """
+    if guarded is None:
+        return ()
+    found = tuple(guarded) if isinstance(guarded, Iterable) else (guarded,)
+    _check(found)
+    return found
+
+
+def _check(optimizers: Iterable[object]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
@@ -204,4 +215,4 @@ def _belongs_to_compiler(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch._dynamo")
 
 
-__all__ = ["StepGuard", "check_optimizers", "guard"]
+__all__ = ["Guarded", "StepGuard", "guard", "optimizers_of"]

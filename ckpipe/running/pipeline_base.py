@@ -8,10 +8,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
+from ckpipe.locking.guard import Guarded
 from ckpipe.locking.lock import StateLock
 from ckpipe.running.call_arguments import location
 from ckpipe.running.ledger import Statistics
-from ckpipe.running.pipeline_core import Guarded, Hook, PipelineCore
+from ckpipe.running.pipeline_core import Hook, PipelineCore
 from ckpipe.settings import Settings
 
 

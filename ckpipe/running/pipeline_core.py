@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from ckpipe.format import checksum
 from ckpipe.format.keys import LabelFilter
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.loads.restore import LoadRequest
-from ckpipe.locking.guard import StepGuard, check_optimizers, guard
+from ckpipe.locking.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.locking.lock import StateLock, lock_of
 from ckpipe.memory import cuda
 from ckpipe.ranks.preemption import Preemption, SignalWatch
@@ -50,8 +50,6 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Event)
 Hook = Callable[[E], object]
 """A function or coroutine function of the user's that takes an event."""
-
-Guarded = Optimizer | Iterable[Optimizer] | None
 
 
 class PipelineCore:
@@ -92,7 +90,7 @@ class PipelineCore:
         self._engine: Engine | None = None
         self._served: Future[None] | None = None
         self._forgotten: weakref.finalize[..., PipelineCore] | None = None
-        self._guarded = _optimizers(guards)
+        self._guarded = optimizers_of(guards)
         self._process = os.getpid()
         self._closing = False
 
@@ -390,12 +388,3 @@ class PipelineCore:
         past = self._ledger.describe(engine.under_way() if engine else [])
         inside = engine.describe() if engine and self._loop else "closed"
         return f"{self.settings.url} [{inside}{' | ' if past else ''}{past}]"
-
-
-def _optimizers(guards: Guarded) -> tuple[Optimizer, ...]:
-    if guards is None:
-        return ()
-    found = tuple(guards) if isinstance(guards, Iterable) else (guards,)
-    if found:
-        check_optimizers(found)
-    return found
