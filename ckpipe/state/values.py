@@ -13,7 +13,7 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -94,9 +94,11 @@ def _encode_path(value: pathlib.PurePath) -> Json:
 
 
 def _encode_numpy_scalar(value: np.generic) -> Json:
-    if value.dtype.hasobject or value.dtype.fields:
+    dtype = value.dtype
+    if dtype.hasobject or dtype.fields or (dtype.itemsize == 0 and dtype.kind not in "SU"):
         raise NotInline
-    return ["numpy", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+    raw = value.tobytes()[: dtype.itemsize]  # numpy gives an empty text four bytes
+    return ["numpy", dtype.str, base64.b64encode(raw).decode()]
 
 
 _ENCODERS: dict[type[Any], Callable[[Any], Json]] = {
@@ -173,12 +175,19 @@ def _decode_enum(path: str, name: str) -> enum.Enum:
     return member
 
 
+_UTF32 = {"<": "utf-32-le", ">": "utf-32-be"}
+
+
 def _decode_numpy(dtype: str, text: str) -> np.generic:
-    array = np.frombuffer(_decode_bytes(text), dtype=plain_numpy_dtype(dtype))
-    scalar: np.generic = array[0]
-    if array.size != 1:
-        raise ValueError(dtype)
-    return scalar
+    raw = _decode_bytes(text)
+    kind = np.dtype(dtype)
+    # An array would drop the NULs at the end of a text.
+    if kind.kind == "S" and len(raw) == kind.itemsize:
+        return np.bytes_(raw)
+    if kind.kind == "U" and len(raw) == kind.itemsize:
+        return np.str_(raw.decode(_UTF32[kind.str[0]], "surrogatepass"))
+    (scalar,) = np.frombuffer(raw, dtype=plain_numpy_dtype(dtype))
+    return cast("np.generic", scalar)
 
 
 def plain_numpy_dtype(text: str) -> np.dtype[Any]:
