@@ -100,10 +100,11 @@ class Pipeline(PipelineBase):
                 checkpoint is durable. ``"captured"`` returns when all is copied but what guarded
                 optimizers own: their parameters and the tensors of their state. These are copied
                 while forward and backward run, and only a guarded ``step()``, or
-                ``lock.mutating()``, waits for what is left. Nothing else may change them: what
-                writes through ``.data`` or numpy, and a fused step of an optimizer that is not
-                guarded, is not counted by torch and so not noticed. Swap averaged weights in and
-                out under ``lock.mutating()``. A step's hyperparameters are copied before.
+                ``lock.mutating()``, waits for what is left. Nothing else may change them: torch
+                counts no writes through ``.data`` or numpy, nor fused steps of an optimizer that
+                is not guarded, so that on a device they are not noticed, and in host memory by a
+                sample of 64 bytes of each tensor. Swap averaged weights in and out under
+                ``lock.mutating()``. A step's hyperparameters are copied before.
             final: Whether this is the run's final checkpoint.
             include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
                 there is a warning of those that name nothing.

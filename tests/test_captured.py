@@ -263,6 +263,39 @@ def test_memory_that_is_exchanged_outside_of_the_step_fails_the_save(
         assert is_free(pipeline.lock)
 
 
+@pytest.mark.parametrize("width", [200, 20])  # copied one by one, and many in one call
+@pytest.mark.parametrize(
+    "uncounted",
+    [
+        lambda weight: weight.data,
+        lambda weight: weight.detach().numpy(),
+        lambda weight: torch.utils.dlpack.from_dlpack(weight.detach()).data,
+    ],
+    ids=["data", "numpy", "dlpack"],
+)
+def test_writes_that_torch_does_not_count_fail_the_save(
+    store: Stores, slow: SlowCopies, uncounted: Any, width: int
+) -> None:
+    training = Training(width)
+    weight, *_ = weights = list(training.model.parameters())
+    state = {"weights": weights, "optimizer": training.optimizer}
+    with open_pipeline(store, training) as pipeline:
+        for step in range(2):  # with a plan to be made, and with one that is there
+            slow.reached.clear()
+            slow.go_on.clear()
+            handle = pipeline.save(state, step=step, until="captured")
+            assert slow.reached.wait(PATIENCE)
+            version = weight._version
+            uncounted(weight)[:] = step + 5.0  # as a swap of averaged weights does
+            assert weight._version == version
+            slow.go_on.set()
+            with pytest.raises(errors.StateChanged, match=r"weights\.0"):
+                handle.wait()
+        assert is_free(pipeline.lock)
+        pipeline.save(state, step=2, until="captured").wait()
+        assert torch.equal(load(pipeline, 2)["weights"][0], weight)
+
+
 def test_a_cancelled_save_lets_the_trainer_go(store: Stores, slow: SlowCopies) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:

@@ -212,7 +212,7 @@ def test_a_division_serves_until_something_changes(
     facts = OwnedFacts(owned_tensors([optimizer]), captured.objects)
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     program = Program(plan, (), Cargo(plan.files, plan.layout, ()), "")
-    division = Division(captured.tensors, program, facts, [], [])
+    division = Division(captured.tensors, program, facts, [], [], [])
     again = trail.follow(state, LabelFilter())
     assert again is not None
     assert division.serves(again, program, owned_tensors([optimizer]))

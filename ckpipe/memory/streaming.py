@@ -102,15 +102,22 @@ def streaming_copy() -> Move | None:
 
 
 @functools.cache
-def streaming_gather() -> Gather | None:
+def streaming_gather(*, lets_go: bool = True) -> Gather | None:
     """Makes a copy of many pieces, of any sizes; None where there can be none.
 
-    It lets the interpreter's lock go, once, and whoever calls it keeps the memory alive.
+    Whoever calls it keeps the memory alive.
+
+    Args:
+        lets_go: Whether it lets the interpreter's lock go, once; few bytes are copied sooner than
+            the lock is had again.
     """
     address = loaded(_GATHER)
     if address is None:
         return None
-    function = _GATHER_TYPE(address)
+    prototype = ctypes.CFUNCTYPE if lets_go else ctypes.PYFUNCTYPE
+    function = prototype(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+        address
+    )
 
     def gather(target: int, sources: array[int], sizes: array[int]) -> None:
         function(target, sources.buffer_info()[0], sizes.buffer_info()[0], len(sources))
@@ -119,8 +126,5 @@ def streaming_gather() -> Gather | None:
 
 
 _COPY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_GATHER_TYPE = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)
 
 __all__ = ["LEAST_BYTES", "Gather", "Move", "streaming_copy", "streaming_gather"]

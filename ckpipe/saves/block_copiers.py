@@ -25,7 +25,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from ckpipe.errors import StateChanged
 from ckpipe.locking.lock import Fence
 from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.watching import Watch
+from ckpipe.locking.watching import Sample, Watch
 from ckpipe.saves.copying import BlockPlan, fill_block, tensors_of
 from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.captured import Captured
@@ -60,11 +60,13 @@ class Piece:
         filled: The block.
         work: What to copy into it now.
         last: Whether the block is filled then.
+        sample: Of what is copied late, some bytes, which must be what they were.
     """
 
     filled: FilledBlock
     work: BlockPlan
     last: bool = True
+    sample: Sample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +231,9 @@ class BlockCopiers:
                 ends = self._fill(piece)
             else:
                 with self._turn.reading():
-                    held = self._held_in_place(piece.work)
+                    held = self._held_unchanged(piece, self._watch)
                     ends = self._fill(piece)
-                    self._held_in_place(piece.work)
+                    self._held_unchanged(piece, self._watch)
             if ends:
                 launched.append(_Launched(piece, ends, held))
             else:
@@ -248,19 +250,22 @@ class BlockCopiers:
         fill()
         return ()
 
-    def _held_in_place(self, work: BlockPlan) -> list[torch.UntypedStorage]:
+    def _held_unchanged(self, piece: Piece, watch: Watch) -> list[torch.UntypedStorage]:
         """The memory of tensors that are copied late, which nobody frees while it is held.
 
         Raises:
-            StateChanged: If one does not lie any more where it was captured: a program has given
-                it other memory, which torch does not count as a change.
+            StateChanged: If one does not lie any more where it was captured, as a program has given
+                it other memory, or its sample is another; torch counts neither as a change.
         """
         leaves, memory = self._state.tensors, self._state.memory
         held = []
-        for number in tensors_of(work):
+        for number in tensors_of(piece.work):
             held.append(memory[number].untyped_storage())
             if memory[number].data_ptr() != leaves[number].address:
                 raise _changed_beside(leaves[number])
+        changed = None if piece.sample is None else watch.changed_in(piece.sample)
+        if changed is not None:
+            raise _changed_beside(changed)
         return held
 
     def _devices_of(self, work: BlockPlan) -> set[str]:

@@ -8,6 +8,7 @@ import torch
 
 from ckpipe.format.cargo import Cargo
 from ckpipe.locking.ownership import OwnedFacts
+from ckpipe.locking.watching import Sample
 from ckpipe.plans.planning import RankPlan
 from ckpipe.saves.copying import BlockPlan
 from ckpipe.state.captured import Captured
@@ -41,6 +42,7 @@ class Division:
         facts: What was known of the tensors that optimizers own; None if not enough.
         owned: The numbers of the leaves that are copied later, in order.
         halves: For each block, its work before and after.
+        samples: For each block, of what is copied after; it tells if that was changed before.
     """
 
     leaves: list[TensorLeaf]
@@ -48,6 +50,7 @@ class Division:
     facts: OwnedFacts | None
     owned: list[int]
     halves: list[tuple[BlockPlan, BlockPlan]]
+    samples: list[Sample]
 
     @property
     def all_later(self) -> bool:

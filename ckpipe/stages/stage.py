@@ -15,12 +15,12 @@ from ckpipe.events import Staged
 from ckpipe.loads.selecting import unmatched
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
-from ckpipe.locking.watching import Watch
+from ckpipe.locking.watching import Sample, Watch
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams
 from ckpipe.plans.planning import fingerprint
 from ckpipe.saves.block_copiers import BlockCopiers, Outlet, Piece
-from ckpipe.saves.copying import BlockPlan, split_block
+from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.saves.site import Site
@@ -126,7 +126,7 @@ def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> De
     division = _division(save, site, captured, program)
     if not division.all_later:
         return None
-    watch = Watch(captured, division.owned)
+    watch = Watch(captured, division.owned, division.samples)
     turn.defer(site.settings.lock.max_step_wait_seconds)
     return Deferral(program, division, watch) if _captured(save) else None
 
@@ -225,7 +225,7 @@ async def _copy_beside_training(
         soon, late = _pieces(save, program, division)
         copiers.add(soon)
         await copiers.finish()
-        copiers.defer(Watch(captured, division.owned), grace)
+        copiers.defer(Watch(captured, division.owned, division.samples), grace)
         _captured(save)
     copiers.add(late)
     await copiers.finish()
@@ -235,13 +235,14 @@ async def _copy_beside_training(
 def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piece], list[Piece]]:
     """The pieces to copy at once, and those to copy later."""
     soon, late = [], []
-    for plan, block, halves in zip(program.blocks, save.blocks, division.halves, strict=True):
+    for plan, block, (at_once, later), sample in zip(
+        program.blocks, save.blocks, division.halves, division.samples, strict=True
+    ):
         filled = FilledBlock(plan, block)
-        at_once, later = halves
         if at_once.steps:
             soon.append(Piece(filled, at_once, last=not later.steps))
         if later.steps or not at_once.steps:
-            late.append(Piece(filled, later))
+            late.append(Piece(filled, later, sample=sample))
     return soon, late
 
 
@@ -257,7 +258,9 @@ def _division(save: Save, site: Site, captured: Captured, program: Program) -> D
         facts = OwnedFacts(tensors, captured.objects)
     except RuntimeError:  # such as that there are no strides
         facts = None
-    site.division = made = Division(captured.tensors, program, facts, sorted(owned), halves)
+    samples = [Sample(captured.tensors, tensors_of(later)) for _, later in halves]
+    made = Division(captured.tensors, program, facts, sorted(owned), halves, samples)
+    site.division = made
     return made
 
 
