@@ -71,10 +71,21 @@ def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
 
 
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_registered_or_told_without_cuda_or_wish(
-    registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_registered_without_cuda_or_wish_and_the_log_says_so_once(
+    registrar: Registrar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "ckpipe")
     Arena(BLOCK, Pinning("never")).take()
+    assert caplog.messages == []
     monkeypatch.setattr(cuda, "in_use", lambda: False)
-    Arena(BLOCK, Pinning()).take()
+    pinning = Pinning()
+    for _ in range(2):
+        Arena(BLOCK, pinning).take()
     assert registrar.asked == 0
+    (told,) = caplog.messages
+    assert "pageable" in told
+    assert "does not use CUDA" in told
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    registrar.most = 0
+    with pytest.warns(RuntimeWarning, match="cudaErrorMemoryAllocation"):
+        Arena(BLOCK, pinning).take()

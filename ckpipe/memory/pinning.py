@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Literal
 
 import torch
 
 from ckpipe.memory import cuda
+
+logger = logging.getLogger("ckpipe")
 
 
 class Pinning:
@@ -20,7 +23,7 @@ class Pinning:
     def __init__(self, mode: Literal["auto", "never"] = "auto") -> None:
         self._mode = mode
         self._pinned: set[int] = set()
-        self._warned = False
+        self._warned = self._mentioned = False
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Registers the memory of a uint8 tensor; pageable memory serves where that fails.
@@ -28,7 +31,10 @@ class Pinning:
         Returns:
             Whether it is registered now.
         """
-        if self._mode == "never" or not cuda.in_use():
+        if self._mode == "never":
+            return False
+        if not cuda.in_use():
+            self._mention("this program does not use CUDA so far")
             return False
         refusal = cuda.register(memory)
         if refusal:
@@ -52,3 +58,9 @@ class Pinning:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _mention(self, why: str) -> None:
+        """Logs it and no more: without a device page-locked memory would be no faster."""
+        if not self._mentioned:
+            self._mentioned = True
+            logger.info("ckpipe stages through pageable memory: %s", why)
