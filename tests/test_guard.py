@@ -349,10 +349,14 @@ def test_a_scheduler_that_wraps_the_step_changes_nothing(lock: StateLock) -> Non
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("what", ["training step", "optimizer step"])
-def test_compiled_steps_run_inside(what: str, lock: StateLock, threads: DaemonThreads) -> None:
+@pytest.mark.parametrize("first", ["guarded", "compiled"])
+def test_compiled_steps_run_inside(
+    what: str, first: str, lock: StateLock, threads: DaemonThreads
+) -> None:
     (parameter,) = parameters(1)
     optimizer = AdamW([parameter], lr=0.1)
-    guard(lock, optimizer)
+    if first == "guarded":
+        guard(lock, optimizer)
 
     def train() -> None:
         (parameter**2).sum().backward()  # type: ignore[no-untyped-call]
@@ -360,6 +364,9 @@ def test_compiled_steps_run_inside(what: str, lock: StateLock, threads: DaemonTh
 
     run = torch.compile(train if what == "training step" else optimizer.step, backend="eager")
     run()
+    if first == "compiled":
+        guard(lock, optimizer)
+        run()
     assert is_free(lock)
     before = parameter.detach().clone()
     capture = Held(threads, lock.capturing)
