@@ -325,8 +325,8 @@ class Link:
         lines = await anyio.to_thread.run_sync(self.process.last_lines)
         said = f"; its log ends with:\n{lines}" if lines else ", and logged nothing"
         return WorkerDied(
-            f"The worker process {self.process.id} is dead: {_cause(failure)}, exit code "
-            f"{self.process.exit_code}{said}",
+            f"The worker process {self.process.id} is dead: {_cause(failure)}, "
+            f"{self.process.describe_end()}{said}",
             hint=f"The next save starts another. The whole log is {self.process.log}",
         )
 

@@ -48,15 +48,15 @@ class WorkerProcess:
     def __init__(self, log_dir: str | None) -> None:
         self.log = _new_log(log_dir)
         self.socket, theirs = socket_pair()
-        self._gone = threading.Event()
+        self._gone, self._burying = threading.Event(), threading.Lock()
+        self._exit_code: int | None = None
         try:
-            self._process = self._started(theirs)
+            self.id = self._started(theirs).pid
         except BaseException:
             close_socket(self.socket)
             raise
         finally:
             close_socket(theirs)
-        self.id = self._process.pid
 
     def _started(self, theirs: socket) -> subprocess.Popen[bytes]:
         """Starts it on a thread of its own, which stays until its end and buries it.
@@ -79,8 +79,10 @@ class WorkerProcess:
             started.set_exception(error)
             return
         started.set_result(process)
-        process.wait()
-        self._gone.set()
+        self._exit_code = _exit_code(process.pid)
+        with self._burying:  # its number is its own until then
+            process.wait()
+            self._gone.set()
 
     def _start(self, theirs: socket) -> subprocess.Popen[bytes]:
         with open(self.log, "wb") as log:
@@ -100,16 +102,21 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends it at once: no instruction of it runs after this, though it may not be gone yet."""
-        self._process.kill()
+        with self._burying, contextlib.suppress(ProcessLookupError):
+            if not self._gone.is_set():
+                os.kill(self.id, signal.SIGKILL)
 
     def ended(self, seconds: float) -> bool:
         """Waits for its end for so long; whether it has ended."""
         return self._gone.wait(seconds)
 
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal; None if it is not known to have ended."""
-        return self._process.returncode
+    def describe_end(self) -> str:
+        """How it ended, as an error says it."""
+        if not self._gone.is_set():
+            return "the system has not ended it yet"
+        if self._exit_code is None:
+            return "exit code unknown, since this program ignores SIGCHLD or has waited for it"
+        return f"exit code {self._exit_code}"
 
     def last_lines(self) -> str:
         """The end of its log."""
@@ -123,6 +130,16 @@ class WorkerProcess:
         """Removes the log, of which nobody needs a word."""
         with contextlib.suppress(OSError):
             self.log.unlink()
+
+
+def _exit_code(process: int) -> int | None:
+    """Waits for the end of a child; its exit code, negative for a signal, None if nobody tells."""
+    try:
+        end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # by now it has ended: waitpid(2), of SIGCHLD
+        return None
+    assert end is not None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def first_environment() -> dict[str, str]:
