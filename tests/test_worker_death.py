@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from lock_actors import PATIENCE, DaemonThreads
 from ranks import settle
+from test_worker_surroundings import PROCESS, customize
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
 from ckpipe import errors
+from ckpipe.worker import worker_link
+from ckpipe.worker.worker_process import WorkerProcess
 
 PATIENT: dict[str, Any] = {"worker": {"mode": "process", "heartbeat_seconds": 600}} | SETTINGS
 
@@ -25,6 +36,40 @@ def held_save(pipeline: ckpipe.SyncPipeline) -> tuple[int, ckpipe.SyncSaveHandle
     worker = worker_of(pipeline)
     os.kill(worker, signal.SIGSTOP)
     return worker, pipeline.save(state_of(2))
+
+
+def process_of(pipeline: ckpipe.SyncPipeline) -> WorkerProcess:
+    """What starts and buries a pipeline's worker."""
+    carrier: Any = pipeline._core.engine.site.carrier
+    process: WorkerProcess = carrier._link.process
+    return process
+
+
+def next_timer(pipeline: ckpipe.SyncPipeline) -> float:
+    """Seconds until a pipeline's event loop does something that nobody has asked it for."""
+    core: Any = pipeline._core
+
+    def look() -> float:
+        loop = asyncio.get_running_loop()
+        timers = [each for each in loop._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
+        return float(min(each.when() for each in timers) - loop.time())
+
+    return float(core._loop.at_once(look))
+
+
+def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(tmp_path: Path) -> None:
+    took, timers = [], []
+    with ckpipe.SyncPipeline(tmp_path, **PATIENT) as pipeline:
+        for _ in range(3):  # the machine may have other things to do
+            worker, handle = held_save(pipeline)
+            timers.append(next_timer(pipeline))
+            killed = time.monotonic()
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(errors.WorkerDied, match="exit code -9"):
+                handle.wait(PATIENCE)
+            took.append(time.monotonic() - killed)
+    assert statistics.median(took) < 1
+    assert min(timers) > 30
 
 
 @pytest.fixture
@@ -40,5 +85,69 @@ def test_an_exit_code_that_nobody_tells_is_not_made_up(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, **PATIENT) as pipeline:
         worker, handle = held_save(pipeline)
         os.kill(worker, signal.SIGKILL)
-        with pytest.raises(errors.WorkerDied, match="exit code unknown.*SIGCHLD"):
+        with pytest.raises(errors.WorkerDied, match=r"exit code unknown.*SIGCHLD"):
             handle.wait(timeout=30)
+
+
+TRACER = """
+import ctypes, os, sys
+call = ctypes.CDLL(None, use_errno=True).ptrace
+call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 0x4206, 0x40
+refused = call(PTRACE_SEIZE, int(sys.argv[1]), None, PTRACE_O_TRACEEXIT)
+print(os.strerror(ctypes.get_errno()) if refused else "", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def kept_from_ending(process: int) -> Iterator[None]:
+    """A process that is killed meanwhile stays with all it has, as one that waits for a disk.
+
+    The system lets its tracer look at it before it ends: ptrace(2).
+    """
+    command = [sys.executable, "-c", TRACER, str(process)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as tracer:
+        assert tracer.stdout is not None
+        if refused := tracer.stdout.readline().strip():
+            pytest.skip(f"no process may be traced here: {refused}")
+        yield
+
+
+@pytest.fixture
+def soon_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not end is left to the system soon; any process may trace it."""
+    monkeypatch.setattr(worker_link, "REAP_SECONDS", 0.1)
+    anybody = "import ctypes\nctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))\n"
+    customize(tmp_path, monkeypatch, anybody)
+
+
+@pytest.mark.usefixtures("soon_left")
+def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = ckpipe.SyncPipeline(tmp_path / "run", **PROCESS)
+    opened.__enter__()
+    opened.save(state_of(1)).wait()
+    settle(opened)
+    worker, process = worker_of(opened), process_of(opened)
+    with kept_from_ending(worker):
+        DaemonThreads().submit(opened.__exit__, None, None, None).result(PATIENCE)
+        assert psutil.pid_exists(worker)
+        assert f"process {worker} was killed and does not end" in caplog.text
+    assert process.ended(PATIENCE), "nobody waits for it any more"
+
+
+@pytest.mark.usefixtures("soon_left")
+def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
+        (worker, handle), process = held_save(pipeline), process_of(pipeline)
+        with kept_from_ending(worker):
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(errors.WorkerDied, match="not ended it yet"):
+                handle.wait(PATIENCE)
+            pipeline.save(state_of(3)).wait(PATIENCE)
+            assert psutil.pid_exists(worker)
+        assert process.ended(PATIENCE), "nobody waits for it any more"

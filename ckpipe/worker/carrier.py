@@ -237,7 +237,7 @@ class WorkerCarrier:
             with anyio.move_on_after(GIVE_UP_SECONDS):
                 await errand.ended.wait()
             if not errand.ended.is_set():
-                link.process.kill()
+                link.kill()
                 await errand.ended.wait()
 
     async def close(self) -> None:

@@ -100,6 +100,7 @@ class Link:
         self._ready = self._closing = False
         self._heard = time.monotonic()
         self._failure: Exception | None = None
+        self._killed, self._listening = anyio.Event(), anyio.CancelScope()
         self.ending = False
         self.over = anyio.Event()
         self._channel.post(hello)
@@ -193,7 +194,9 @@ class Link:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._channel.serve, name="worker channel")
                 tasks.start_soon(self._watch, name="watch of the worker")
-                await self._listen()
+                tasks.start_soon(self._let_go, name="end of the worker")
+                with self._listening:
+                    await self._listen()
                 left = False
                 tasks.cancel_scope.cancel()
         finally:
@@ -276,7 +279,7 @@ class Link:
                 await anyio.sleep(limit)  # it is gone, or has spoken while we looked
             elif self._is_lost(before, now, silent):
                 self._failure = _silent(silent, ready=self._ready)
-                self.process.kill()
+                self.kill()
                 return
             else:
                 before = now
@@ -297,20 +300,41 @@ class Link:
         if late > seconds / 2:
             self._heard += late
 
+    def kill(self) -> None:
+        """Kills the worker. One that the system does not end is soon left to the system."""
+        self.process.kill()
+        self._killed.set()
+
+    async def _let_go(self) -> None:
+        await self._killed.wait()
+        await anyio.sleep(REAP_SECONDS)  # its socket ends with it, unless it waits for a device
+        self._listening.cancel()
+
     async def _bury(self) -> None:
         """Sees to it that the process is gone, and fails what it left undone."""
-        process = self.process
-        gone = await anyio.to_thread.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0)
+        gone = not self._listening.cancel_called and await self._reaped()
         if not gone:
-            process.kill()
-            await anyio.to_thread.run_sync(process.ended, REAP_SECONDS)
+            logger.error(
+                "The worker process %d was killed and does not end. It will once the device that "
+                "it waits for answers; look at the disk and at /proc/%d/stack",
+                self.process.id,
+                self.process.id,
+            )
         if self._closing and not self._errands and self._failure is None:
-            await anyio.to_thread.run_sync(process.forget_log)
+            if gone:
+                await anyio.to_thread.run_sync(self.process.forget_log)
             return
         error = await self._obituary()
         if not self._errands:
             logger.warning("%s", error)
         self._end_all(error)
+
+    async def _reaped(self) -> bool:
+        process = self.process
+        if await anyio.to_thread.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0):
+            return True
+        process.kill()
+        return await anyio.to_thread.run_sync(process.ended, REAP_SECONDS)
 
     def _end_all(self, error: Exception) -> None:
         for errand in self._errands.values():
@@ -336,13 +360,13 @@ class Link:
         """Ends the worker: lets it finish for so long, then has it give up, then kills it."""
         self._closing = True
         if self.idle:
-            self.process.kill()  # it has nothing to lose
+            self.kill()  # it has nothing to lose
         else:
             self._channel.post(Finish())
         if not await self._over_within(seconds):
             self._channel.post(Stop())
             if not await self._over_within(seconds):
-                self.process.kill()
+                self.kill()
         await self.over.wait()
 
     async def _over_within(self, seconds: float) -> bool:
