@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,11 @@ def test_a_pipeline_whose_loop_has_failed_can_be_left(tmp_path: Path) -> None:
     assert core._served is not None
     core._loop.at_once(core.engine._tasks.start_soon, fail)
     core._served.exception(30)
-    with pytest.raises(RuntimeError, match="not active"):
-        pipeline.save({"w": 1})
+    calls: list[Callable[[], object]] = [lambda: pipeline.save({"w": 1}), pipeline.load]
+    for call in calls:
+        with pytest.raises(errors.PipelineClosed, match=r"what nobody foresaw.*Leave its") as told:
+            call()
+        assert told.value.__cause__ is core._served.exception()
     with pytest.raises(ExceptionGroup) as caught:
         pipeline.__exit__(None, None, None)
     assert "what nobody foresaw" in str(caught.value.exceptions)

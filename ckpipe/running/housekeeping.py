@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from typing import Literal
 
+from anyio.abc import TaskGroup
+
 from ckpipe.checkpoints import pruning
 from ckpipe.checkpoints.discovery import discover, read_index
 from ckpipe.checkpoints.healing import find_healed, healed, newest_healed
@@ -23,6 +25,13 @@ _PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"
 
 class Housekeeping(abc.ABC):
     """Discovery and housekeeping of one pipeline, on its loop."""
+
+    _tasks: TaskGroup
+
+    @property
+    def serves(self) -> bool:
+        """Whether nothing has ended it: no call to stop, and no failure; for any thread."""
+        return not self._tasks.cancel_scope.cancel_called
 
     @property
     @abc.abstractmethod

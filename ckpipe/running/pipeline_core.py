@@ -40,7 +40,7 @@ from ckpipe.running.call_arguments import (
 from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.ledger import Ledger, Statistics
-from ckpipe.running.unseen_failures import raise_or_warn, tell_forgotten
+from ckpipe.running.unseen_failures import has_failed, raise_or_warn, tell_forgotten
 from ckpipe.saves.caller import Caller
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
@@ -186,7 +186,7 @@ class PipelineCore:
         """What lives on the loop.
 
         Raises:
-            PipelineClosed: If the pipeline is not open.
+            PipelineClosed: If the pipeline is not open, or has failed.
         """
         if self._loop is None or self._engine is None:
             state = "is not open yet" if self._engine is None else "is closed"
@@ -194,6 +194,8 @@ class PipelineCore:
                 f"The pipeline {state}", hint="Use it inside its (async) with block"
             )
         self._check_process()
+        if self._served is not None and not self._closing and not self._engine.serves:
+            raise has_failed(self._served)
         return self._engine
 
     def _check_process(self) -> None:
@@ -262,8 +264,8 @@ class PipelineCore:
 
     def give_back(self, save: Save, held: list[FilledBlock]) -> None:
         """Gives staging memory back that a caller has looked at; blocking."""
-        if self._loop is not None:  # else it went with the pipeline
-            self._loop.submit(self.engine.release_staged, save, held).result()
+        if self._loop is not None and self._engine is not None:  # else it went with the pipeline
+            self._loop.submit(self._engine.release_staged, save, held).result()
 
     # Saves and loads
 

@@ -7,8 +7,10 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Literal
 
+from ckpipe.errors import PipelineClosed, first_error
 from ckpipe.saves.saving import Save
 
 logger = logging.getLogger("ckpipe")
@@ -25,6 +27,23 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
         for other in failures[1:]:
             error.add_note(f"Besides: {other!r}")
         raise error
+
+
+def has_failed(served: Future[None]) -> PipelineClosed:
+    """What whoever goes on using a pipeline is told once something has ended its event loop.
+
+    Args:
+        served: What the loop was there for.
+    """
+    error = served.exception() if served.done() and not served.cancelled() else None
+    first = first_error(error) if isinstance(error, Exception) else error
+    why = "" if first is None else f": {first!r}"
+    closed = PipelineClosed(
+        f"The pipeline has failed{why}",
+        hint="Leave its (async) with block, which raises all that went wrong, and open another one",
+    )
+    closed.__cause__ = error
+    return closed
 
 
 def tell_forgotten(url: str, process: int, under_way: Callable[[], Iterable[Save]]) -> None:
