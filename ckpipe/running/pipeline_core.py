@@ -142,8 +142,9 @@ class PipelineCore:
             self._shut(LoopThread.abandon)
             raise
         self._forgotten = weakref.finalize(
-            self, tell_forgotten, str(self.settings.url), self._process, self._engine.under_way
-        )
+            self, tell_forgotten, str(self.settings.url), self._process, self._engine.under_way,
+            outlived=self._engine.site.carrier.outlives,
+        )  # fmt: skip
 
     def close(self, *, failed: bool) -> list[Exception]:
         """Lets saves finish and closes; returns failures that nobody has seen; blocking.

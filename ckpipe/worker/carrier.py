@@ -93,6 +93,11 @@ class WorkerCarrier:
         """The worker's, if there is one."""
         return None if self._link is None or self._link.ending else self._link.process.id
 
+    @property
+    def outlives(self) -> bool:
+        """See :class:`~ckpipe.saves.carrying.Carrier`."""
+        return self._settings.survive
+
     def start(self, tasks: TaskGroup) -> None:
         """Starts the first worker in the background, so that no save waits for it.
 
