@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from pathlib import Path
+from typing import Any
 
 import anyio
 import held_store
 import pytest
+import torch.distributed as dist
+from gang import gang, tell, told
 from pipelines import same
 from sampling import EVERY
 from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worker_of
@@ -126,6 +129,39 @@ def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) 
     await_end(process)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert [info.step for info in pipeline.steps() if info.complete] == [1, 2]
+
+
+def resume(case: dict[str, Any]) -> None:
+    """Loads what is newest, as one of several ranks, each of which waits as long as it is told."""
+    worker = {"resume_wait_seconds": case["waits"][dist.get_rank()]}
+    with ckpipe.SyncPipeline(case["root"], worker=worker, **SETTINGS) as pipeline:
+        result = pipeline.load(per_rank="rank0")
+        assert result is not None
+        assert same(result.state, state_of(result.step))
+        tell(case, loaded=result.step)
+
+
+def test_ranks_that_start_again_wait_once_for_a_worker_and_not_for_ever(
+    mortal: Trainers, tmp_path: Path
+) -> None:
+    root, ranks, long = tmp_path / "run", 4, 3600.0
+    held_store.install(tmp_path)
+    with gang() as world, ThreadPoolExecutor(1) as threads:
+
+        def launch(*waits: float) -> Future[list[int | None]]:
+            name = "test_worker_survival:resume"
+            return threads.submit(world.run, name, root, ranks, waits=waits)
+
+        with held_store.held(root):
+            case = {"url": f"held://{root}", "path": [str(tmp_path)]}
+            _, worker = mortal.run(root, "kill", stopped=False, **case)
+            held_store.lease_taken(root)
+            # Whoever has waited long enough decides for those who would wait on.
+            assert launch(long, 0.2, long, long).result(60) == [0] * ranks
+            waiting = launch(*[long] * ranks)
+        assert waiting.result(60) == [0] * ranks
+    assert told(root, "loaded") == {rank: [1, 2] for rank in range(ranks)}
+    await_end(worker)
 
 
 FORGETFUL = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 import anyio
 
@@ -22,7 +23,12 @@ logger = logging.getLogger("ckpipe")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 
-async def until_finished(backend: Backend, which: int | str | None, seconds: float) -> None:
+async def until_finished(
+    backend: Backend,
+    which: int | str | None,
+    seconds: float,
+    decided: Callable[[], Awaitable[bool]] | None = None,
+) -> None:
     """Waits until nobody is finishing a checkpoint that a load might take.
 
     Costs one list if nobody holds a lease on anything. Where leases cannot be told from old ones,
@@ -33,10 +39,13 @@ async def until_finished(backend: Backend, which: int | str | None, seconds: flo
         backend: The store.
         which: The step or id to be loaded; None for the newest.
         seconds: How long to wait at most.
+        decided: Tells whether another rank has decided meanwhile what all load.
     """
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     told = False
     while names := await _unfinished(backend, which):
+        if decided is not None and await decided():
+            return
         left = until - time.monotonic()
         if left <= 0:
             logger.warning("Not waited for longer: %s", ", ".join(names))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from ckpipe.checkpoints.discovery import discover
 from ckpipe.checkpoints.healing import find_healed, newest_healed, newest_likely
 from ckpipe.errors import CheckpointIncomplete, InvalidManifest
@@ -30,7 +32,7 @@ async def first_choice(
         StoreError: If the store failed.
     """
     if site.world_size == 1 and which is None and not again:
-        await _until_finished(site, which)
+        await until_finished(site.patient, None, site.settings.worker.resume_wait_seconds)
         return await newest_likely(site.patient)
     if site.world_size == 1 or question is None:
         return await _found(site, which)
@@ -46,21 +48,24 @@ async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
     return [each for each in await discover(site.patient) if each.complete and each.key < info.key]
 
 
-async def _found(site: Site, which: int | str | None) -> CheckpointInfo | None:
-    await _until_finished(site, which)
+async def _found(
+    site: Site,
+    which: int | str | None,
+    decided: Callable[[], Awaitable[bool]] | None = None,
+) -> CheckpointInfo | None:
+    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds, decided)
     if which is None:
         return await newest_healed(site.patient)
     return await find_healed(site.patient, which)
 
 
-async def _until_finished(site: Site, which: int | str | None) -> None:
-    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds)
-
-
 async def _agreed_on(site: Site, which: int | str | None, question: str) -> CheckpointInfo | None:
+    async def is_decided() -> bool:
+        return await agreed(site.patient, site.attempt, question) is not None
+
     decided = await agreed(site.patient, site.attempt, question)
     if decided is None:
-        found = await _found(site, which)
+        found = await _found(site, which, is_decided)
         proposal = None if found is None else found.id
         decided = (await agree(site.patient, site.attempt, question, proposal),)
     (name,) = decided
