@@ -139,6 +139,37 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
         assert [info.step for info in pipeline.steps()] == [1, 2]
 
 
+TELLS_MODULES = """
+import signal
+first = set(sys.modules)
+def tell(*_):
+    with open({pipe!r}, "w") as pipe:
+        pipe.write("\\n".join(set(sys.modules) - first))
+signal.signal(signal.SIGRTMIN, tell)
+"""
+NEEDED = {"ckpipe", "ckpipe_local", "anyio", "typing_extensions", "aiofiles", "numpy", "awscrt"}
+NEEDED |= {"_awscrt", "__mp_main__"}  # the latter is the worker's own, to multiprocessing
+TRAINERS_OWN = ("pipeline", "sync", "handles", "settings", "running", "locking", "state", "worker")
+
+
+def test_a_worker_has_no_module_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    customize(tmp_path, monkeypatch, TELLS_MODULES.format(pipe=str(pipe)))
+    with ckpipe.SyncPipeline(tmp_path / "run", keep_last=1, **PROCESS) as pipeline:
+        for step in (1, 2):
+            pipeline.save(state_of(step), step=step).wait()
+        settle(pipeline)
+        os.kill(worker_of(pipeline), signal.SIGRTMIN)
+        modules = set(pipe.read_text().split())
+    assert "ckpipe.stages.upload" in modules
+    packages = {each.partition(".")[0] for each in modules} - sys.stdlib_module_names
+    assert packages <= NEEDED, "the program's, or torch"
+    assert not modules & {f"ckpipe.{each}" for each in TRAINERS_OWN}
+
+
 def test_a_worker_of_an_isolated_interpreter_is_isolated_too(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('not meant for this program')")
     script = """
