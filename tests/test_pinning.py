@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from ranks import settle
 
+import ckpipe
 from ckpipe.memory import cuda
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.pinning import Pinning
@@ -40,8 +45,9 @@ def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
     return made
 
 
-def test_a_segment_is_registered_once_for_its_life(registrar: Registrar) -> None:
-    arena = Arena(BLOCK, Pinning())
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_segment_is_registered_once_for_its_life(registrar: Registrar, shared: bool) -> None:
+    arena = Arena(BLOCK, Pinning(), shared=shared)
     arena.reserve(4)
     for _ in range(3):
         blocks = [arena.take() for _ in range(4)]
@@ -51,6 +57,24 @@ def test_a_segment_is_registered_once_for_its_life(registrar: Registrar) -> None
     ((address, size),) = registrar.registered
     assert all(address <= each.address <= address + size - BLOCK for each in blocks)
     arena.close()
+    assert registrar.registered == []
+
+
+def test_what_a_worker_process_maps_is_registered_once_for_its_life(
+    registrar: Registrar, tmp_path: Path
+) -> None:
+    registrar.most = 100
+    settings: dict[str, Any] = {"worker": "process", "staging": {"block_bytes": BLOCK}}
+    with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
+        for step in range(3):
+            pipeline.save({"w": torch.full((BLOCK,), float(step))}, step=step).wait()
+            settle(pipeline)
+        segments = pipeline._core.engine.site.arena._segments
+        assert segments
+        assert all(each.descriptor is not None for each in segments), "the worker has no other"
+        ranges = [(each.tensor.data_ptr(), each.tensor.numel()) for each in segments]
+        assert registrar.registered == ranges
+        assert registrar.asked == len(ranges)
     assert registrar.registered == []
 
 
