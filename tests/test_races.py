@@ -46,8 +46,12 @@ class Counting(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.state[parameter]["average"] = torch.zeros_like(parameter)
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.advance()
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Sets all to the next number."""
         self.number += 1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -91,6 +95,35 @@ class Training:
         self.forward(number)
         self.optimizer.step()
         self.after_step(number)
+
+    def receive(self) -> None:
+        """What a peer does that brings a whole later state: no step of the optimizer is taken."""
+        self.after_step(self.optimizer.number + 1)
+        self.optimizer.advance()
+        self.forward(self.optimizer.number)
+
+    def hook(self, part: int) -> None:
+        """Has step hooks change a half of what the step itself leaves alone."""
+        buffers, ema = list(self.model.buffers())[part::2], self.ema[part::2]
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for buffer in buffers:
+                buffer.fill_(optimizer.number + 1)
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for each in ema:
+                each.fill_(optimizer.number)
+            if part:
+                optimizer.param_groups[0]["lr"].fill_(optimizer.number)
+
+        self.optimizer.register_step_pre_hook(before)
+        self.optimizer.register_step_post_hook(after)
+
+    def look(self) -> None:
+        """What a peer does that sends a whole state."""
+        state = [dict(self.model.state_dict()), self.optimizer.state_dict(), self.ema]
+        numbers = numbers_in(state)
+        assert len(numbers) == 1, f"a transport reads {sorted(numbers)}"
 
 
 def numbers_in(state: Any) -> set[float]:
@@ -176,10 +209,10 @@ def trains_until(stop: threading.Event, step: Callable[[], None]) -> int:
     return taken
 
 
-def race(step: Callable[[], None], trainers: int, *saving: Checked) -> None:
-    """Threads that train, beside pipelines that save in turns."""
+def race(steps: list[Callable[[], None]], *saving: Checked) -> None:
+    """Threads each of which goes on taking steps, beside pipelines that save in turns."""
     stop, threads = threading.Event(), DaemonThreads()
-    training = [threads.submit(trains_until, stop, step) for _ in range(trainers)]
+    training = [threads.submit(trains_until, stop, step) for step in steps]
     try:
         began, number = time.monotonic(), 0
         while time.monotonic() < began + SECONDS:
@@ -203,7 +236,42 @@ def test_threads_that_train_under_the_lock_beside_one_that_saves(
             with pipeline.lock.mutating():
                 training.step()
 
-        race(step, 2, Checked(pipeline, training, mode["until"]))
+        race([step, step], Checked(pipeline, training, mode["until"]))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_transports_that_read_and_write_the_state_beside_one_that_saves(
+    name: str, store: Stores, seed: int
+) -> None:
+    """They have the lock of a live pipeline, and nothing else of it."""
+    training, mode, lock = Training(seed), MODES[name], ckpipe.StateLock()
+
+    def train() -> None:
+        with lock.mutating():
+            training.step()
+
+    def receive() -> None:
+        with lock.mutating():
+            training.receive()
+
+    def send() -> None:
+        with lock.capturing():
+            training.look()
+
+    with opened(store, training, mode, lock) as pipeline:
+        race([train, receive, send], Checked(pipeline, training, mode["until"]))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_guarded_step_whose_own_hooks_change_the_state_beside_one_that_saves(
+    name: str, store: Stores, seed: int
+) -> None:
+    """Who trains takes no lock; its hooks are there before the guard's, and behind them."""
+    training, mode = Training(seed), MODES[name]
+    training.hook(0)
+    with opened(store, training, mode) as pipeline:
+        training.hook(1)
+        race([training.optimizer.step], Checked(pipeline, training, mode["until"]))
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -238,4 +306,4 @@ def test_two_pipelines_that_share_a_lock_beside_a_thread_that_trains(
             with first.lock.mutating():
                 training.step()
 
-        race(step, 1, *(Checked(each, training, mode["until"]) for each in (first, second)))
+        race([step], *(Checked(each, training, mode["until"]) for each in (first, second)))
