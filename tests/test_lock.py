@@ -223,6 +223,30 @@ def test_a_thread_that_works_for_a_capture_counts_as_capturing(
         assert not lock.captures_here()
 
 
+def test_who_captures_saves_past_a_trainer_that_waits_for_it(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    with lock.capturing():
+        trainer = threads.submit(noted, lock.mutating(), [], "")
+        until(lock, waiters=1)
+        saver = threading.get_ident()
+        lock.release_capture(lock.acquire_capture(0, thread=saver))
+        token = asyncio.run(lock.acquire_capture_async(0, thread=saver))
+        lock.release_capture(token)
+    trainer.result(PATIENCE)
+
+
+async def test_the_thread_of_a_task_that_captures_captures_again(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    async with lock.capturing_async():
+        trainer = threads.submit(noted, lock.mutating(), [], "")
+        await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+        with lock.capturing(timeout=0):
+            assert not trainer.done()
+    await asyncio.wrap_future(trainer)
+
+
 # ---- the trainer's own brackets ----
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
@@ -19,13 +21,16 @@ from ckpipe.locking.lock_state import (
     leave,
 )
 
-OWNERS = st.integers(0, 4)
+TRAINERS = st.integers(0, 4)
+LOOPS = st.integers(10, 11)
+THREADS = TRAINERS | LOOPS
 
 
 class LockMachine(RuleBasedStateMachine):
     """Owners arrive and leave as they like; what each event let in is judged at once.
 
-    Leaving stands for a release, a timeout and a cancellation, which are one event.
+    Leaving stands for a release, a timeout and a cancellation, which are one event. A thread that
+    waits does nothing else; one that has an event loop does what the loop's tasks do, too.
     """
 
     tickets = Bundle("tickets")
@@ -35,27 +40,49 @@ class LockMachine(RuleBasedStateMachine):
         self.state = LockState()
         self.next_ticket = 0
         self.arrived: list[Request] = []
+        self.blocking: dict[int, int] = {}
 
-    def arrival(self, side: Side, owner: int) -> int:
+    def arrival(
+        self,
+        side: Side,
+        owner: Hashable = None,
+        *,
+        caller: int,
+        saver: int | None = None,
+        home: int | None = None,
+        blocking: bool = True,
+    ) -> int:
         self.next_ticket += 1
-        request = Request(self.next_ticket, side, owner)
-        if blocks_itself(self.state, request) or self.is_waiting(owner):
+        task = f"task {self.next_ticket}"
+        request = Request(self.next_ticket, side, task if owner is None else owner, saver, home)
+        if blocks_itself(self.state, request) or {caller, home} & self.stopped():
             return self.next_ticket
         before = self.state
         self.arrived.append(request)
+        if blocking:
+            self.blocking[request.ticket] = caller
         self.judge(before, arrive(before, request))
         return self.next_ticket
 
-    def is_waiting(self, owner: int) -> bool:
-        return any(request.owner == owner for request in self.state.waiting)
+    def stopped(self) -> set[int | None]:
+        """The threads that wait."""
+        tickets = {request.ticket for request in self.state.waiting} & self.blocking.keys()
+        return {self.blocking[ticket] for ticket in tickets}
 
-    @rule(target=tickets, owner=OWNERS)
+    @rule(target=tickets, owner=THREADS)
     def trainer_comes(self, owner: int) -> int:
-        return self.arrival(Side.MUTATING, owner)
+        # It relies on going before captures, which ends where it must have some patience.
+        waits = any(request.home == owner for request in self.state.waiting_for(Side.CAPTURING))
+        patient = waits and self.state.passed > PATIENCE // 2
+        return 0 if patient else self.arrival(Side.MUTATING, owner, caller=owner)
 
-    @rule(target=tickets, owner=OWNERS)
+    @rule(target=tickets, owner=THREADS)
     def capture_comes(self, owner: int) -> int:
-        return self.arrival(Side.CAPTURING, owner)
+        return self.arrival(Side.CAPTURING, owner, caller=owner)
+
+    @rule(target=tickets, saver=TRAINERS, home=LOOPS, blocking=st.booleans())
+    def save_comes(self, saver: int, home: int, *, blocking: bool) -> int:
+        return self.arrival(Side.CAPTURING, caller=saver, saver=saver, home=home, blocking=blocking)
 
     @rule(ticket=tickets)
     def anyone_leaves(self, ticket: int) -> None:
@@ -111,6 +138,12 @@ class LockMachine(RuleBasedStateMachine):
         assert newly == set(granted)
         owners_before = {held.owner for held in before.holding}
         entering = [request for request in granted if request.owner not in owners_before]
+        homes = {held.home for held in before.holding}
+        if before.mutator is None:
+            threads = owners_before | homes
+            entering = [
+                each for each in entering if not {each.owner, each.saver} & threads - {None}
+            ]
         waited = before.waiting_for(Side.MUTATING)
         for request in entering:
             if request.side is Side.CAPTURING and waited:
@@ -127,6 +160,12 @@ class LockMachine(RuleBasedStateMachine):
         assert len(trainers) <= 1
         assert not (trainers and captures)
         assert self.state.mutator == next(iter(trainers), None)
+
+    @invariant()
+    def nobody_waits_for_one_that_waits(self) -> None:
+        """Whoever has to let go of a hold can do so."""
+        keepers = {held.owner if held.home is None else held.home for held in self.state.holding}
+        assert not keepers & self.stopped()
 
     @invariant()
     def nobody_is_forgotten(self) -> None:
@@ -186,6 +225,8 @@ def test_a_trainer_that_gives_up_lets_the_captures_behind_it_in() -> None:
 def test_an_owner_enters_again_past_those_who_wait() -> None:
     assert held(after(trainer(1, "t"), trainer(2, "u"), trainer(3, "t"))) == [1, 3]
     assert held(after(capture(1, "a"), trainer(2, "t"), capture(3, "a"))) == [1, 3]
+    assert held(after(capture(1, "a"), trainer(2, "t"), capture(3, "task", saver="a"))) == [1, 3]
+    assert held(after(capture(1, "task", home="a"), trainer(2, "t"), capture(3, "a"))) == [1, 3]
 
 
 def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:

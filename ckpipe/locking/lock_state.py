@@ -9,7 +9,8 @@ another would not. Who may hold what:
   the captures that are already running and for no other.
 * Mutations are granted in the order in which they came.
 * An owner who holds a side gets it again at once, whoever waits, since those who wait cannot
-  be served before that owner is done.
+  be served before that owner is done. So does a capture for which a thread waits that itself
+  captures, or lets go of a capture.
 * Where several trainers hand the lock to each other without a gap, a capture would wait for
   ever; after :data:`PATIENCE` of them have gone first, the waiting captures go once.
 * A capture may be *deferred*: what is left to read is what only trainers with the lock change.
@@ -111,7 +112,7 @@ def arrive(state: LockState, request: Request) -> Transition:
         state: The state before.
         request: Must not block itself; its ticket is new.
     """
-    if any(held.owner == request.owner and held.side is request.side for held in state.holding):
+    if _enters_again(state, request):
         return Transition(replace(state, holding=(*state.holding, request)), (request,))
     return _settle(replace(state, waiting=(*state.waiting, request)))
 
@@ -148,6 +149,14 @@ def forfeitable(state: LockState) -> tuple[Request, ...]:
     if not state.waiting_for(Side.MUTATING) or not all(held.deferred for held in state.holding):
         return ()
     return state.holding
+
+
+def _enters_again(state: LockState, request: Request) -> bool:
+    again = [held for held in state.holding if held.side is request.side]
+    if request.side is Side.MUTATING:
+        return any(held.owner == request.owner for held in again)
+    waits = {request.owner, request.saver} - {None}
+    return any(held.owner in waits or held.home == request.owner for held in again)
 
 
 def _settle(state: LockState) -> Transition:
