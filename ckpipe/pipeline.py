@@ -155,6 +155,11 @@ class Pipeline(PipelineBase):
         Every byte is checked before it reaches its place. Before the first is written, it is
         certain that the checkpoint fits the target and covers it.
 
+        From the first byte that reaches ``into`` to the end, the load holds the mutating side of
+        the lock: it waits for copies of saves, and saves, guarded steps and ``mutating()`` of
+        other threads wait for it. Inside ``lock.mutating()`` it is part of that. A fresh state
+        takes no lock.
+
         Args:
             into: The state to load into, of the same form as the one that was saved; its tensors
                 are filled where they are. None makes a fresh state, on the CPU.
@@ -179,6 +184,8 @@ class Pipeline(PipelineBase):
             TargetMismatch: If the checkpoint does not fit the target, which is untouched then.
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` says whether
                 parts of it had been loaded by then.
+            LockMisuse: If ``into`` is given and this thread is capturing the state, as a
+                ``state_dict`` that a save calls does.
             UnsupportedVersion: If it is of a newer format.
             UnsupportedTopology: With ``fallback``, if other ranks do not say in time whether the
                 checkpoint is whole for them.
@@ -191,6 +198,7 @@ class Pipeline(PipelineBase):
             cast=cast,
             per_rank=per_rank,
             pickle=pickle,
+            blocking=False,
         )
         chosen = None if step is None else which(step)
         return await self._core.run(self._core.engine.load, chosen, request, fallback=fallback)

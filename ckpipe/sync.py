@@ -100,6 +100,7 @@ class SyncPipeline(PipelineBase):
             cast=cast,
             per_rank=per_rank,
             pickle=pickle,
+            blocking=True,
         )
         chosen = None if step is None else which(step)
         return self._core.call(self._core.engine.load, chosen, request, fallback=fallback)

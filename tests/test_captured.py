@@ -337,6 +337,28 @@ def test_a_load_waits_until_all_is_copied(store: Stores, tmp_path: Path) -> None
         assert saved_numbers(load(pipeline, 1)) == {1.0}
 
 
+def test_a_load_breaks_no_copy_that_it_waits_for(
+    store: Stores, slow: SlowCopies, threads: DaemonThreads
+) -> None:
+    training = Training()
+    with open_pipeline(store, training, lock={"max_step_wait_seconds": 1e-6}) as pipeline:
+        slow.go_on.set()
+        pipeline.save(training.state, step=0).wait()
+        training.fill(1)
+        slow.go_on.clear()
+        handle = pipeline.save(training.state, step=1, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        loading = threads.submit(pipeline.load, training.state, step=0)
+        until(pipeline.lock, waiters=1)
+        pipeline.load(step=0)  # which is none of the state's business
+        assert not loading.done()
+        slow.go_on.set()
+        loading.result(PATIENCE)
+        handle.wait()
+        assert saved_numbers(load(pipeline, 1)) == {1.0}
+        assert saved_numbers({**training.state, "model": training.model.state_dict()}) == {0.0}
+
+
 # ---- who owns what ----
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
@@ -19,6 +21,7 @@ from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 
 from ckpipe.errors import LockMisuse, StateLockTimeout
 from ckpipe.locking.lock import StateLock
+from ckpipe.locking.lock_turns import LoadHold
 
 
 @pytest.fixture
@@ -473,6 +476,17 @@ class Soak:
             with self.lock.capturing(PATIENCE):
                 self.copy()
 
+    async def load_in_tasks(self, rounds: int) -> None:
+        for number in range(rounds):
+            hold = LoadHold(self.lock, blocking=False)
+            with anyio.move_on_after(PATIENCE * (number % 3)):
+                await hold.take()
+                value = -random.random()
+                for tensor in self.tensors:
+                    await anyio.lowlevel.checkpoint()
+                    tensor.fill_(value)
+            hold.end()
+
     async def capture_in_tasks(self, rounds: int) -> None:
         for _ in range(rounds):
             async with self.lock.capturing_async(PATIENCE):
@@ -487,7 +501,10 @@ async def test_no_capture_sees_half_a_step(lock: StateLock, threads: DaemonThrea
     work = [threads.submit(soak.train) for _ in range(3)]
     work += [threads.submit(soak.capture) for _ in range(2)]
     try:
-        await soak.capture_in_tasks(rounds=60)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(soak.capture_in_tasks, 60)
+            for _ in range(2):
+                tasks.start_soon(soak.load_in_tasks, 30)
     finally:
         soak.stop.set()
     for future in work:

@@ -19,6 +19,7 @@ from ckpipe.locking.lock_state import (
     defer,
     forfeitable,
     leave,
+    stops_a_load,
 )
 
 TRAINERS = st.integers(0, 4)
@@ -83,6 +84,19 @@ class LockMachine(RuleBasedStateMachine):
     @rule(target=tickets, saver=TRAINERS, home=LOOPS, blocking=st.booleans())
     def save_comes(self, saver: int, home: int, *, blocking: bool) -> int:
         return self.arrival(Side.CAPTURING, caller=saver, saver=saver, home=home, blocking=blocking)
+
+    @rule(target=tickets, caller=THREADS, home=LOOPS, blocking=st.booleans())
+    def load_comes(self, caller: int, home: int, *, blocking: bool) -> int:
+        if blocking and caller == home:
+            return 0  # refused before it gets here
+        return self.arrival(
+            Side.MUTATING,
+            caller if self.state.mutator == caller else None,
+            caller=caller,
+            saver=caller if blocking else None,
+            home=home,
+            blocking=blocking,
+        )
 
     @rule(ticket=tickets)
     def anyone_leaves(self, ticket: int) -> None:
@@ -205,6 +219,11 @@ def capture(ticket: int, owner: str, **threads: str) -> Request:
     return Request(ticket, Side.CAPTURING, owner, threads.get("saver"), threads.get("home"))
 
 
+def load(ticket: int, **threads: str) -> Request:
+    owner = threads.get("inside", f"load {ticket}")
+    return Request(ticket, Side.MUTATING, owner, threads.get("saver"), threads.get("home"))
+
+
 def held(state: LockState) -> list[int]:
     return [request.ticket for request in state.holding]
 
@@ -262,3 +281,31 @@ def test_waiting_for_oneself_is_seen() -> None:
     assert blocks_itself(capturing, trainer(2, "worker"))
     assert blocks_itself(capturing, trainer(2, "loop"))
     assert not blocks_itself(capturing, trainer(2, "t"))
+
+
+def test_a_load_is_a_mutation_of_its_own_or_of_its_caller() -> None:
+    loading = after(load(1, saver="t", home="loop"))
+    assert held(after(capture(2, "a"), trainer(3, "t"), load(4), state=loading)) == [1]
+    assert held(after(trainer(1, "t"), capture(2, "a"), load(3, inside="t"))) == [1, 3]
+
+
+def test_waiting_for_a_load_on_its_own_loop_is_seen() -> None:
+    holding = after(load(1, home="loop"))
+    for state in (holding, after(trainer(1, "u"), load(2, home="loop"))):
+        for request in (trainer(9, "loop"), capture(9, "loop"), load(9, saver="loop", home="b")):
+            assert blocks_itself(state, request)
+            assert stops_a_load(state, request)
+        for request in (
+            trainer(9, "t"),
+            load(9, saver="t", home="loop"),
+            capture(9, "task", saver="loop", home="loop"),  # which waits without its thread
+        ):
+            assert not blocks_itself(state, request)
+    assert not blocks_itself(after(trainer(1, "loop"), load(2, home="loop")), trainer(3, "loop"))
+
+
+def test_a_load_whose_blocked_caller_keeps_a_capture_is_seen() -> None:
+    capturing = after(capture(1, "task", home="t"))
+    assert blocks_itself(capturing, load(2, saver="t", home="loop"))
+    assert not blocks_itself(capturing, load(2, home="loop"))
+    assert not stops_a_load(capturing, load(2, saver="t", home="loop"))

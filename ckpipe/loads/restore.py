@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckpipe.format.trees import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.entry_tables import EntryTable
 from ckpipe.loads.expecting import Expected, expect
+from ckpipe.loads.holding import Hold, NoHold, taken_after
 from ckpipe.loads.load_planning import Read
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
@@ -39,6 +40,7 @@ from ckpipe.loads.targets import Targets
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.tasks.ahead import Ahead
+from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.turns import short_turns
 from ckpipe.types import LoadResult
@@ -58,6 +60,7 @@ class LoadRequest:
         pickling: Whether pickled objects may be made.
         per_rank: What becomes of values that were different on each rank, if the number of ranks
             is another now.
+        hold: What the load takes before anything reaches the target, and whoever asks for it ends.
     """
 
     into: Any | None
@@ -66,6 +69,7 @@ class LoadRequest:
     cast: bool
     pickling: bool
     per_rank: PerRankPolicy = "raise"
+    hold: Hold = field(default_factory=NoHold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class ReadyLoad:
 
     Args:
         bundle: The checkpoint's index.
+        request: What was asked for.
         rank: The rank that loads.
         matched: What fits where.
         stages: Reports of what was done.
@@ -97,6 +102,7 @@ class ReadyLoad:
     """
 
     bundle: Bundle
+    request: LoadRequest
     rank: int
     matched: _Matched
     stages: Mapping[str, StageReport]
@@ -110,11 +116,12 @@ class ReadyLoad:
         Raises:
             CkpipeError: If an object refuses its state.
         """
+        await self.request.hold.take()  # where nothing was read it is not taken yet
         began = time.perf_counter()
         freed = Ahead(partial(anyio.to_thread.run_sync, self.views.clear))
         with _located(self.bundle, self.rank):
             async with freed.started():
-                state = await anyio.to_thread.run_sync(_apply, self.matched)
+                state = await in_thread(_apply, self.matched, self.request.hold)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
         report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
@@ -162,7 +169,8 @@ async def read_all(
         lanes: How many reads run at once.
         rank: The rank that loads.
         world_size: How many ranks load.
-        sure: Is awaited before any byte reaches the target; None if nothing need be.
+        sure: Is awaited before any byte reaches the target, and before the request's hold is
+            taken; None if nothing need be.
 
     Raises:
         Elsewhere: If the parts do not suffice.
@@ -181,7 +189,7 @@ async def read_all(
         expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
         work = partial(_match, bundle, expected, request, rank, world_size)
         matching = Ahead(partial(_timed, work, started))
-        reader = Reader(backend, bundle.id, buffers, sure)
+        reader = Reader(backend, bundle.id, buffers, taken_after(sure, request.hold))
         # Planned before the match begins, which would only take turns at the interpreter with it.
         reads = await reader.plan(expected.data, expected.needs) if expected.needs else []
         async with matching.started():
@@ -191,7 +199,7 @@ async def read_all(
     seconds = time.perf_counter() - tally.began
     read = StageReport(seconds, tally.bytes, tally.began - started, tally.waited)
     stages = {"match": stage, "read": read}
-    return ReadyLoad(bundle, rank, matched, stages, tally, reader.views, started)
+    return ReadyLoad(bundle, request, rank, matched, stages, tally, reader.views, started)
 
 
 async def _timed(match: Callable[[], _Matched], started: float) -> _Timed:
@@ -220,7 +228,7 @@ def _match(
     bundle: Bundle, expected: Expected, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     try:
-        with collector_paused():
+        with collector_paused(), request.hold.here():
             return _match_all(bundle, expected, request, rank, world_size)
     except CkpipeError:
         if not bundle.whole:
@@ -363,9 +371,10 @@ def _touching(tally: ReadTally, *, in_place: bool) -> Iterator[None]:
         raise
 
 
-def _apply(matched: _Matched) -> Any:
-    matched.targets.finish()
-    return matched.make()
+def _apply(matched: _Matched, hold: Hold) -> Any:
+    with hold.here():
+        matched.targets.finish()
+        return matched.make()
 
 
 def _result(bundle: Bundle, matched: _Matched, state: Any, report: LoadReport) -> LoadResult:

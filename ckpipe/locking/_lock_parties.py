@@ -21,7 +21,8 @@ class LockUse:
 
     Args:
         side: ``"mutating"`` or ``"capturing"``.
-        thread: The name of the thread that asked for it; of a capture, the saver's thread.
+        thread: The name of the thread that asked for it; of a capture, the saver's thread; of a
+            load, its caller's.
         ident: That thread's identifier.
         purpose: What the thread called.
         seconds: For how long it has held the lock, or waited.
@@ -61,6 +62,7 @@ class Party:
         deferred_at: When it was deferred, by the monotonic clock.
         readers: Of a deferred capture, how many threads are reading just now.
         forfeited: Whether a trainer has taken the lock from it, or is about to.
+        keeper: Of a load, the thread whose event loop lets go of it.
     """
 
     request: Request
@@ -74,6 +76,7 @@ class Party:
     deferred_at: float = 0.0
     readers: int = 0
     forfeited: bool = False
+    keeper: threading.Thread | None = None
 
     @property
     def name(self) -> str:
@@ -82,9 +85,10 @@ class Party:
 
     def is_over(self) -> bool:
         """Whether nobody is left to let go of it: the thread ended, or its step raised."""
-        if self.thread is None or self.ident is None:
+        keeper = self.keeper or self.thread
+        if keeper is None or self.ident is None:
             return False
-        if not self.thread.is_alive():
+        if not keeper.is_alive():
             return True
         # The frame goes straight into the call: kept in a variable here it could close a cycle.
         return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
@@ -175,6 +179,15 @@ def mutation_misused(name: str, purpose: str) -> LockMisuse:
     )
 
 
+def loop_misused(name: str, purpose: str) -> LockMisuse:
+    """The error for a thread that would stop the event loop that a load needs to end."""
+    return LockMisuse(
+        f"Thread {name!r} cannot wait for the state lock ({purpose}) while a load on its event "
+        "loop fills the state: each would wait for the other",
+        hint="Do it in another thread; a hook that is a plain function has one of its own",
+    )
+
+
 def forfeited(grace: float) -> CaptureTooSlow:
     """The error for a capture that a trainer has taken the lock from."""
     return CaptureTooSlow(
@@ -192,6 +205,7 @@ __all__ = [
     "Party",
     "capture_misused",
     "forfeited",
+    "loop_misused",
     "mutation_misused",
     "timed_out",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -9,12 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
+
+import anyio
 
 from ckpipe.locking._lock_parties import (
     Deadline,
     Fence,
     Party,
     capture_misused,
+    loop_misused,
     mutation_misused,
     timed_out,
 )
@@ -27,6 +32,7 @@ from ckpipe.locking.lock_state import (
     blocks_itself,
     forfeitable,
     leave,
+    stops_a_load,
 )
 from ckpipe.tasks._threads import FrameMark, thread_of
 
@@ -61,20 +67,27 @@ class LockQueue:
 
     def _trainer(self, purpose: str, *, key: object = None, mark: FrameMark | None = None) -> Party:
         thread = threading.current_thread()
-        request = Request(next(self._tickets), Side.MUTATING, thread)
+        owner = self._mutation_owner() or thread
+        request = Request(next(self._tickets), Side.MUTATING, owner)
         return Party(request, purpose, thread, thread.ident, mark, key)
 
     def _capture(
         self, owner: object, thread: int | None, home: threading.Thread | None = None
     ) -> Party:
         saver = threading.current_thread() if thread is None else thread_of(thread)
-        request = Request(next(self._tickets), Side.CAPTURING, owner, saver, home)
+        waits = (self._mutation_owner() if thread is None else None) or saver
+        request = Request(next(self._tickets), Side.CAPTURING, owner, waits, home)
         return Party(request, "capture", saver, saver.ident if saver else thread)
 
     def _capture_owner(self) -> object | None:
         """Whose capture the calling thread works for, of those begun elsewhere."""
         owners = getattr(self._here, "owners", None)
         return owners[-1] if owners else None
+
+    def _mutation_owner(self) -> object | None:
+        """Whose mutation the calling thread works for, of those begun elsewhere."""
+        mutators = getattr(self._here, "mutators", None)
+        return mutators[-1] if mutators else None
 
     # ---- waiting ----
 
@@ -90,6 +103,33 @@ class LockQueue:
             except BaseException:
                 self._leave(party.request.ticket)
                 raise
+
+    async def _acquire_async(self, make: Callable[[], Party], timeout: float | None) -> Party:
+        """Waits without a thread; a call that is cancelled waits for nothing afterwards.
+
+        Args:
+            make: Makes the request, at the moment at which it comes in.
+            timeout: Seconds to wait; None waits for as long as it takes.
+        """
+        ticket, deadline = 0, Deadline(timeout)
+        wake, loop = asyncio.Event(), asyncio.get_running_loop()
+        try:
+            with self._changed:
+                party = make()
+                ticket = party.request.ticket
+                self._wakers[ticket] = partial(loop.call_soon_threadsafe, wake.set)
+                self._enter(party)
+            while (seconds := self._look(party, deadline)) is not None:
+                with anyio.move_on_after(seconds):
+                    await wake.wait()
+                wake.clear()
+        except BaseException:
+            self._leave(ticket)
+            raise
+        finally:
+            with self._changed:
+                self._wakers.pop(ticket, None)
+        return party
 
     def _enter(self, party: Party) -> None:
         self._reap()
@@ -107,7 +147,7 @@ class LockQueue:
         with self._changed:
             if not self._state.holds(ticket):
                 self._reap()
-                if party.request.side is Side.MUTATING:
+                if party.request.side is Side.MUTATING and party.keeper is None:
                     grace_left = self._press(party)
             if self._state.holds(ticket):
                 return None
@@ -138,15 +178,23 @@ class LockQueue:
 
     def _pass_fences(self) -> None:
         """Has the calling thread's devices wait for the reads that were left to them."""
-        self._fences = [fence for fence in self._fences if not fence.passed()]
-        for fence in self._fences:
-            fence.hold_back()
+        if not self._fences_passed():
+            for fence in self._fences:
+                fence.hold_back()
+
+    def _fences_passed(self) -> bool:
+        """Whether the reads that were left to devices are done."""
+        with self._changed:
+            self._fences = [fence for fence in self._fences if not fence.passed()]
+            return not self._fences
 
     def _refuse_deadlock(self, party: Party) -> None:
         capturing = party.request.side is Side.CAPTURING
-        if not capturing and self.captures_here():
+        if not capturing and party.keeper is None and self.captures_here():
             raise mutation_misused(party.name, party.purpose)
         if blocks_itself(self._state, party.request):
+            if stops_a_load(self._state, party.request):
+                raise loop_misused(party.name, party.purpose)
             if not capturing:
                 raise mutation_misused(party.name, party.purpose)
             held = self._parties[self._state.holding[-1].ticket]

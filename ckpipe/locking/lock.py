@@ -13,41 +13,38 @@ not for ever: after the capture's grace it takes the lock, and the capture is wo
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any
 
-import anyio
-
 from ckpipe.errors import SettingsError, UsageError
+from ckpipe.locking._lock_loads import LoadsSide
 from ckpipe.locking._lock_parties import (
     CaptureToken,
-    Deadline,
     Fence,
     LockStatistics,
     LockUse,
     Party,
     forfeited,
 )
-from ckpipe.locking._lock_queue import LOOK_SECONDS, LockQueue
+from ckpipe.locking._lock_queue import LOOK_SECONDS
 from ckpipe.locking.lock_state import Request, defer
 from ckpipe.tasks._threads import FrameMark
 
 _BRACKET = "disallow_state_dict_read()"
 
 
-class StateLock(LockQueue):
+class StateLock(LoadsSide):
     """A readers-writer lock: trainers change the state, captures read it, never at the same time.
 
     Several captures share the lock. A waiting trainer goes before new captures, those that run
     finish first; a capture that many trainers in turn have overtaken goes once before them.
-    Trainers are served in the order in which they came. A thread that ends, or an optimizer
-    step that raises, leaves nothing held. Any number of pipelines and other readers may share
-    one lock. All methods may be called from any thread.
+    Trainers are served in the order in which they came. A load into a state counts as a trainer
+    from the first byte that it puts there to its end. A thread that ends, or an optimizer step
+    that raises, leaves nothing held. Any number of pipelines and other readers may share one
+    lock. All methods may be called from any thread.
     """
 
     # ---- the trainer's side ----
@@ -57,7 +54,8 @@ class StateLock(LockQueue):
         """Holds captures off while the calling thread changes the state.
 
         Re-entrant on the same thread. The hold belongs to the thread: what other threads do in
-        the meantime, also on behalf of this one, is not covered by it.
+        the meantime, also on behalf of this one, is not covered by it, but for loads that this
+        thread asks for.
 
         Args:
             timeout: Seconds to wait for captures and other trainers; None waits for them all.
@@ -188,23 +186,7 @@ class StateLock(LockQueue):
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
         party = self._capture(object(), thread, home=threading.current_thread())
-        ticket, deadline = party.request.ticket, Deadline(timeout)
-        wake, loop = asyncio.Event(), asyncio.get_running_loop()
-        try:
-            with self._changed:
-                self._wakers[ticket] = partial(loop.call_soon_threadsafe, wake.set)
-                self._enter(party)
-            while (seconds := self._look(party, deadline)) is not None:
-                with anyio.move_on_after(seconds):
-                    await wake.wait()
-                wake.clear()
-        except BaseException:
-            self._leave(ticket)
-            raise
-        finally:
-            with self._changed:
-                self._wakers.pop(ticket, None)
-        return CaptureToken(party.request)
+        return CaptureToken((await self._acquire_async(lambda: party, timeout)).request)
 
     @asynccontextmanager
     async def capturing_async(

@@ -16,6 +16,8 @@ another would not. Who may hold what:
 * A capture may be *deferred*: what is left to read is what only trainers with the lock change.
   A trainer that has waited for it for too long may take the lock from it, but only if that lets
   the trainer in: where another capture holds on, nothing is won by breaking this one.
+* A load is a mutation that has a *home*, the thread whose event loop lets go of it. That thread
+  may not wait for the lock while such a load holds it or waits for it.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ class Request:
         ticket: A number no other request has.
         side: What it is for.
         owner: Who holds the lock once it is granted; the same owner may hold a side repeatedly.
-        saver: Of a capture, the thread that asked for it and may be waiting for its end.
-        home: Of a capture, the thread without which it cannot be released.
+        saver: The thread that asked for it and may be waiting for its end, if that is not the
+            owner; of a load, only if it waits without an event loop.
+        home: Of a capture or a load, the thread without which it cannot be released.
         deferred: Of a capture, whether a trainer may take the lock from it.
     """
 
@@ -101,8 +104,22 @@ def blocks_itself(state: LockState, request: Request) -> bool:
     opposite = [held for held in state.holding if held.side is not request.side]
     if request.side is Side.CAPTURING:
         waits = {request.owner, request.saver, request.home} - {None}
-        return any(held.owner in waits for held in opposite)
-    return any(request.owner in (held.owner, held.home) for held in opposite)
+        blocked = any(held.owner in waits for held in opposite)
+    else:
+        waits = {request.owner, request.saver} - {None}
+        blocked = any(held.owner in waits or held.home in waits for held in opposite)
+    return blocked or stops_a_load(state, request)
+
+
+def stops_a_load(state: LockState, request: Request) -> bool:
+    """Whether a request would stop the thread without which a load cannot end."""
+    if _enters_again(state, request):
+        return False
+    waits = {request.owner}
+    if request.side is Side.MUTATING:
+        waits |= {request.saver} - {None}
+    mutations = (each for each in (*state.holding, *state.waiting) if each.side is Side.MUTATING)
+    return any(each.home in waits for each in mutations)
 
 
 def arrive(state: LockState, request: Request) -> Transition:
@@ -187,4 +204,5 @@ __all__ = [
     "defer",
     "forfeitable",
     "leave",
+    "stops_a_load",
 ]

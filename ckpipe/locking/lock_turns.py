@@ -1,4 +1,4 @@
-"""A save's holds of the state lock, one after the other."""
+"""A save's holds of the state lock, one after the other, and a load's only one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import anyio
 
 from ckpipe.locking.lock import CaptureToken, Fence, StateLock
+from ckpipe.locking.lock_state import Request
 
 
 class Turn:
@@ -70,4 +71,40 @@ class Turn:
             yield
 
 
-__all__ = ["Turn"]
+class LoadHold:
+    """The hold of one load that fills a state; to be made on its caller's thread.
+
+    Args:
+        lock: The lock of the state.
+        blocking: Whether that thread does nothing else until the load has ended.
+
+    Raises:
+        LockMisuse: If the load would wait for that thread, which is capturing the state.
+    """
+
+    def __init__(self, lock: StateLock, *, blocking: bool) -> None:
+        self._lock, self._caller = lock, lock.load_caller(blocking=blocking)
+        self._request: Request | None = None
+
+    async def take(self) -> None:
+        """Waits until nobody else changes or reads the state; may be called again."""
+        if self._request is None:
+            self._request = await self._lock.acquire_load(self._caller)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Marks the calling thread as one that works for the load, if the hold is taken."""
+        if self._request is None:
+            yield
+            return
+        with self._lock.loading_here(self._request):
+            yield
+
+    def end(self) -> None:
+        """Lets trainers and captures go on; may be called twice, and if it was never taken."""
+        request, self._request = self._request, None
+        if request is not None:
+            self._lock.release_load(request)
+
+
+__all__ = ["LoadHold", "Turn"]

@@ -50,7 +50,6 @@ from ckpipe.saves.saving import (
     SkipSave,
     fail,
     resolve,
-    until_staged,
 )
 from ckpipe.saves.site import Site
 from ckpipe.settings import Settings
@@ -341,8 +340,6 @@ class Engine(Housekeeping):
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
     ) -> LoadResult | None:
         """Loads a checkpoint; None if none was named and there is none."""
-        for save in [each for each in self._active if not each.staged.done()]:
-            await until_staged(save)
         if which is not None:
             await self.settled(which)
         began = time.perf_counter()

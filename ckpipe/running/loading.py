@@ -83,8 +83,11 @@ class Loading:
                 checkpoint is whole for them.
             CkpipeError: Whatever :func:`ckpipe.loads.restore.read_all` raises.
         """
-        with collector_paused_at_first():
-            return await self._counted(which, request, fallback=fallback)
+        try:
+            with collector_paused_at_first():
+                return await self._counted(which, request, fallback=fallback)
+        finally:
+            request.hold.end()
 
     async def _counted(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool

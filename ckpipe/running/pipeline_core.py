@@ -22,10 +22,12 @@ from ckpipe.errors import (
 from ckpipe.events import Event, EventBus
 from ckpipe.format import checksum
 from ckpipe.format.keys import LabelFilter
+from ckpipe.loads.holding import NoHold
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.loads.restore import LoadRequest
 from ckpipe.locking.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.locking.lock import StateLock, lock_of
+from ckpipe.locking.lock_turns import LoadHold
 from ckpipe.memory import cuda
 from ckpipe.ranks.preemption import Preemption, SignalWatch
 from ckpipe.ranks.topology import ALONE, find_topology
@@ -360,11 +362,12 @@ class PipelineCore:
         cast: bool,
         per_rank: PerRankPolicy,
         pickle: str,
+        blocking: bool,
     ) -> LoadRequest:
-        """Checks what ``load`` was given."""
+        """Checks what ``load`` was given, on the caller's thread."""
         check_load(per_rank, pickle)
-        self.lock.check_capture_allowed()
-        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank)
+        hold = NoHold() if into is None else LoadHold(self.lock, blocking=blocking)
+        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank, hold)
 
     def statistics(self) -> Statistics:
         """What was done so far, in numbers; in any thread and at any time."""

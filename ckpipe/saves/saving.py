@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import platform
 import threading
@@ -330,13 +329,6 @@ def resolve(future: Future[Any], value: Any) -> None:
     """Gives a future its value, unless it is done; for any thread."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(value)
-
-
-async def until_staged(save: Save) -> None:
-    """Waits on an event loop until a save is staged, or has ended; its failure is not raised."""
-    done, loop = anyio.Event(), asyncio.get_running_loop()
-    save.staged.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-    await done.wait()
 
 
 def fail(future: Future[Any], error: BaseException) -> None:

@@ -1,0 +1,53 @@
+"""What keeps everybody else from the target of a load while it is being filled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+
+class Hold(Protocol):
+    """A hold on the target of one load, to be used on one event loop."""
+
+    async def take(self) -> None:
+        """Waits until nobody else uses the target; returns at once if that was done before."""
+        ...
+
+    def here(self) -> AbstractContextManager[None]:
+        """Marks the calling thread as one that works for the load, if the hold is taken."""
+        ...
+
+    def end(self) -> None:
+        """Lets everybody use the target again; does nothing if the hold is not taken."""
+        ...
+
+
+class NoHold:
+    """For a load whose target nobody else knows."""
+
+    async def take(self) -> None:
+        """Does nothing."""
+
+    def here(self) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """Does nothing."""
+
+
+def taken_after(
+    sure: Callable[[], Awaitable[None]] | None, hold: Hold
+) -> Callable[[], Awaitable[None]]:
+    """Takes a hold once something else has been waited for."""
+
+    async def take() -> None:
+        if sure is not None:
+            await sure()
+        await hold.take()
+
+    return take
+
+
+__all__ = ["Hold", "NoHold", "taken_after"]
