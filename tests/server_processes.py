@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import time
@@ -16,10 +17,14 @@ START_SECONDS = 60
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, nor on those 10,000 above, which some servers take too."""
+    """Ports that nothing listens on, nor on those 10,000 above, which some servers take too.
+
+    They are free until somebody takes them, so they are drawn: processes that test side by side
+    must not find the same. None is one that the system gives to whoever connects.
+    """
     found: list[int] = []
     with contextlib.ExitStack() as held:
-        for port in range(20_000 + os.getpid() % 20_000, 45_000):
+        for port in random.SystemRandom().sample(range(10_000, 22_000), 12_000):
             sockets = [held.enter_context(socket.socket()) for _ in range(2)]
             try:
                 sockets[0].bind(("127.0.0.1", port))
