@@ -155,7 +155,7 @@ class Pipeline(PipelineBase):
         Every byte is checked before it reaches its place. Before the first is written, it is
         certain that the checkpoint fits the target and covers it.
 
-        From the first byte that reaches ``into`` to the end, the load holds the mutating side of
+        From its first look at ``into`` to its end, the load holds the mutating side of
         the lock: it waits for copies of saves, and saves, guarded steps and ``mutating()`` of
         other threads wait for it. Inside ``lock.mutating()`` it is part of that. A fresh state
         takes no lock.

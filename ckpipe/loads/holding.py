@@ -1,8 +1,7 @@
-"""What keeps everybody else from the target of a load while it is being filled."""
+"""What keeps everybody else from the target of a load while it is looked at and filled."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -15,7 +14,7 @@ class Hold(Protocol):
         ...
 
     def here(self) -> AbstractContextManager[None]:
-        """Marks the calling thread as one that works for the load, if the hold is taken."""
+        """Marks the calling thread as one that works for the load, whose hold is taken."""
         ...
 
     def end(self) -> None:
@@ -37,17 +36,4 @@ class NoHold:
         """Does nothing."""
 
 
-def taken_after(
-    sure: Callable[[], Awaitable[None]] | None, hold: Hold
-) -> Callable[[], Awaitable[None]]:
-    """Takes a hold once something else has been waited for."""
-
-    async def take() -> None:
-        if sure is not None:
-            await sure()
-        await hold.take()
-
-    return take
-
-
-__all__ = ["Hold", "NoHold", "taken_after"]
+__all__ = ["Hold", "NoHold"]

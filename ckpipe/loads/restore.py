@@ -25,7 +25,7 @@ from ckpipe.format.trees import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.entry_tables import EntryTable
 from ckpipe.loads.expecting import Expected, expect
-from ckpipe.loads.holding import Hold, NoHold, taken_after
+from ckpipe.loads.holding import Hold, NoHold
 from ckpipe.loads.load_planning import Read
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
@@ -60,7 +60,7 @@ class LoadRequest:
         pickling: Whether pickled objects may be made.
         per_rank: What becomes of values that were different on each rank, if the number of ranks
             is another now.
-        hold: What the load takes before anything reaches the target, and whoever asks for it ends.
+        hold: What the load takes before it looks at the target, and whoever asks for it ends.
     """
 
     into: Any | None
@@ -116,7 +116,6 @@ class ReadyLoad:
         Raises:
             CkpipeError: If an object refuses its state.
         """
-        await self.request.hold.take()  # where nothing was read it is not taken yet
         began = time.perf_counter()
         freed = Ahead(partial(anyio.to_thread.run_sync, self.views.clear))
         with _located(self.bundle, self.rank):
@@ -169,8 +168,7 @@ async def read_all(
         lanes: How many reads run at once.
         rank: The rank that loads.
         world_size: How many ranks load.
-        sure: Is awaited before any byte reaches the target, and before the request's hold is
-            taken; None if nothing need be.
+        sure: Is awaited before any byte reaches the target; None if nothing need be.
 
     Raises:
         Elsewhere: If the parts do not suffice.
@@ -188,8 +186,8 @@ async def read_all(
     with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers, short_turns():
         expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
         work = partial(_match, bundle, expected, request, rank, world_size)
-        matching = Ahead(partial(_timed, work, started))
-        reader = Reader(backend, bundle.id, buffers, taken_after(sure, request.hold))
+        matching = Ahead(partial(_timed, work, request.hold, started))
+        reader = Reader(backend, bundle.id, buffers, sure)
         # Planned before the match begins, which would only take turns at the interpreter with it.
         reads = await reader.plan(expected.data, expected.needs) if expected.needs else []
         async with matching.started():
@@ -202,7 +200,8 @@ async def read_all(
     return ReadyLoad(bundle, request, rank, matched, stages, tally, reader.views, started)
 
 
-async def _timed(match: Callable[[], _Matched], started: float) -> _Timed:
+async def _timed(match: Callable[[], _Matched], hold: Hold, started: float) -> _Timed:
+    await hold.take()
     began = time.perf_counter()
     matched = await anyio.to_thread.run_sync(match)
     return matched, StageReport(time.perf_counter() - began, began=began - started)

@@ -104,7 +104,8 @@ class LoadsSide(LockQueue):
         """Says that the calling thread does the work of a load.
 
         What the state's own methods do on this thread is then part of the load: guarded
-        optimizers and :meth:`StateLock.mutating` do not wait for it, and captures raise.
+        optimizers, :meth:`StateLock.mutating` and :meth:`StateLock.capturing` do not wait for
+        it, and saves raise.
         """
         mutators: list[object] = self._here.__dict__.setdefault("mutators", [])
         mutators.append(request.owner)

@@ -42,7 +42,7 @@ class StateLock(LoadsSide):
     Several captures share the lock. A waiting trainer goes before new captures, those that run
     finish first; a capture that many trainers in turn have overtaken goes once before them.
     Trainers are served in the order in which they came. A load into a state counts as a trainer
-    from the first byte that it puts there to its end. A thread that ends, or an optimizer step
+    from its first look at it to its end. A thread that ends, or an optimizer step
     that raises, leaves nothing held. Any number of pipelines and other readers may share one
     lock. All methods may be called from any thread.
     """
@@ -106,6 +106,8 @@ class StateLock(LoadsSide):
     def capturing(self, timeout: float | None = None) -> Iterator[None]:
         """Holds trainers off while the calling thread reads the state.
 
+        Where a load calls it, in a ``state_dict`` of the state, the load holds them off already.
+
         Args:
             timeout: Seconds to wait for trainers; None waits for as long as it takes.
 
@@ -113,6 +115,9 @@ class StateLock(LoadsSide):
             LockMisuse: If this thread is changing the state itself.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
+        if self._mutation_owner() is not None:
+            yield
+            return
         party = self._capture_for(None)
         try:
             self._acquire(party, timeout)  # inside: an interrupt may come the moment it returns

@@ -91,14 +91,10 @@ class LoadHold:
         if self._request is None:
             self._request = await self._lock.acquire_load(self._caller)
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Marks the calling thread as one that works for the load, if the hold is taken."""
-        if self._request is None:
-            yield
-            return
-        with self._lock.loading_here(self._request):
-            yield
+    def here(self) -> AbstractContextManager[None]:
+        """Marks the calling thread as one that works for the load, whose hold is taken."""
+        assert self._request is not None
+        return self._lock.loading_here(self._request)
 
     def end(self) -> None:
         """Lets trainers and captures go on; may be called twice, and if it was never taken."""
