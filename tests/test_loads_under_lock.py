@@ -278,6 +278,22 @@ async def test_a_coroutine_and_others_of_its_thread_wait_for_one_another(
     assert training.numbers == saved(pipeline, 3) == {2.0, 7.0}
 
 
+async def test_a_coroutine_that_left_its_mutation_waits_for_the_load_that_it_began_there(
+    pipeline: ckpipe.SyncPipeline, training: Training, tmp_path: Path
+) -> None:
+    lock = pipeline.lock
+    async with ckpipe.Pipeline(tmp_path / "one", state_lock=lock) as loader:
+        with lock.mutating():
+            loading = asyncio.create_task(loader.load(training.state, step=1))
+            assert await anyio.to_thread.run_sync(training.slow.reached.wait, PATIENCE)
+        saving = asyncio.create_task(loader.save(training.state, step=3))
+        await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+        training.slow.go_on.set()
+        await asyncio.gather(loading, saving)
+        await saving.result()
+    assert training.numbers == saved(pipeline, 3) == {1.0}
+
+
 def test_a_state_that_loads_while_it_is_captured_is_refused(
     pipeline: ckpipe.SyncPipeline, training: Training
 ) -> None:

@@ -51,11 +51,12 @@ class LockMachine(RuleBasedStateMachine):
         caller: int,
         saver: int | None = None,
         home: int | None = None,
+        within: int | None = None,
         blocking: bool = True,
     ) -> int:
         self.next_ticket += 1
-        task = f"task {self.next_ticket}"
-        request = Request(self.next_ticket, side, task if owner is None else owner, saver, home)
+        owner = f"task {self.next_ticket}" if owner is None else owner
+        request = Request(self.next_ticket, side, owner, saver, home, within=within)
         if blocks_itself(self.state, request) or {caller, home} & self.stopped():
             return self.next_ticket
         before = self.state
@@ -89,12 +90,13 @@ class LockMachine(RuleBasedStateMachine):
     def load_comes(self, caller: int, home: int, *, blocking: bool) -> int:
         if blocking and caller == home:
             return 0  # refused before it gets here
+        mutating = [held.owner for held in self.state.holding if held.side is Side.MUTATING]
         return self.arrival(
             Side.MUTATING,
-            caller if self.state.mutator == caller else None,
             caller=caller,
             saver=caller if blocking else None,
             home=home,
+            within=caller if caller in mutating else None,
             blocking=blocking,
         )
 
@@ -151,7 +153,9 @@ class LockMachine(RuleBasedStateMachine):
         newly = set(self.state.holding) - set(before.holding)
         assert newly == set(granted)
         owners_before = {held.owner for held in before.holding}
-        entering = [request for request in granted if request.owner not in owners_before]
+        entering = [
+            each for each in granted if not {each.owner, each.within} & owners_before
+        ]
         homes = {held.home for held in before.holding}
         if before.mutator is None:
             threads = owners_before | homes
@@ -169,11 +173,12 @@ class LockMachine(RuleBasedStateMachine):
 
     @invariant()
     def sides_exclude_each_other(self) -> None:
-        trainers = {held.owner for held in self.state.holding if held.side is Side.MUTATING}
+        mutations = [held for held in self.state.holding if held.side is Side.MUTATING]
         captures = [held for held in self.state.holding if held.side is Side.CAPTURING]
-        assert len(trainers) <= 1
-        assert not (trainers and captures)
-        assert self.state.mutator == next(iter(trainers), None)
+        roots = {held.owner if held.within is None else held.within for held in mutations}
+        assert len(roots) <= 1
+        assert not (mutations and captures)
+        assert self.state.mutator == (mutations[0].owner if mutations else None)
 
     @invariant()
     def nobody_waits_for_one_that_waits(self) -> None:
@@ -220,8 +225,9 @@ def capture(ticket: int, owner: str, **threads: str) -> Request:
 
 
 def load(ticket: int, **threads: str) -> Request:
-    owner = threads.get("inside", f"load {ticket}")
-    return Request(ticket, Side.MUTATING, owner, threads.get("saver"), threads.get("home"))
+    within, owner = threads.get("inside"), f"load {ticket}"
+    saver, home = threads.get("saver"), threads.get("home")
+    return Request(ticket, Side.MUTATING, owner, saver, home, within=within)
 
 
 def held(state: LockState) -> list[int]:
@@ -286,7 +292,11 @@ def test_waiting_for_oneself_is_seen() -> None:
 def test_a_load_is_a_mutation_of_its_own_or_of_its_caller() -> None:
     loading = after(load(1, saver="t", home="loop"))
     assert held(after(capture(2, "a"), trainer(3, "t"), load(4), state=loading)) == [1]
-    assert held(after(trainer(1, "t"), capture(2, "a"), load(3, inside="t"))) == [1, 3]
+    inside = after(trainer(1, "t"), capture(2, "a"), load(3, inside="t"))
+    assert held(inside) == [1, 3]
+    assert held(after(trainer(4, "t"), trainer(5, "load 3"), state=inside)) == [1, 3, 4, 5]
+    assert held(after(1, trainer(4, "t"), trainer(5, "load 3"), state=inside)) == [3, 5]
+    assert not blocks_itself(after(1, state=inside), capture(4, "task", saver="t"))
 
 
 def test_waiting_for_a_load_on_its_own_loop_is_seen() -> None:

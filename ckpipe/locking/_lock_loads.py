@@ -89,10 +89,15 @@ class LoadsSide(LockQueue):
 
     def _load(self, caller: LoadCaller, keeper: threading.Thread | None = None) -> Party:
         held = any(self._state.holds(ticket) for ticket in caller.inside)
-        owner = caller.owner if held else object()
-        saver = caller.thread if caller.blocking else None
-        request = Request(next(self._tickets), Side.MUTATING, owner, saver, keeper)
         thread = caller.thread
+        request = Request(
+            next(self._tickets),
+            Side.MUTATING,
+            owner=object(),
+            saver=thread if caller.blocking else None,
+            home=keeper,
+            within=caller.owner if held else None,
+        )
         return Party(request, "load()", thread, thread.ident, keeper=keeper)
 
     def release_load(self, request: Request) -> None:

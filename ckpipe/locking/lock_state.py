@@ -4,7 +4,8 @@ A request arrives, is granted at once or later, and leaves. It leaves in the sam
 was released, timed out or was cancelled, so that none of these can leave something behind that
 another would not. Who may hold what:
 
-* Any number of captures, or any number of mutations of one owner, never both.
+* Any number of captures, or any number of mutations of one owner and of loads that are part of them,
+  never both.
 * A waiting mutation goes before every capture that is not granted yet, so that a step waits for
   the captures that are already running and for no other.
 * Mutations are granted in the order in which they came.
@@ -53,6 +54,8 @@ class Request:
             owner; of a load, only if it waits without an event loop.
         home: Of a capture or a load, the thread without which it cannot be released.
         deferred: Of a capture, whether a trainer may take the lock from it.
+        within: Of a load, the owner of a mutation that it is part of. It may outlive that one, and
+            then its owner waits for it like any other.
     """
 
     ticket: int
@@ -61,6 +64,7 @@ class Request:
     saver: Hashable = None
     home: Hashable = None
     deferred: bool = False
+    within: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ def forfeitable(state: LockState) -> tuple[Request, ...]:
 def _enters_again(state: LockState, request: Request) -> bool:
     again = [held for held in state.holding if held.side is request.side]
     if request.side is Side.MUTATING:
-        return any(held.owner == request.owner for held in again)
+        return any(held.owner in (request.owner, request.within) for held in again)
     waits = {request.owner, request.saver} - {None}
     return any(held.owner in waits or held.home == request.owner for held in again)
 
