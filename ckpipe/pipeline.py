@@ -186,6 +186,7 @@ class Pipeline(PipelineBase):
                 parts of it had been loaded by then.
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a
                 ``state_dict`` that a save calls does.
+            PipelineClosed: If the pipeline is left before the load has the lock.
             UnsupportedVersion: If it is of a newer format.
             UnsupportedTopology: With ``fallback``, if other ranks do not say in time whether the
                 checkpoint is whole for them.

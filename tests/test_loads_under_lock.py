@@ -14,7 +14,7 @@ import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, until
 
 import ckpipe
-from ckpipe.errors import LockMisuse
+from ckpipe.errors import LockMisuse, PipelineClosed
 
 
 @pytest.fixture
@@ -335,6 +335,24 @@ async def test_a_load_that_is_cancelled_while_it_waits_waits_no_more(
             await task
         assert not lock.statistics().waiters
         reader.end()
+    assert training.numbers == {2.0}
+    assert is_free(lock)
+
+
+def test_a_load_that_waits_for_who_leaves_the_pipeline_is_given_up(
+    pipeline: ckpipe.SyncPipeline, training: Training, threads: DaemonThreads, tmp_path: Path
+) -> None:
+    lock = pipeline.lock
+
+    def leave() -> Any:
+        with lock.mutating(), ckpipe.SyncPipeline(tmp_path / "one", state_lock=lock) as loader:
+            loading = threads.submit(loader.load, training.state, step=1)
+            until(lock, waiters=1)
+        return loading
+
+    loading = threads.submit(leave).result(PATIENCE)
+    with pytest.raises(PipelineClosed, match="state lock"):
+        loading.result(PATIENCE)
     assert training.numbers == {2.0}
     assert is_free(lock)
 

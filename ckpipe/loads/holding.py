@@ -9,6 +9,11 @@ from typing import Protocol
 class Hold(Protocol):
     """A hold on the target of one load, to be used on one event loop."""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is still to be taken."""
+        ...
+
     async def take(self) -> None:
         """Waits until nobody else uses the target; returns at once if that was done before."""
         ...
@@ -24,6 +29,9 @@ class Hold(Protocol):
 
 class NoHold:
     """For a load whose target nobody else knows."""
+
+    is_pending = False
+    """See :class:`Hold`."""
 
     async def take(self) -> None:
         """Does nothing."""

@@ -86,6 +86,11 @@ class LoadHold:
         self._lock, self._caller = lock, lock.load_caller(blocking=blocking)
         self._request: Request | None = None
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is still to be taken, or has ended."""
+        return self._request is None
+
     async def take(self) -> None:
         """Waits until nobody else changes or reads the state; may be called again."""
         if self._request is None:

@@ -332,6 +332,7 @@ class Engine(Housekeeping):
                 RuntimeWarning,
                 stacklevel=2,
             )
+        await self._loading.close()
         self._stop.set()
 
     # Loads

@@ -24,12 +24,14 @@ from ckpipe.errors import (
     CheckpointIncomplete,
     CorruptCheckpoint,
     InvalidManifest,
+    PipelineClosed,
     StoreUnavailable,
     UnsupportedTopology,
 )
 from ckpipe.events import CheckpointDamaged
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
+from ckpipe.loads.holding import Hold
 from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
 from ckpipe.loads.sources import Elsewhere
 from ckpipe.ranks.agreements import agree, agreed
@@ -64,6 +66,8 @@ class Loading:
         self._site = site
         self._calls = 0
         self._unanswered = False
+        self._under_way: dict[anyio.CancelScope, tuple[Hold, anyio.Event]] = {}
+        self._closed = False
 
     async def load(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
@@ -81,13 +85,32 @@ class Loading:
             UnsupportedTopology: If several ranks may not write, but would have to agree. If, with
                 a fallback, some ranks do not say in time whether the
                 checkpoint is whole for them.
+            PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Whatever :func:`ckpipe.loads.restore.read_all` raises.
         """
-        try:
-            with collector_paused_at_first():
-                return await self._counted(which, request, fallback=fallback)
-        finally:
-            request.hold.end()
+        if self._closed:
+            raise _closed()
+        ended = anyio.Event()
+        with anyio.CancelScope() as scope:
+            self._under_way[scope] = (request.hold, ended)
+            try:
+                with collector_paused_at_first():
+                    return await self._counted(which, request, fallback=fallback)
+            finally:
+                request.hold.end()
+                del self._under_way[scope]
+                ended.set()
+        raise _closed()
+
+    async def close(self) -> None:
+        """Waits for loads that fill a state, and ends those that wait to: maybe for who closes."""
+        self._closed = True
+        under_way = list(self._under_way.items())
+        for scope, (hold, _) in under_way:
+            if hold.is_pending:
+                scope.cancel()
+        for _, (_, ended) in under_way:
+            await ended.wait()
 
     async def _counted(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
@@ -269,6 +292,13 @@ class _Round:
             hint="Call load(fallback=True) on all ranks alike, or raise "
             "load.agreement_timeout_seconds",
         )
+
+
+def _closed() -> PipelineClosed:
+    return PipelineClosed(
+        "The pipeline was closed before the load had the state lock",
+        hint="Wait for loads before you leave the pipeline",
+    )
 
 
 def _check_agreed(which: int | str | None, *, fallback: bool) -> None:
