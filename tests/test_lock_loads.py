@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import anyio
@@ -83,6 +86,44 @@ async def test_a_load_of_who_left_its_mutation_waits_like_any_other(lock: StateL
     with pytest.raises(LockMisuse), lock.mutating():
         pass
     hold.end()
+    assert is_free(lock)
+
+
+def change(lock: StateLock) -> None:
+    with lock.mutating():
+        pass
+
+
+def load(lock: StateLock) -> None:
+    LoadHold(lock, blocking=True)
+
+
+@pytest.mark.parametrize("work", [change, load])
+def test_a_signal_handler_does_not_wait_behind_what_it_interrupts(
+    lock: StateLock, threads: DaemonThreads, work: Callable[[StateLock], None]
+) -> None:
+    reader, caught = Held(threads, lock.capturing), list[BaseException]()
+
+    def handle(*_: object) -> None:
+        try:
+            work(lock)
+        except LockMisuse as error:
+            caught.append(error)
+        finally:
+            reader.end()
+
+    def interrupt() -> None:
+        until(lock, waiters=1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        interrupting = threads.submit(interrupt)
+        change(lock)
+        interrupting.result(PATIENCE)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "already" in str(caught)
     assert is_free(lock)
 
 

@@ -20,6 +20,7 @@ from ckpipe.locking.lock_state import (
     forfeitable,
     leave,
     stops_a_load,
+    waits_already,
 )
 
 TRAINERS = st.integers(0, 4)
@@ -153,9 +154,7 @@ class LockMachine(RuleBasedStateMachine):
         newly = set(self.state.holding) - set(before.holding)
         assert newly == set(granted)
         owners_before = {held.owner for held in before.holding}
-        entering = [
-            each for each in granted if not {each.owner, each.within} & owners_before
-        ]
+        entering = [each for each in granted if not {each.owner, each.within} & owners_before]
         homes = {held.home for held in before.holding}
         if before.mutator is None:
             threads = owners_before | homes
@@ -312,6 +311,16 @@ def test_waiting_for_a_load_on_its_own_loop_is_seen() -> None:
         ):
             assert not blocks_itself(state, request)
     assert not blocks_itself(after(trainer(1, "loop"), load(2, home="loop")), trainer(3, "loop"))
+
+
+def test_waiting_behind_oneself_is_seen() -> None:
+    waiting = after(capture(1, "a"), trainer(2, "t"))
+    for request in (trainer(3, "t"), load(3, saver="t", home="loop")):
+        assert blocks_itself(waiting, request)
+        assert waits_already(waiting, request)
+        assert not blocks_itself(after(1, state=waiting), load(3, inside="t", saver="t"))
+    assert not blocks_itself(waiting, load(3, home="loop"))
+    assert not blocks_itself(waiting, capture(3, "task", saver="t"))
 
 
 def test_a_load_whose_blocked_caller_keeps_a_capture_is_seen() -> None:

@@ -188,6 +188,15 @@ def loop_misused(name: str, purpose: str) -> LockMisuse:
     )
 
 
+def nested_misused(name: str, purpose: str) -> LockMisuse:
+    """The error for a thread that waits for the lock already, and was interrupted."""
+    return LockMisuse(
+        f"Thread {name!r} cannot wait for the state lock ({purpose}) while it waits to change the "
+        "state already: its turn would come after its own",
+        hint="Have the signal handler set a flag, and do it after the step or mutating()",
+    )
+
+
 def forfeited(grace: float) -> CaptureTooSlow:
     """The error for a capture that a trainer has taken the lock from."""
     return CaptureTooSlow(
@@ -207,5 +216,6 @@ __all__ = [
     "forfeited",
     "loop_misused",
     "mutation_misused",
+    "nested_misused",
     "timed_out",
 ]

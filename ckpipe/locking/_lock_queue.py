@@ -21,6 +21,7 @@ from ckpipe.locking._lock_parties import (
     capture_misused,
     loop_misused,
     mutation_misused,
+    nested_misused,
     timed_out,
 )
 from ckpipe.locking.lock_state import (
@@ -33,6 +34,7 @@ from ckpipe.locking.lock_state import (
     forfeitable,
     leave,
     stops_a_load,
+    waits_already,
 )
 from ckpipe.tasks._threads import FrameMark, thread_of
 
@@ -195,6 +197,8 @@ class LockQueue:
         if blocks_itself(self._state, party.request):
             if stops_a_load(self._state, party.request):
                 raise loop_misused(party.name, party.purpose)
+            if waits_already(self._state, party.request):
+                raise nested_misused(party.name, party.purpose)
             if not capturing:
                 raise mutation_misused(party.name, party.purpose)
             held = self._parties[self._state.holding[-1].ticket]

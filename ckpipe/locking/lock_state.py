@@ -4,8 +4,8 @@ A request arrives, is granted at once or later, and leaves. It leaves in the sam
 was released, timed out or was cancelled, so that none of these can leave something behind that
 another would not. Who may hold what:
 
-* Any number of captures, or any number of mutations of one owner and of loads that are part of them,
-  never both.
+* Any number of captures, or any number of mutations of one owner and of loads within them, never
+  both.
 * A waiting mutation goes before every capture that is not granted yet, so that a step waits for
   the captures that are already running and for no other.
 * Mutations are granted in the order in which they came.
@@ -112,7 +112,7 @@ def blocks_itself(state: LockState, request: Request) -> bool:
     else:
         waits = {request.owner, request.saver} - {None}
         blocked = any(held.owner in waits or held.home in waits for held in opposite)
-    return blocked or stops_a_load(state, request)
+    return blocked or stops_a_load(state, request) or waits_already(state, request)
 
 
 def stops_a_load(state: LockState, request: Request) -> bool:
@@ -124,6 +124,14 @@ def stops_a_load(state: LockState, request: Request) -> bool:
         waits |= {request.saver} - {None}
     mutations = (each for each in (*state.holding, *state.waiting) if each.side is Side.MUTATING)
     return any(each.home in waits for each in mutations)
+
+
+def waits_already(state: LockState, request: Request) -> bool:
+    """Whether a mutation would wait behind one that its thread, interrupted, waits for."""
+    if request.side is Side.CAPTURING or _enters_again(state, request):
+        return False
+    waits = {request.owner, request.saver} - {None}
+    return any(each.owner in waits for each in state.waiting_for(Side.MUTATING))
 
 
 def arrive(state: LockState, request: Request) -> Transition:
@@ -209,4 +217,5 @@ __all__ = [
     "forfeitable",
     "leave",
     "stops_a_load",
+    "waits_already",
 ]
