@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -280,6 +281,7 @@ def test_waiting_for_oneself_is_seen() -> None:
     assert blocks_itself(mutating, capture(2, "t"))
     assert blocks_itself(mutating, capture(2, "worker", saver="t"))
     assert blocks_itself(mutating, capture(2, "task", home="t"))
+    assert not blocks_itself(mutating, replace(capture(2, "worker", saver="t"), awaited=False))
     assert not blocks_itself(mutating, capture(2, "worker", saver="u"))
     assert not blocks_itself(mutating, trainer(2, "t"))
     capturing = after(capture(1, "worker", saver="t", home="loop"))

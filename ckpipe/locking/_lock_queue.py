@@ -74,11 +74,16 @@ class LockQueue:
         return Party(request, purpose, thread, thread.ident, mark, key)
 
     def _capture(
-        self, owner: object, thread: int | None, home: threading.Thread | None = None
+        self,
+        owner: object,
+        thread: int | None,
+        home: threading.Thread | None = None,
+        *,
+        awaited: bool = True,
     ) -> Party:
         saver = threading.current_thread() if thread is None else thread_of(thread)
         waits = (self._mutation_owner() if thread is None else None) or saver
-        request = Request(next(self._tickets), Side.CAPTURING, owner, waits, home)
+        request = Request(next(self._tickets), Side.CAPTURING, owner, waits, home, awaited=awaited)
         return Party(request, "capture", saver, saver.ident if saver else thread)
 
     def _capture_owner(self) -> object | None:

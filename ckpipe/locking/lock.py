@@ -171,7 +171,7 @@ class StateLock(LoadsSide):
         return None
 
     async def acquire_capture_async(
-        self, timeout: float | None = None, *, thread: int | None = None
+        self, timeout: float | None = None, *, thread: int | None = None, awaited: bool = True
     ) -> CaptureToken:
         """Begins a capture, and waits for it without a thread.
 
@@ -182,15 +182,19 @@ class StateLock(LoadsSide):
         Args:
             timeout: Seconds to wait for trainers; None waits for as long as it takes.
             thread: The identifier of the thread that asked for the save; None: this thread.
+            awaited: Whether that thread does nothing else meanwhile. What a coroutine has asked
+                for waits for what its thread is at, such as a step of another task.
 
         Returns:
             What ends the capture, from any thread.
 
         Raises:
-            LockMisuse: If the thread concerned, or the loop's thread, is changing the state.
+            LockMisuse: If the thread concerned, while it waits, or the loop's thread is changing
+                the state.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        party = self._capture(object(), thread, home=threading.current_thread())
+        here = threading.current_thread()
+        party = self._capture(object(), thread, home=here, awaited=awaited)
         return CaptureToken((await self._acquire_async(lambda: party, timeout)).request)
 
     @asynccontextmanager

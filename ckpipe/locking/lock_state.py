@@ -54,6 +54,8 @@ class Request:
             owner; of a load, only if it waits without an event loop.
         home: Of a capture or a load, the thread without which it cannot be released.
         deferred: Of a capture, whether a trainer may take the lock from it.
+        awaited: Of a capture, whether the saver does nothing else until it is granted. The others
+            are coroutines, whose thread goes on and ends what it is at.
         within: Of a load, the owner of a mutation that it is part of. It may outlive that one, and
             then its owner waits for it like any other.
     """
@@ -64,6 +66,7 @@ class Request:
     saver: Hashable = None
     home: Hashable = None
     deferred: bool = False
+    awaited: bool = True
     within: Hashable = None
 
 
@@ -107,7 +110,8 @@ def blocks_itself(state: LockState, request: Request) -> bool:
     """Whether a request would wait for a thread that waits for the request: a deadlock."""
     opposite = [held for held in state.holding if held.side is not request.side]
     if request.side is Side.CAPTURING:
-        waits = {request.owner, request.saver, request.home} - {None}
+        saver = request.saver if request.awaited else None
+        waits = {request.owner, saver, request.home} - {None}
         blocked = any(held.owner in waits for held in opposite)
     else:
         waits = {request.owner, request.saver} - {None}

@@ -57,6 +57,8 @@ async def _reserve_ahead(save: Save, site: Site, blocks: int) -> None:
 async def _turn(save: Save, site: Site) -> Turn:
     with save.clock.timing("lock"):
         token = await site.lock.acquire_capture_async(
-            site.settings.lock.timeout_seconds, thread=save.request.thread
+            site.settings.lock.timeout_seconds,
+            thread=save.request.thread,
+            awaited=save.request.caller is not None,
         )
     return Turn(site.lock, token)
