@@ -58,7 +58,7 @@ class Staging(_Group):
 
     pinned: Literal["auto", "never"] = "auto"
     """Whether staging memory is page-locked for fast copies from a GPU: ``auto`` does so where
-    CUDA is there."""
+    CUDA is in use, and logs one warning where it is not; ``never`` says that none is wanted."""
 
     overlap: bool = True
     """Whether upload starts while staging still runs. Without it ``save`` returns a little

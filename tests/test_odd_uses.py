@@ -26,19 +26,20 @@ import torch
 import ckpipe
 from ckpipe import testing
 root = sys.argv[1]
-pipeline = ckpipe.SyncPipeline(root)
+pageable = {"pinned": "never"}
+pipeline = ckpipe.SyncPipeline(root, staging=pageable)
 pipeline.__enter__()
 pipeline.save({"w": torch.ones(3)}, step=1)  # its first checksums are computed meanwhile
 child = os.fork()
 if not child:
-    with ckpipe.SyncPipeline(root) as another:
+    with ckpipe.SyncPipeline(root, staging=pageable) as another:
         another.save({"w": torch.ones(3)}, step=2).wait()
     os._exit(7)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7, status
 store = testing.SlowBackend(testing.MemoryBackend())
 ckpipe.register_backend("slow", lambda url: store)
-forgotten = ckpipe.SyncPipeline("slow://store/forgotten")
+forgotten = ckpipe.SyncPipeline("slow://store/forgotten", staging=pageable)
 forgotten.__enter__()
 store.hold("write")
 forgotten.save({"w": torch.ones(3)}, step=1)

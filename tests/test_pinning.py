@@ -11,6 +11,7 @@ from ranks import settle
 
 import ckpipe
 from ckpipe.memory import cuda
+from ckpipe.memory import pinning as pinning_module
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.pinning import Pinning
 
@@ -95,20 +96,21 @@ def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
 
 
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_registered_without_cuda_or_wish_and_the_log_says_so_once(
+def test_nothing_is_registered_without_cuda_or_wish_and_one_warning_says_so(
     registrar: Registrar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "ckpipe")
+    pinning_module._mention.cache_clear()
     Arena(BLOCK, Pinning("never")).take()
     assert caplog.messages == []
     monkeypatch.setattr(cuda, "in_use", lambda: False)
     pinning = Pinning()
-    for _ in range(2):
-        Arena(BLOCK, pinning).take()
+    for each in (pinning, pinning, Pinning()):
+        Arena(BLOCK, each).take()
     assert registrar.asked == 0
     (told,) = caplog.messages
     assert "pageable" in told
     assert "does not use CUDA" in told
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     registrar.most = 0
     with pytest.warns(RuntimeWarning, match="cudaErrorMemoryAllocation"):

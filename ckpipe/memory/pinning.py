@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from typing import Literal
@@ -23,7 +24,7 @@ class Pinning:
     def __init__(self, mode: Literal["auto", "never"] = "auto") -> None:
         self._mode = mode
         self._pinned: set[int] = set()
-        self._warned = self._mentioned = False
+        self._warned = False
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Registers the memory of a uint8 tensor; pageable memory serves where that fails.
@@ -34,7 +35,7 @@ class Pinning:
         if self._mode == "never":
             return False
         if not cuda.in_use():
-            self._mention("this program does not use CUDA so far")
+            _mention()
             return False
         refusal = cuda.register(memory)
         if refusal:
@@ -59,8 +60,11 @@ class Pinning:
                 stacklevel=3,
             )
 
-    def _mention(self, why: str) -> None:
-        """Logs it and no more: without a device page-locked memory would be no faster."""
-        if not self._mentioned:
-            self._mentioned = True
-            logger.info("ckpipe stages through pageable memory: %s", why)
+
+@functools.cache
+def _mention() -> None:
+    """Logs it once in a process, however many pipelines are opened."""
+    logger.warning(
+        "ckpipe stages through pageable memory, as this program does not use CUDA so far; "
+        'staging={"pinned": "never"} says that this is as it should be'
+    )
