@@ -17,7 +17,7 @@ from typing import Any
 
 from comparison_parts import BESIDE, LIMIT
 
-OURS = "ckpipe"
+OURS, CAPTURED = "ckpipe", "ckpipe, captured"
 UNITS = {
     "bytes": (1e6, "MB"),
     "peak memory": (2.0**20, "MiB"),
@@ -85,19 +85,21 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float, str, float
     """What a save may cost a loop beside it: name, figure, sense and goal."""
     for title, measures in results["loops"].items():
         lost = {name: statistics.median(row) for name, row in measures.get("lost s", {}).items()}
-        peers = [seconds for name, seconds in lost.items() if name != OURS]
-        if OURS not in lost:
-            continue
-        if OURS in measures.get("step rate", {}):
-            rate = statistics.median(measures["step rate"][OURS])
-            yield f"{title}: step rate", rate, ">=", LEAST_RATE
-        if peers:
-            yield f"{title}: lost s, against the best peer's", lost[OURS], "<=", min(peers) / 2
+        peers = [seconds for name, seconds in lost.items() if name not in (OURS, CAPTURED)]
         copy = results["states"].get(title.rpartition(",")[0], {}).get("blocked", {}).get(LIMIT)
-        if copy and OURS in measures.get(BESIDE, {}):
-            share = statistics.median(measures[BESIDE][OURS]) * SHARE_OF_A_SAVE
-            goal = statistics.median(copy) + share
-            yield f"{title}: lost s, against copy and duration", lost[OURS], "<=", goal
+        for ours in (OURS, CAPTURED):
+            if ours not in lost:
+                continue
+            what = title + ours.removeprefix(OURS)
+            if ours in measures.get("step rate", {}):
+                rate = statistics.median(measures["step rate"][ours])
+                yield f"{what}: step rate", rate, ">=", LEAST_RATE
+            if peers:
+                yield f"{what}: lost s, against the best peer's", lost[ours], "<=", min(peers) / 2
+            if copy and ours in measures.get(BESIDE, {}):
+                share = statistics.median(measures[BESIDE][ours]) * SHARE_OF_A_SAVE
+                goal = statistics.median(copy) + share
+                yield f"{what}: lost s, against copy and duration", lost[ours], "<=", goal
 
 
 def met(value: float, sense: str, goal: float) -> bool:
@@ -126,7 +128,9 @@ def not_first(results: Mapping[str, Any]) -> Iterator[str]:
     for title, measures in tables(results).items():
         for measure, row in measures.items():
             better = max if measure in HIGHER_IS_BETTER else min
-            medians = {n: statistics.median(v) for n, v in row.items() if n != LIMIT}
+            medians = {
+                n: statistics.median(v) for n, v in row.items() if n not in (LIMIT, CAPTURED)
+            }
             if OURS not in medians:
                 continue
             best = better(medians, key=lambda name: medians[name])
@@ -220,7 +224,8 @@ def _bars(axis: Any, measure: str, row: Row) -> None:
         [m - min(row[n]) / unit for n, m in zip(order, medians, strict=True)],
         [max(row[n]) / unit - m for n, m in zip(order, medians, strict=True)],
     ]
-    colors = [{OURS: "tab:blue", LIMIT: "tab:gray"}.get(name, "tab:orange") for name in order]
+    own = {OURS: "tab:blue", CAPTURED: "tab:cyan", LIMIT: "tab:gray"}
+    colors = [own.get(name, "tab:orange") for name in order]
     bars = axis.barh(order, medians, xerr=spread, color=colors, ecolor="black", capsize=2)
     axis.bar_label(bars, [f" {median:.3g}" for median in medians])
     axis.set_title(f"{measure.removesuffix(' s')}, {name_of_unit}")

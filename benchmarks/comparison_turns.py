@@ -24,11 +24,10 @@ import states
 import torch
 from comparison_parts import BESIDE, LIMIT, Extent, Journal, Part
 from contenders import Contender
-from undisturbed import Undisturbed, mean_step, steady
+from undisturbed import Undisturbed, calm_seconds, mean_step, steady
 
 Turn = Callable[[Contender], dict[str, float]]
 PYTHON_ROUNDS, MATRIX = 30_000, 320
-CALM_SECONDS = 0.5
 SLOW_SECONDS = 30.0
 """Whose turn takes longer is measured in few rounds."""
 
@@ -233,9 +232,10 @@ def beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> 
     """What a loop feels of a save: its rate, its longest step and the training time it loses."""
 
     def turn() -> tuple[Undisturbed, list[float], float, float]:
-        before = mean_step(step, CALM_SECONDS)
+        before = mean_step(step, calm_seconds(each.took))
         during, blocked, took = _steps_beside(each, state, step)
-        alone = Undisturbed(before, mean_step(step, CALM_SECONDS))
+        each.took = took
+        alone = Undisturbed(before, mean_step(step, calm_seconds(took)))
         each.forget()
         settle()
         return alone, during, blocked, took
@@ -306,6 +306,8 @@ def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
     contenders.start_process_group(root)
     if part.loop:
         everybody = [cls for cls in everybody if not cls.blocks]
+        if part.state in states.WITH_OPTIMIZER and referee.takes_part(contenders.Captured.name):
+            everybody.append(contenders.Captured)
         torch.set_num_threads(1)
     found = [each for cls in everybody if (each := referee.admit(cls, root)) is not None]
     state = states.STATES[part.state]()

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -49,6 +49,8 @@ class Contender(ABC):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.number = 0
+        self.took = 0.0
+        """Seconds that the last save beside a loop took until it was durable."""
         root.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -118,6 +120,28 @@ class Ours(Contender):
 
     def close(self) -> None:
         self._pipeline.__exit__(None, None, None)
+
+
+class Captured(Ours):
+    """ckpipe with a guarded optimizer, whose tensors are copied while the trainer goes on."""
+
+    name = "ckpipe, captured"
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._guarded: set[str] = set()
+
+    def save(self, state: dict[str, Any]) -> Wait:
+        self.number += 1
+        found = {
+            name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)
+        }
+        if new := [each for name, each in found.items() if name not in self._guarded]:
+            self._pipeline.guard(*new)
+            self._guarded |= set(found)
+        until: Literal["captured", "staged"] = "captured" if found else "staged"
+        self.handle = self._pipeline.save(state, step=self.number, until=until)
+        return self.handle.wait
 
 
 class TorchSave(Contender):

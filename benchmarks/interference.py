@@ -4,19 +4,21 @@
     python benchmarks/interference.py --loop python --only ckpipe --niceness 0 10 --minutes 0.5
 
 One thread trains: a loop of plain Python, or products of matrices that torch computes in the one
-thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all.
-A turn steps undisturbed for a while, then saves and goes on stepping until the save is durable, and
+thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all. A
+turn steps undisturbed for a while, then saves and goes on stepping until the save is durable, and
 then steps undisturbed again. It is repeated if the machine changed its speed (`undisturbed.py`).
 *Rate* is the number of steps from the return of the call until then, against what it would be
-undisturbed. *Lost* is the training time that the save costs, with the call, for which the trainer
-waits. *Held up* is the call and the time after it in which the training thread was kept from
-running; unlike what it lost, it does not change with the machine's speed. *Others* is what programs
-that have no part in this took of the processors, from the undisturbed steps on: where that is much,
-no figure means anything. One contender is a process that does nothing but write as many bytes
-(`raw_process.py`): what is lost beside it is lost to any save on this machine, and everybody is set
-beside it too, round by round. No round begins that would, by the longest before it, end later than
-``--minutes`` after the start. With ``--s3``, ckpipe also saves to a server that is started on this
-machine; with ``--niceness``, also by workers that give way more or less than they do by default.
+undisturbed. *Captured* are saves with a guarded optimizer that owns the weights: they are copied
+beside steps, none of which is one of the optimizer's. *Lost* is the training time that the save
+costs, with the call, for which the trainer waits. *Held up* is the call and the time after it in
+which the training thread was kept from running; unlike what it lost, it does not change with the
+machine's speed. *Others* is what programs that have no part in this took of the processors, from
+the undisturbed steps on: where that is much, no figure means anything. One contender is a process
+that does nothing but write as many bytes (`raw_process.py`): what is lost beside it is lost to any
+save on this machine, and everybody is set beside it too, round by round. No round begins that
+would, by the longest before it, end later than ``--minutes`` after the start. With ``--s3``, ckpipe
+also saves to a server that is started on this machine; with ``--niceness``, also by workers that
+give way more or less than they do by default.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ import torch.distributed as dist
 from contenders import Contender, Wait
 from raw_process import RawWrite
 from stall import Ending
-from undisturbed import MOST_CHANGE, Undisturbed, mean_step, steady, steps
+from undisturbed import MOST_CHANGE, Undisturbed, calm_seconds, mean_step, steady, steps
 
 import ckpipe
 
@@ -63,18 +65,19 @@ MATRIX = 384
 
 
 class Ours(contenders.Ours):
-    """ckpipe with one kind of worker."""
+    """ckpipe with one kind of worker; with a guarded optimizer it saves until captured."""
 
     def __init__(
         self, root: Path, worker: Worker | dict[str, Any], url: str = "", **fields: Any
     ) -> None:
         Contender.__init__(self, root)
+        self._until: Literal["captured", "staged"] = "captured" if "guard" in fields else "staged"
         self._pipeline = ckpipe.SyncPipeline(url or root, worker=worker, keep_last=1, **fields)
         self._pipeline.__enter__()
 
     def save(self, state: dict[str, Any]) -> Wait:
         self.number += 1
-        self.handle = self._pipeline.save(state, step=self.number)
+        self.handle = self._pipeline.save(state, step=self.number, until=self._until)
         return self.handle.wait
 
 
@@ -151,10 +154,10 @@ def beside_raw(measured: Measured, bare: Measured) -> dict[str, float]:
     }
 
 
-def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -> Turn:
+def turn(step: Step, contender: Contender, state: dict[str, Any]) -> Turn:
     """One save, with undisturbed steps before it and after it."""
     others = used_by_others()
-    before = mean_step(step, calm)
+    before = mean_step(step, calm_seconds(contender.took))
     began = time.perf_counter()
     ending = Ending(contender.save(state))
     call = time.perf_counter() - began
@@ -163,7 +166,8 @@ def turn(step: Step, contender: Contender, state: dict[str, Any], calm: float) -
     durable = time.perf_counter() - began
     ran = time.thread_time() - ran
     ending.wait()
-    undisturbed = Undisturbed(before, mean_step(step, calm))
+    contender.took = durable
+    undisturbed = Undisturbed(before, mean_step(step, calm_seconds(durable)))
     others = used_by_others() - others
     tidy(contender)
     return Turn(undisturbed, call, durable, beside, durable - ran, others)
@@ -179,7 +183,10 @@ def used_by_others() -> float:
 
 
 def contestants(
-    root: Path, server: s3_servers.S3Server | None, given: argparse.Namespace
+    root: Path,
+    server: s3_servers.S3Server | None,
+    given: argparse.Namespace,
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Contender]:
     """Everybody who is wanted and can be had here, by name."""
     found: dict[str, Contender] = {}
@@ -187,6 +194,9 @@ def contestants(
     for kind in kinds:
         if wanted(f"ckpipe, {kind}", given.only):
             found[f"ckpipe, {kind}"] = Ours(root / kind, kind)
+        if wanted(f"ckpipe, {kind}, captured", given.only):
+            where = root / f"{kind}-captured"
+            found[f"ckpipe, {kind}, captured"] = Ours(where, kind, guard=optimizer)
     if wanted(RawWrite.name, given.only):
         found[RawWrite.name] = RawWrite(root / "raw", given.mib * raw.MIB)
     for number in given.niceness:
@@ -222,7 +232,8 @@ def measure(
             f"weight.{number}": torch.randn(8, raw.MIB // 4) for number in range(given.mib // 8)
         }
     }
-    everybody = contestants(root, server, given)
+    optimizer = torch.optim.SGD(state["model"].values(), lr=0.1)
+    everybody = contestants(root, server, given, optimizer)
     for contender in everybody.values():
         for _ in range(WARM_UP_SAVES):
             contender.save(state)()
@@ -237,7 +248,7 @@ def measure(
             break
         for loop, step in loops.items():
             for name, contender in everybody.items():
-                once = partial(turn, step, contender, state, given.calm)
+                once = partial(turn, step, contender, state)
                 found = steady(once, lambda turn: turn.undisturbed)
                 results[loop].setdefault(name, Measured()).turns.append(found)
         longest = max(longest, time.monotonic() - began)
@@ -271,6 +282,9 @@ def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, f
         if (peer := found.get(contenders.DcpProcess.name)) is not None:
             for name in ("lost, ms", "held up, ms"):
                 yield f"{loop}: process, {name}", process[name], "<=", peer[name] / 2
+                if (captured := found.get("ckpipe, process, captured")) is not None:
+                    mode = f"{loop}: process, captured, {name}"
+                    yield mode, captured[name], "<=", peer[name] / 2
 
 
 def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
@@ -321,7 +335,6 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each, beside each loop")
     parser.add_argument("--minutes", type=float, default=5.0, help="begin no round after these")
-    parser.add_argument("--calm", type=float, default=0.5, help="seconds before and after")
     parser.add_argument("--loop", choices=["python", "matmul"], help="one of the loops only")
     parser.add_argument("--only", nargs="+", default=[], help="parts of names")
     parser.add_argument("--niceness", type=int, nargs="+", default=[], help="more workers")

@@ -19,6 +19,7 @@ MOST_CHANGE = 1.05
 """How much slower steps may be on one side of a save than on the other."""
 
 MOST_TRIES = 4
+LEAST_SECONDS, MOST_SECONDS = 0.5, 4.0
 
 
 class Undisturbed(NamedTuple):
@@ -55,13 +56,22 @@ def steps(step: Callable[[], object], over: Callable[[float], bool]) -> list[flo
             return taken
 
 
+def calm_seconds(save: float) -> float:
+    """How long steps are timed on each side of a save that takes so many seconds.
+
+    Together they are as long as the save, within bounds: an error of one per cent in what a step
+    takes is one per cent of the whole save in what is lost to it.
+    """
+    return min(max(save / 2, LEAST_SECONDS), MOST_SECONDS)
+
+
 def mean_step(step: Callable[[], object], seconds: float) -> float:
     """Seconds that a step takes, on average over so many seconds.
 
-    As many seconds before do not count: a disk that has to get rid of what was removed, and
+    Some time before does not count: a disk that has to get rid of what was removed, and
     processors that were idle, make the first steps slower.
     """
-    steps(step, lambda so_far: so_far >= seconds)
+    steps(step, lambda so_far: so_far >= LEAST_SECONDS)
     return statistics.fmean(steps(step, lambda so_far: so_far >= seconds))
 
 

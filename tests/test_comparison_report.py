@@ -129,6 +129,15 @@ def test_a_save_has_goals_beside_a_loop() -> None:
     assert (value, goal) == (0.2, pytest.approx(1.05 + 0.3))
 
 
+def test_a_save_that_is_only_captured_has_goals_too_and_is_no_peer() -> None:
+    found = results(2.0, 5.0)
+    found["loops"]["big, python loop"]["lost s"]["ckpipe, captured"] = [0.1]
+    goals = {name: each for name, *each in comparison_report.figures(found)}
+    assert goals["big, python loop: lost s, against the best peer's"] == [0.2, "<=", 0.25]
+    assert goals["big, python loop, captured: lost s, against the best peer's"] == [0.1, "<=", 0.25]
+    assert list(comparison_report.not_first(found)) == []
+
+
 def test_a_run_that_was_cut_short_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
     found = results(2.0, 5.0) | {"loops": {}, "peak memory": {}}
     del found["timeline"]
