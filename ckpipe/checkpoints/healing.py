@@ -47,13 +47,14 @@ async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Chec
         StoreError: If the store failed to list.
     """
     found = list(infos)
-    pending = iter([place for place, info in enumerate(found) if info.reason == NO_INDEX])
+    places = [place for place, info in enumerate(found) if info.reason == NO_INDEX]
+    pending = iter(places)
 
     async def lane() -> None:
         for place in pending:
             found[place] = await heal(backend, found[place])
 
-    await run_lanes(_AT_ONCE, lane)
+    await run_lanes(min(_AT_ONCE, len(places)), lane)
     return found
 
 

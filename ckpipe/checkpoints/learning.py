@@ -140,7 +140,8 @@ class Inquiry:
 
     async def _read(self, infos: Iterable[CheckpointInfo]) -> None:
         """Reads the indexes of checkpoints, several at once."""
-        pending = iter(list(infos))
+        unread = list(infos)
+        pending = iter(unread)
 
         async def lane() -> None:
             for info in pending:
@@ -152,7 +153,7 @@ class Inquiry:
                     continue
                 self._facts.learn(info.id, found)
 
-        await run_lanes(_AT_ONCE, lane)
+        await run_lanes(min(_AT_ONCE, len(unread)), lane)
 
 
 def _candidate(info: CheckpointInfo, facts: Facts) -> Candidate:

@@ -154,6 +154,7 @@ class Engine(Housekeeping):
         save, step = Save(name, self.site.rank, request), name.step
         self._next_step = step + 1
         self._loading.give_up()
+        self.site.respite.end()
         self.cadence.begin_at(step)
         self.diary.keep(step)
         self._events.emit(SaveStarted(save.name, step, save.rank))
@@ -300,10 +301,11 @@ class Engine(Housekeeping):
             logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
 
     async def _idle(self) -> None:
-        while self._active or self.hooks.describe_running():
-            for ended in list(self._active.values()):
-                await ended.wait()
-            await self.hooks.drained()
+        with self.site.respite.skipped():
+            while self._active or self.hooks.describe_running():
+                for ended in list(self._active.values()):
+                    await ended.wait()
+                await self.hooks.drained()
 
     async def _give_up(self, save: Save, limit: float) -> None:
         if not save.committed.done():
@@ -358,7 +360,8 @@ class Engine(Housekeeping):
         """Waits for saves under way here that a step or id names."""
         for save, ended in list(self._active.items()):
             if which in (save.id.step, save.name):
-                await ended.wait()
+                with self.site.respite.skipped():
+                    await ended.wait()
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Whether a save of this checkpoint is under way here."""

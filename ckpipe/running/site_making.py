@@ -11,6 +11,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.memory.pinning import Pinning
 from ckpipe.running.entering import Entry
+from ckpipe.saves.respite import RESPITE_SECONDS, Respite
 from ckpipe.saves.site import Site, block_size, initial_budget
 from ckpipe.stores.retrying import logging_policy
 from ckpipe.worker.carrier import WorkerCarrier
@@ -52,6 +53,7 @@ def make_site(
         retry=logging_policy(settings.upload),
         sweep_after=settings.retention.sweep_after,
         keep_reports=settings.keep_reports,
+        respite=Respite(RESPITE_SECONDS),
     )
     if around is None:
         return site, None

@@ -36,6 +36,7 @@ from ckpipe.format.object_names import index_key
 from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.saves.block_sums import BlockSums
+from ckpipe.saves.respite import Respite
 from ckpipe.saves.save_clock import StageClock
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import RetryPolicy
@@ -182,6 +183,7 @@ class Depot:
         pace: Gives writes of blocks their turns, of all saves together.
         texts: What manifests said last that did not change from the one before.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
+        respite: How long retention waits after a save.
     """
 
     backend: Backend
@@ -202,6 +204,7 @@ class Depot:
     pace: Pace = field(default_factory=Pace)
     texts: SteadyTexts = field(default_factory=SteadyTexts)
     told_missing: set[str] = field(default_factory=set)
+    respite: Respite = field(default_factory=Respite)
 
     def protected(self) -> dict[str, str]:
         """Ids that retention must not remove, each with its reason."""

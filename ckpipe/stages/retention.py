@@ -16,6 +16,7 @@ async def run(
 ) -> None:
     """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
 
+    In the process that trains it waits a moment before it prunes; see :mod:`ckpipe.saves.respite`.
     The save is through by then, and nobody waits for this. If one who waited for the checkpoint has
     written its index first, there is no digest, which others read the index for.
 
@@ -29,6 +30,7 @@ async def run(
                 await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
+            await depot.respite.take()
             with save.clock.timing("retention"):
                 decision = await depot.prune(launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
