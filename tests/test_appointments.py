@@ -36,6 +36,10 @@ def agreeing(verb: str) -> Callable[[Operation], bool]:
     return lambda operation: operation.verb == verb and "/agreed/" in operation.key
 
 
+def is_vote(operation: Operation) -> bool:
+    return operation.verb == "put" and ".votes/" in operation.key
+
+
 class Training:
     """Ranks that go through their steps in threads, loosely together, until one says to stop.
 
@@ -139,6 +143,9 @@ def test_a_rank_that_is_silent_holds_nobody_up_for_long(store: Stores) -> None:
     with ranks(store.url, 3, **LOOK, **grace) as world:
         # The third one's store has gone away: it hears nothing and says nothing.
         world[2]._core.submit(world[2]._core.engine.stop).result()
+        # The grace is short: both have voted before either waits for the third.
+        both = threading.Barrier(2)
+        store.faulty.call(lambda _: both.wait(30), is_vote, Landing.AFTER, times=None)
         training = Training(world[:2])
         training.run(at=lambda rank, step: world[0].preempt() if step == 20 else None)
         assert len(training.saved[0]) == 1
