@@ -529,7 +529,7 @@ async def test_saves_of_one_new_structure_at_once_have_the_memory_they_need(
         await asyncio.to_thread(late.walked.wait, 30)
         await pipeline.save({"w": large, "o": prompt}, step=2)
         late.go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await (await waiting)
         result = await pipeline.load(step=1)
         assert result is not None
@@ -557,11 +557,12 @@ def test_trainers_go_on_while_a_save_waits_for_memory(store: Stores) -> None:
         saving = threading.Thread(target=pipeline.save, args=(state,))
         saving.start()
         try:
-            # Each round makes way for a capture; in a few hundred the save gets as far as it can.
-            for _ in range(500):
-                with pipeline.lock.mutating(timeout=5):
-                    walked.walked.wait(0.001)
-            assert walked.walked.is_set()
+            assert walked.walked.wait(30)
+            budget, waits = pipeline._core.engine.site.budget, False
+            while not waits:  # each round makes way for a capture
+                waits = budget.waiting > 0
+                with pipeline.lock.mutating(timeout=30):
+                    pass
         finally:
             store.slow.release()
             saving.join(30)
