@@ -145,10 +145,11 @@ def test_closing_forgets_all_but_what_is_still_looked_at() -> None:
 
 def test_growing_opens_no_file() -> None:
     arena = Arena(BLOCK)
+    gc.collect()  # what other tests left may be files
     before = len(os.listdir("/proc/self/fd"))
     for blocks in range(1, 30):
         arena.reserve(blocks)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_blocks_hold_what_tensors_are_copied_into_them() -> None:

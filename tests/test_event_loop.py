@@ -140,6 +140,7 @@ def test_what_arrives_is_noticed_while_callbacks_never_end(loop: KeepingLoop) ->
 
 
 def test_closed_loop_gives_its_descriptors_back_and_wakes_nobody() -> None:
+    gc.collect()  # what other tests left may be files
     before = set(os.listdir("/proc/self/fd"))
     loops = [KeepingLoop() for _ in range(10)]
     for each in loops:
@@ -147,7 +148,7 @@ def test_closed_loop_gives_its_descriptors_back_and_wakes_nobody() -> None:
         each.close()
         with pytest.raises(RuntimeError, match="closed"):
             each.call_soon_threadsafe(print)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_loop_that_runs_is_not_closed_and_is_woken_as_before(loop: KeepingLoop) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import gc
 import multiprocessing
 import os
 import shutil
@@ -474,11 +475,12 @@ async def test_abort_twice_and_after_complete(tmp_path: Path, backend: LocalBack
 
 async def test_closing_gives_up_open_uploads(tmp_path: Path) -> None:
     async with LocalBackend(str(tmp_path)) as backend:
+        gc.collect()  # what other tests left may be files
         before = len(os.listdir("/proc/self/fd"))
         await backend.open_upload("a/f", size=1, block_bytes=1)
         await backend.open_upload("a/g", size=PAGE, block_bytes=PAGE)
     assert files_below(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_delete_removes_empty_directories(tmp_path: Path, backend: LocalBackend) -> None:
