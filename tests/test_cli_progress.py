@@ -41,6 +41,7 @@ def test_a_terminal_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_pipes_and_quick_actions_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 3600.0)
     assert shown(terminal=True) == ""
     monkeypatch.setattr(progress, "SILENT_SECONDS", -1.0)
     assert shown(terminal=False) == ""
@@ -82,6 +83,7 @@ def test_nobody_is_told_who_does_not_look_or_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = Seen()
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 3600.0)
     with Patience(Console(file=out, force_terminal=True, width=80)) as patience:
         patience.end()
         patience._show()  # as a timer would that was just too late to be cancelled
