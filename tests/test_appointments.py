@@ -185,7 +185,7 @@ def test_a_trainer_waits_at_its_bound_until_it_is_decided() -> None:
         with pytest.raises(TimeoutError):
             asked.result(0.05)
         assert diary.decide("end", 9)
-        assert asked.result(10) == frozenset()
+        assert asked.result(30) == frozenset()
     assert diary.ask(9) == diary.ask(10) == {"end"}
     diary.keep(8)
     assert diary.has("end")

@@ -99,7 +99,7 @@ threading.Thread(target=look).start()
 held.wait()
 child = os.fork()
 if not child:
-    with lock.mutating(timeout=10):
+    with lock.mutating(timeout=50):
         os._exit(7)
 go_on.set()
 _, status = os.waitpid(child, 0)

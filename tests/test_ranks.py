@@ -66,8 +66,8 @@ def test_checkpoint_is_complete_when_the_last_rank_has_committed(store: Stores) 
         with pytest.raises(TimeoutError, match="without a commit: 2"):
             handles[0].wait_complete(timeout=0)
         last = world[2].save(state(2), step=1)
-        assert last.wait_complete(timeout=10).complete
-        assert handles[0].wait_complete(timeout=10) == last.wait_complete()
+        assert last.wait_complete(timeout=60).complete
+        assert handles[0].wait_complete(timeout=60) == last.wait_complete()
         (info,) = world[1].steps()
         assert info.complete
 
@@ -193,7 +193,7 @@ class TestCommit:
             with pytest.raises(errors.CommitUnknown, match="rank 0"):
                 world[0].save(state(0), step=1).wait()
             store.faulty.heal()
-            world[1].save(state(1), step=1).wait_complete(timeout=10)
+            world[1].save(state(1), step=1).wait_complete(timeout=60)
 
 
 class TestHealing:
@@ -223,7 +223,7 @@ class TestHealing:
             store.faulty.fail(errors.StoreError("dead"), is_index)
             world[1].save(state(1), step=1).wait()
             settle(world[1])
-            assert first.wait_complete(timeout=5).complete
+            assert first.wait_complete(timeout=60).complete
             world[1]._core.engine.take_failures()
 
     def test_next_save_tells_of_absent_ranks(self, store: Stores) -> None:
@@ -240,7 +240,7 @@ class TestHealing:
                 )
             )
             world[1].save(state(1), step=2).wait()
-            assert noticed.wait(10)
+            assert noticed.wait(60)
             (told,) = [each for each in seen if isinstance(each, events.IncompleteCheckpoint)]
             assert (told.id, told.rank, told.absent) == (first.id, 1, (0, 2))
 
@@ -323,7 +323,7 @@ def test_straggler_of_an_old_attempt_does_not_become_the_newest(store: Stores) -
         old[0].save(state(0), step=9).wait()
         with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
             save_all(new, 5)
-            old[1].save(state(1), step=9).wait_complete(timeout=10)
+            old[1].save(state(1), step=9).wait_complete(timeout=60)
             newest = new[0].latest()
             assert newest is not None
             assert newest.step == 5
@@ -339,7 +339,7 @@ def test_straggler_after_a_deletion_revives_nothing(store: Stores) -> None:
             handle.wait()
             settle(old[1])
             with pytest.raises(errors.CheckpointIncomplete, match="deleted"):
-                handle.wait_complete(timeout=10)
+                handle.wait_complete(timeout=60)
             assert new[1].latest() is None
 
 

@@ -74,7 +74,7 @@ async def test_the_first_file_is_opened_before_there_is_a_block_of_it() -> None:
     backend = Telling()
     blocks, inbox = create_memory_object_stream[Held](math.inf)
     out, stored = create_memory_object_stream[StoredFiles](1)
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(upload.run, planned(), depot(backend), inbox, out)
             await backend.opened.wait()
@@ -89,7 +89,7 @@ async def test_a_file_that_was_opened_for_nothing_is_given_up() -> None:
     backend = Telling()
     blocks, inbox = create_memory_object_stream[Held](math.inf)
     out, stored = create_memory_object_stream[StoredFiles](1)
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         async with blocks, stored, anyio.create_task_group() as tasks:
             tasks.start_soon(upload.run, planned(), depot(backend), inbox, out)
             await backend.opened.wait()
