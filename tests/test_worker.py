@@ -144,27 +144,31 @@ def test_a_whole_session_gives_way() -> None:
     assert done.stdout.split()[-2:] == ["nice", "7"]
 
 
+def silent_for(seconds: float) -> dict[str, Any]:
+    """A worker process that may be silent for so long before it is looked at."""
+    return {"mode": "process", "heartbeat_seconds": seconds}
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_worker_is_noticed_and_replaced(
-    pipeline: ckpipe.SyncPipeline, blow: signal.Signals
-) -> None:
-    pipeline.save(state_of(1)).wait()
-    settle(pipeline)
-    worker = worker_of(pipeline)
-    os.kill(worker, signal.SIGSTOP)
-    handle = pipeline.save(state_of(2))
-    os.kill(worker, blow)
-    with pytest.raises(errors.WorkerDied, match=r"exit code -9.*log ends with") as caught:
-        handle.wait(timeout=20)  # one that were taken to be busy had longer
-    assert (caught.value.step, caught.value.rank) == (handle.step, 0)
-    assert handle.status == "failed"
-    assert not psutil.pid_exists(worker)
-    last = pipeline.save(state_of(3))
-    last.wait()
-    settle(pipeline)
-    assert worker_of(pipeline) != worker
-    pipeline.verify(last.step)
-    assert pipeline._core.engine.site.budget.used == 0
+def test_a_dead_worker_is_noticed_and_replaced(tmp_path: Path, blow: signal.Signals) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker=silent_for(2), **SETTINGS) as pipeline:
+        pipeline.save(state_of(1)).wait()
+        settle(pipeline)
+        worker = worker_of(pipeline)
+        os.kill(worker, signal.SIGSTOP)
+        handle = pipeline.save(state_of(2))
+        os.kill(worker, blow)
+        with pytest.raises(errors.WorkerDied, match=r"exit code -9.*log ends with") as caught:
+            handle.wait(timeout=30)  # a worker that is busy has twice as long
+        assert (caught.value.step, caught.value.rank) == (handle.step, 0)
+        assert handle.status == "failed"
+        assert not psutil.pid_exists(worker)
+        last = pipeline.save(state_of(3))
+        last.wait()
+        settle(pipeline)
+        assert worker_of(pipeline) != worker
+        pipeline.verify(last.step)
+        assert pipeline._core.engine.site.budget.used == 0
 
 
 def test_a_worker_that_dies_idle_costs_no_save(pipeline: ckpipe.SyncPipeline) -> None:
@@ -203,20 +207,21 @@ def test_a_worker_that_dies_after_a_commit_costs_no_save(
         assert opened._core.engine.site.budget.used == 0
 
 
-def test_a_cancelled_save_gives_its_memory_back(pipeline: ckpipe.SyncPipeline) -> None:
-    pipeline.save(state_of(1)).wait()
-    settle(pipeline)
-    worker = worker_of(pipeline)
-    os.kill(worker, signal.SIGSTOP)
-    handle = pipeline.save(state_of(2))
-    threading.Timer(0.1, os.kill, (worker, signal.SIGCONT)).start()
-    handle.cancel()
-    with pytest.raises(errors.SaveCancelled):
-        handle.wait()
-    settle(pipeline)
-    assert pipeline._core.engine.site.budget.used == 0
-    pipeline.save(state_of(3)).wait()
-    assert worker_of(pipeline) == worker
+def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker=silent_for(600), **SETTINGS) as pipeline:
+        pipeline.save(state_of(1)).wait()
+        settle(pipeline)
+        worker = worker_of(pipeline)
+        os.kill(worker, signal.SIGSTOP)
+        handle = pipeline.save(state_of(2))
+        threading.Timer(0.1, os.kill, (worker, signal.SIGCONT)).start()
+        handle.cancel()
+        with pytest.raises(errors.SaveCancelled):
+            handle.wait()
+        settle(pipeline)
+        assert pipeline._core.engine.site.budget.used == 0
+        pipeline.save(state_of(3)).wait()
+        assert worker_of(pipeline) == worker
 
 
 def test_closing_never_hangs_and_says_what_is_lost(tmp_path: Path) -> None:

@@ -26,14 +26,20 @@ from ckpipe import errors
 from ckpipe.worker import worker_link
 from ckpipe.worker.worker_process import WorkerProcess
 
+BRIEFLY_PATIENT: dict[str, Any] = {"worker": {"mode": "process", "heartbeat_seconds": 2}} | SETTINGS
 PATIENT: dict[str, Any] = {"worker": {"mode": "process", "heartbeat_seconds": 600}} | SETTINGS
+
+
+def idle_worker(pipeline: ckpipe.SyncPipeline) -> int:
+    """The process of a worker that has brought a save to the store."""
+    pipeline.save(state_of(1)).wait()
+    settle(pipeline)
+    return worker_of(pipeline)
 
 
 def held_save(pipeline: ckpipe.SyncPipeline) -> tuple[int, ckpipe.SyncSaveHandle]:
     """A save that its worker, which is stopped, cannot bring to the store."""
-    pipeline.save(state_of(1)).wait()
-    settle(pipeline)
-    worker = worker_of(pipeline)
+    worker = idle_worker(pipeline)
     os.kill(worker, signal.SIGSTOP)
     return worker, pipeline.save(state_of(2))
 
@@ -129,9 +135,7 @@ def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
 ) -> None:
     opened = ckpipe.SyncPipeline(tmp_path / "run", **PROCESS)
     opened.__enter__()
-    opened.save(state_of(1)).wait()
-    settle(opened)
-    worker, process = worker_of(opened), process_of(opened)
+    worker, process = idle_worker(opened), process_of(opened)
     with kept_from_ending(worker):
         DaemonThreads().submit(opened.__exit__, None, None, None).result(PATIENCE)
         assert psutil.pid_exists(worker)
@@ -141,9 +145,11 @@ def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
 
 @pytest.mark.usefixtures("soon_left")
 def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
-        (worker, handle), process = held_save(pipeline), process_of(pipeline)
+    with ckpipe.SyncPipeline(tmp_path / "run", **BRIEFLY_PATIENT) as pipeline:
+        worker, process = idle_worker(pipeline), process_of(pipeline)
         with kept_from_ending(worker):
+            os.kill(worker, signal.SIGSTOP)
+            handle = pipeline.save(state_of(2))
             os.kill(worker, signal.SIGKILL)
             with pytest.raises(errors.WorkerDied, match="not ended it yet"):
                 handle.wait(PATIENCE)
