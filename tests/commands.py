@@ -56,7 +56,7 @@ def program(*arguments: object, **options: Any) -> Done:
         [*PROGRAM, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         **options,
     )

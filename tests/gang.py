@@ -121,7 +121,7 @@ def run(case: Case) -> None:
         if case.get("together"):
             pipeline.latest()
             last = pipeline.save(private(rank, first + 100), step=first + 100)
-            assert last.wait_complete(timeout=60).complete
+            assert last.wait_complete(timeout=300).complete
     assert collectives() == before
 
 
@@ -239,7 +239,7 @@ def preempted(case: Case) -> None:
                 if case["how"] == "event":
                     pipeline.preempt()
             if pipeline.should_save(step):
-                pipeline.save(private(rank, step), step=step).wait_complete(timeout=60)
+                pipeline.save(private(rank, step), step=step).wait_complete(timeout=300)
                 tell(case, saved=step)
             if pipeline.preempted:
                 break
@@ -276,7 +276,7 @@ def train(case: Case) -> None:
     with ckpipe.SyncPipeline(case["root"], guard=optimizer, **settings) as pipeline:
         if case["save"]:
             final = bool(case.get("final"))
-            pipeline.save(state, step=case["first"], final=final).wait_complete(timeout=60)
+            pipeline.save(state, step=case["first"], final=final).wait_complete(timeout=300)
         else:
             loaded = pipeline.load(state, per_rank="rank0")
             assert loaded is not None
@@ -291,7 +291,7 @@ def stage_and_die(case: Case) -> None:
     rank = dist.get_rank()
     worker = {"mode": "process", "heartbeat_seconds": 600}
     pipeline = ckpipe.SyncPipeline(case["root"], worker=worker, **SETTINGS).__enter__()
-    pipeline.save(private(rank, 1), step=1).wait_complete(timeout=60)
+    pipeline.save(private(rank, 1), step=1).wait_complete(timeout=300)
     process = pipeline._core.engine.site.carrier.process_id  # type: ignore[attr-defined]
     os.kill(process, signal.SIGSTOP)
     pipeline.save(private(rank, 2), step=2)
@@ -334,7 +334,7 @@ def instants(case: Case) -> None:
             running.fill_(step + 1)
             optimizer.step()
         for handle in handles:
-            handle.wait_complete(timeout=60)
+            handle.wait_complete(timeout=300)
         for step in range(1, case["saves"] + 1):
             result = pipeline.load(state, step=step)
             assert result is not None
@@ -381,7 +381,7 @@ def _live(case: Case, rank: int, store: str) -> None:
         torch.set_num_threads(1)
         file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
         dist.init_process_group(
-            "gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            "gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
         )
         (CASES.get(case["do"]) or pkgutil.resolve_name(case["do"]))(case)
     except BaseException:

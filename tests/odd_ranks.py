@@ -56,7 +56,7 @@ def layouts(case: Case) -> None:
         with opened(case | {"root": f"{case['root']}-{plan}"}, plan=plan) as pipeline:
             for saved, loaded in case["pairs"]:
                 handle = pipeline.save(ODD[saved](1))
-                handle.wait_complete(timeout=60)
+                handle.wait_complete(timeout=300)
                 target = ODD[loaded](-1)
                 assert pipeline.load(target, step=handle.step) is not None
                 assert_same(target, ODD[loaded](1))
@@ -69,7 +69,7 @@ def refused(case: Case) -> None:
     with contextlib.suppress(InvalidManifest), opened(case, plan=case["plan"]) as pipeline:
         for step, what in enumerate(case["saves"]):
             try:
-                pipeline.save(wrong(rank, what), step=step).wait_complete(timeout=60)
+                pipeline.save(wrong(rank, what), step=step).wait_complete(timeout=300)
             except CkpipeError as error:
                 found = [type(error).__name__, error.step, error.rank is not None, error.key]
                 tell(case, refused=[what, *found])
@@ -80,7 +80,7 @@ def meshes_of_their_own(case: Case) -> None:
     far = 1 + dist.get_rank() // 2
     rows, turned = spread(HALVES, Shard(0)), spread([3, 1, 0, 2], Shard(0))
     with opened(case) as pipeline:
-        pipeline.save(rows(far), step=1).wait_complete(timeout=60)
+        pipeline.save(rows(far), step=1).wait_complete(timeout=300)
         target = rows(-1)
         pipeline.load(target)
         assert_same(target, rows(far))
@@ -114,7 +114,7 @@ def save_stages(case: Case) -> None:
     mine = partial(stage_of, rank // 2, HALVES[rank], [rank])
     with opened(case, plan=planner) as pipeline:
         state = mine(1) | {"rng": ckpipe.RngState()}
-        pipeline.save(state, step=3).wait_complete(timeout=60)
+        pipeline.save(state, step=3).wait_complete(timeout=300)
         drawn, target = torch.rand(4), mine(-1) | {"rng": ckpipe.RngState()}
         assert pipeline.load(target) is not None
         assert torch.equal(torch.rand(4), drawn)
@@ -190,7 +190,7 @@ def normalized(case: Case) -> None:
     with opened(case) as pipeline:
         if case["save"]:
             mean.fill_(rank)
-            pipeline.save(state, step=1).wait_complete(timeout=60)
+            pipeline.save(state, step=1).wait_complete(timeout=300)
             mean.fill_(-1)
             pipeline.load(state)
             assert mean.tolist() == [rank] * 12
@@ -230,7 +230,7 @@ def tied(case: Case) -> None:
         losses_of(model, optimizer, 3)
     with opened(case) as pipeline:
         if case["save"]:
-            pipeline.save(state, step=1).wait_complete(timeout=60)
+            pipeline.save(state, step=1).wait_complete(timeout=300)
         else:
             assert pipeline.load(state) is not None
     assert model.head.weight is model.embedding.weight
@@ -273,7 +273,7 @@ def meshes_within_meshes(case: Case) -> None:
             }
             return parts | {"mine": torch.full((3,), float(factor * rank))}
 
-        pipeline.save(state(1, 0), step=1).wait_complete(timeout=60)
+        pipeline.save(state(1, 0), step=1).wait_complete(timeout=300)
         for turn in [*case["turns"], 0]:
             target, part = state(-1, turn), ["mine"] if rank == turn % size else None
             pipeline.load(target, include=part)
@@ -284,7 +284,7 @@ def meshes_within_meshes(case: Case) -> None:
         dist.destroy_process_group()
         kept = {name: target[name] for name in ("w0", "w1", "mine")}
         expected = {name: local(each).clone() for name, each in kept.items()}
-        pipeline.save(kept, step=2).wait_complete(timeout=60)
+        pipeline.save(kept, step=2).wait_complete(timeout=300)
         for each in kept.values():
             local(each).zero_()
         pipeline.load(kept)

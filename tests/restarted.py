@@ -55,7 +55,7 @@ def main(root: str, plan: str, rendezvous: str) -> None:
             handle = pipeline.save(state(rank), step=step)
             handle.wait()
             if step == 1 and restarts == 0 and rank == 1:
-                handle.wait_complete(timeout=60)
+                handle.wait_complete(timeout=300)
                 die()
 
 

@@ -82,7 +82,7 @@ def check_layouts(pipeline: ckpipe.SyncPipeline, saved: int, loaded: int) -> Non
     full = torch.arange(7 * 6 * 5.0).view(7, 6, 5)
     own, again = full[dist.get_rank()], torch.zeros(6, 5)
     handle = pipeline.save({"w": laid_out(full, saved), "own": own})
-    handle.wait_complete(timeout=60)
+    handle.wait_complete(timeout=300)
     target = laid_out(torch.full_like(full, -1), loaded)
     assert pipeline.load({"w": target, "own": again}, step=handle.step) is not None
     assert torch.equal(target.to_local(), laid_out(full, loaded).to_local())

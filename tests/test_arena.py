@@ -183,7 +183,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_forked_child_does_not_have_the_memory(size: int) -> None:
     # A program of its own: forking this one would fork the threads' locks of all tests before.
     code = [sys.executable, "-c", FORKED.format(size=size)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(code, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -210,7 +210,7 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
 """
     run = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "SaveError" in run.stdout, run.stderr
     assert "no memory for" in run.stdout

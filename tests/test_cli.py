@@ -260,7 +260,7 @@ def starting(package: str, action: str, *arguments: object) -> Done:
     """Runs the program with an action at the import of a package."""
     program = STARTING.format(package=package, action=action)
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -355,7 +355,7 @@ def test_an_interrupted_deletion_counts_and_is_finished_later(
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(300) == 130
     found = {each["id"]: each for each in call("ls", tmp_path, "--json").data["checkpoints"]}
     assert (found[one]["complete"], found[two]["complete"]) == (False, True)
     assert call("verify", tmp_path, "--all").code == 0
@@ -444,7 +444,7 @@ def test_what_a_command_reads_is_not_removed_meanwhile(
         assert (refused.code, "lease" in refused.err) == (2, True)
         assert call("prune", made.url, "--keep-last", 1).code == 0
         gate.release()
-        assert reader.result(60) in (0, 1)
+        assert reader.result(300) in (0, 1)
         assert call("rm", made.url, 1).code == 0
 
 
@@ -459,7 +459,7 @@ def test_who_may_not_write_may_read(call: Commands, caplog: pytest.LogCaptureFix
 def test_without_its_extra_the_command_says_what_to_install() -> None:
     code = "import sys; sys.modules['typer'] = None; from ckpipe.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2
     assert "pip install 'ckpipe[cli]'" in done.stderr
@@ -479,7 +479,7 @@ def test_what_needs_no_tensors_does_not_wait_for_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(commands)],
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

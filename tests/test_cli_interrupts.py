@@ -45,6 +45,6 @@ def test_an_interrupt_ends_a_command_that_waits_for_the_store(
         assert process.stderr is not None
         assert process.stdout.readline() == "stuck\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(300) == 130
         assert (process.stdout.read(), process.stderr.read()) == ("", "")
     assert set(tmp_path.rglob("*")) == before

@@ -97,7 +97,7 @@ def test_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         with open("/dev/full", "w") as full:
             done = subprocess.run(
                 [*PROGRAM, "ls", str(tmp_path), *options],
-                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+                stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False,
             )  # fmt: skip
         assert done.returncode == 3
         assert done.stderr == "error: the output cannot be written: No space left on device\n"
@@ -137,7 +137,7 @@ def test_no_exit_code_says_what_is_not_so_where_output_fails(
         done = subprocess.run(
             ["bash", "-c", f'exec "$@" {where.replace("gone", str(gone))}', "", *PROGRAM,
              *arguments.split()],
-            cwd=tmp_path, pass_fds=[gone], capture_output=True, text=True, timeout=60, check=False,
+            cwd=tmp_path, pass_fds=[gone], capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
     finally:
         os.close(gone)
@@ -175,7 +175,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
             [*PROGRAM, "info", str(tmp_path)],
             stdout=write_end,
             stderr=subprocess.PIPE,
-            timeout=60,
+            timeout=300,
             check=False,
         )
     finally:

@@ -57,7 +57,7 @@ class Fresh:
             env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESUMES = "restored.step + 1 if restored"
 RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is nothing to resume
-SECONDS = 100
+SECONDS = 300
 
 _FRESH = multiprocessing.get_context("forkserver")
 _FRESH.set_forkserver_preload(["torch", "torch.distributed", "ckpipe.pipeline"])

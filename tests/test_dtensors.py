@@ -241,7 +241,7 @@ def _run_ddp(rank: int, path: str) -> None:
         init_method=f"file://{path}/store",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     torch.manual_seed(rank)
     inner = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))

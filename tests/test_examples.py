@@ -27,7 +27,7 @@ def run_example(name: str, *arguments: str, folder: Path) -> subprocess.Complete
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         check=False,
     )
 
@@ -83,7 +83,7 @@ def launch(ranks: int, *arguments: str, folder: Path) -> subprocess.CompletedPro
             "--checkpoints", "run", "--steps", "16", "--save-every", "4", *arguments,
         ],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=110, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
 
 

@@ -249,6 +249,6 @@ tokens = torch.arange(8)[None]
 assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
 """
     run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr

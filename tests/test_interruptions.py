@@ -113,7 +113,7 @@ with ckpipe.SyncPipeline(sys.argv[1], guard=optimizer) as pipeline:
 """
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("PipelineClosed The pipeline belongs to the process")
@@ -143,7 +143,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker=worker) as pipeline:
 """
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout == "PipelineClosed\n"

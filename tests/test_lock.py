@@ -109,7 +109,7 @@ assert lock.statistics().holders
 
 
 def test_a_forked_child_waits_for_none_of_its_parents_threads() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("side", ["mutating", "capturing"])

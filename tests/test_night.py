@@ -218,7 +218,7 @@ def left_over(root: Path, kept: list[str]) -> list[str]:
     return [name for name in files if not name.startswith(ours)]
 
 
-@pytest.mark.timeout(900 if EVERY else 120)
+@pytest.mark.timeout(900)
 def test_a_night_in_fast_motion(
     night: Trainers, chance: random.Random, root: Path, tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ def test_a_fork_in_the_middle_of_a_save_and_an_end_in_the_middle_of_another(
 ) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     told = "The pipeline of slow://store/forgotten was never left, and saves under way may be lost"

@@ -141,7 +141,7 @@ def _save(rank: int, world_size: int, path: str) -> None:
     state = training(sharded=True)
     losses(state, 4)
     with ckpipe.SyncPipeline(f"{path}/run", attempt_id="saving") as pipeline:
-        pipeline.save(saved_state(state), step=4).wait_complete(timeout=60)
+        pipeline.save(saved_state(state), step=4).wait_complete(timeout=300)
     torch.save(losses(state, 3), f"{path}/expected-{rank}.pt")
 
 
@@ -162,7 +162,7 @@ def _rank(rank: int, world_size: int, path: str, work: Any) -> None:
         init_method=f"file://{path}/{work.__name__}-{world_size}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     work(rank, world_size, path)
     dist.destroy_process_group()

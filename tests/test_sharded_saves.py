@@ -73,12 +73,12 @@ def run_rank(rank: int, root: str) -> None:
         init_method=f"file://{root}/rendezvous",
         rank=rank,
         world_size=WORLD,
-        timeout=timedelta(seconds=90),
+        timeout=timedelta(seconds=300),
     )
     state = spread_state(rank)
     plan = {"replicated": ["vector"]}
     with ckpipe.SyncPipeline(f"{root}/run", attempt_id="first", plan=plan) as pipeline:
-        pipeline.save(state, step=5).wait_complete(timeout=60)
+        pipeline.save(state, step=5).wait_complete(timeout=300)
         with torch.no_grad():
             for each in (state["model"][0].weight, state["strided"], state["vector"]):
                 each.zero_()

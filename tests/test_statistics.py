@@ -279,7 +279,7 @@ def test_the_live_line_draws_on_a_real_terminal(
 def test_without_rich_the_live_line_says_what_to_install() -> None:
     code = "import sys; sys.modules['rich.console'] = None; import ckpipe.live_line"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert "pip install 'ckpipe[cli]'" in done.stderr
 

@@ -153,7 +153,7 @@ def test_a_device_and_a_pipe_stay_what_they_are(call: Commands, tmp_path: Path) 
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(pipe.read_text)
         assert call("timeline", tmp_path / "root", "--html", pipe).code == 0
-        assert Page(reading.result(60)).of_class("uploaded")
+        assert Page(reading.result(300)).of_class("uploaded")
     assert pipe.is_fifo()
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
@@ -213,7 +213,7 @@ def test_a_browser_draws_the_page_and_shows_details(tmp_path: Path) -> None:
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,700",
             f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri(),
         ],
-        capture_output=True, text=True, timeout=90, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     title = re.search(r"<title>(\{.*?\})</title>", done.stdout)
     assert title is not None, done.stderr

@@ -50,7 +50,7 @@ def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, tmp_p
     ]  # fmt: skip
     # Without it torch's own restart over gloo meets the keys of the launch before.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
     first, second = told(root, "launch").values()
     assert first == second
     (_, attempt, begin), (_, again, resumed) = first

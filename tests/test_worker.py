@@ -139,7 +139,7 @@ def test_a_whole_session_gives_way() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True,
-        start_new_session=True, timeout=60,
+        start_new_session=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.split()[-2:] == ["nice", "7"]
 
@@ -400,7 +400,7 @@ except ckpipe.CkpipeError as error:
 def test_a_limit_on_threads_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_THREADS, str(tmp_path)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "ulimit -u" in done.stdout, done.stderr
 
@@ -418,7 +418,7 @@ def test_a_limit_on_file_sizes_is_named_where_it_keeps_memory_from_being_shared(
                 print(error)
     """
     run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     assert "no memory" in run.stdout

@@ -76,7 +76,7 @@ def test_the_log_of_a_dead_worker_is_found_from_another_directory(
         monkeypatch.chdir("/")
         os.kill(worker_of(pipeline), signal.SIGKILL)
         with pytest.raises(errors.WorkerDied, match="log ends with"):
-            handle.wait(timeout=30)
+            handle.wait(timeout=300)
 
 
 GROUP = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -110,9 +110,9 @@ def test_a_worker_of_another_version_is_dead_and_the_pipeline_is_not(
     code = customize(tmp_path, monkeypatch, other)
     with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
         with pytest.raises(errors.WorkerDied, match="of different versions"):
-            pipeline.save(state_of(1), step=1).wait(timeout=30)
+            pipeline.save(state_of(1), step=1).wait(timeout=300)
         code.unlink()
-        pipeline.save(state_of(2), step=2).wait(timeout=30)
+        pipeline.save(state_of(2), step=2).wait(timeout=300)
 
 
 def test_a_trainer_needs_no_standard_streams(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     assert carrier._link.process.socket.fileno() > 2
     assert Arena(65536, shared=True).take().segment.descriptor > 2
 """
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300)
     assert run.returncode == 0
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert [info.step for info in pipeline.steps()] == [1, 2]
@@ -183,7 +183,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
         [sys.executable, "-I", "-c", script, str(tmp_path / "run"), *sys.path],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         check=True,
-        timeout=60,
+        timeout=300,
     )
 
 
