@@ -74,27 +74,29 @@ def pipeline(
     endpoint: str,
     retention: dict[str, Any] | None = None,
     worker: str = "thread",
+    fault: Fault | None = None,
     **upload: Any,
 ) -> ckpipe.SyncPipeline:
-    """A pipeline that tries again at once, and does not wait long for anything.
+    """A pipeline that tries again at once, and gives up soon only requests that a fault hangs.
 
     Whole blocks go through sessions, and the last one, which is shorter, in one request.
     """
-    options = {"endpoint_url": endpoint, "anonymous": True, "request_timeout": 0.7}
+    timeout, limit = (0.7, 3.0) if fault is Fault.HANG else (60.0, 120.0)
+    options = {"endpoint_url": endpoint, "anonymous": True, "request_timeout": timeout}
     return ckpipe.SyncPipeline(
         url,
         staging={"block_bytes": BLOCK},
         retention=retention or {},
         worker=worker,
-        upload={"backoff_seconds": 0.01, "attempt_timeout_seconds": 3, "lanes": 2, **upload},
+        upload={"backoff_seconds": 0.01, "attempt_timeout_seconds": limit, "lanes": 2, **upload},
         backends={"gs": options | {"resumable_bytes": BLOCK}},
     )
 
 
-def save(url: str, endpoint: str, **upload: Any) -> ckpipe.errors.CkpipeError | None:
+def save(url: str, endpoint: str, **fields: Any) -> ckpipe.errors.CkpipeError | None:
     """Saves once, and returns the error if there was one."""
     try:
-        with pipeline(url, endpoint, **upload) as opened:
+        with pipeline(url, endpoint, **fields) as opened:
             opened.save(state(), step=1, until="committed")
     except errors.CkpipeError as error:
         return error
@@ -163,7 +165,7 @@ def test_a_save_survives_one_fault(
     server: GcsServer, proxy: FaultProxy, url: str, operation: str, fault: Fault
 ) -> None:
     proxy.rule = Once(operation, fault)
-    assert save(url, proxy.url) is None
+    assert save(url, proxy.url, fault=fault) is None
     assert proxy.faults() == 1
     check(url, server, complete=True)
 
@@ -282,7 +284,7 @@ def test_a_cancelled_save_leaves_nothing(server: GcsServer, proxy: FaultProxy, u
         return Fault.HANG
 
     proxy.rule = hang
-    with pipeline(url, proxy.url, attempt_timeout_seconds=60) as opened:
+    with pipeline(url, proxy.url, fault=Fault.HANG, attempt_timeout_seconds=60) as opened:
         handle = opened.save(state(), step=1)
         assert hanging.wait(30)
         handle.cancel()
@@ -300,7 +302,7 @@ def test_a_load_survives_faults(
 ) -> None:
     assert save(url, server.url) is None
     proxy.rule = Once("Get", fault, times=2)
-    with pipeline(url, proxy.url) as opened:
+    with pipeline(url, proxy.url, fault=fault) as opened:
         loaded = opened.load()
     assert proxy.faults() == 2
     assert loaded is not None
@@ -318,7 +320,7 @@ def test_each_request_of_a_load_in_turn(
 ) -> None:
     assert save(url, server.url) is None
     proxy.rule = Once(None, fault, behind=turn)
-    with pipeline(url, proxy.url) as opened:
+    with pipeline(url, proxy.url, fault=fault) as opened:
         loaded = opened.load()
     assert proxy.faults() == (turn < len(proxy.log))
     assert loaded is not None
@@ -389,7 +391,7 @@ def test_a_server_is_killed_and_comes_back(url: str, tmp_path: Path) -> None:
         server = first.enter_context(gcs_servers.emulator(tmp_path, port, keep=True))
         server.make_bucket(BUCKET)
         proxy.rule = count
-        with pipeline(url, proxy.url, **patience) as opened:
+        with pipeline(url, proxy.url, fault=Fault.HANG, **patience) as opened:
             handle = opened.save(state(), step=1)
             assert blocks.acquire(timeout=30)
             first.close()

@@ -75,17 +75,24 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def pipeline(
-    url: str, endpoint: str, profile: str | None = None, worker: str = "thread", **upload: Any
+    url: str,
+    endpoint: str,
+    profile: str | None = None,
+    worker: str = "thread",
+    fault: Fault | None = None,
+    **upload: Any,
 ) -> ckpipe.SyncPipeline:
-    """A pipeline that tries again at once, and does not wait long for anything."""
-    options = {"endpoint_url": endpoint, "request_timeout": 1.0, "profile": profile}
+    """A pipeline that tries again at once, and gives up soon only requests that a fault hangs."""
+    hangs = fault is Fault.HANG
+    timeout = 1.0 if hangs else 60.0
+    options = {"endpoint_url": endpoint, "request_timeout": timeout, "profile": profile}
     return ckpipe.SyncPipeline(
         url,
         staging={"block_bytes": 5 * MIB},
         upload={
-            "retries": 9,  # on a busy machine requests also fail by themselves
+            "retries": 9,  # on a busy machine some that do not hang are given up, too
             "backoff_seconds": 0.01,
-            "attempt_timeout_seconds": 1.5,
+            "attempt_timeout_seconds": 1.5 if hangs else 120.0,
             "lanes": 2,
             **upload,
         },
@@ -94,10 +101,10 @@ def pipeline(
     )
 
 
-def save(url: str, endpoint: str, **upload: Any) -> ckpipe.errors.CkpipeError | None:
+def save(url: str, endpoint: str, **fields: Any) -> ckpipe.errors.CkpipeError | None:
     """Saves once, and returns the error if there was one."""
     try:
-        with pipeline(url, endpoint, **upload) as opened:
+        with pipeline(url, endpoint, **fields) as opened:
             opened.save(state(), step=1, until="committed")
     except errors.CkpipeError as error:
         return error
@@ -170,7 +177,7 @@ def test_each_request_of_a_save_in_turn(
     server: S3Server, proxy: FaultProxy, url: str, turn: int, fault: Fault
 ) -> None:
     proxy.rule = Once(None, fault, behind=turn)
-    assert save(url, proxy.url) is None
+    assert save(url, proxy.url, fault=fault) is None
     assert proxy.faults() == (turn < len(proxy.log))
     check(url, server, complete=True)
 
@@ -183,7 +190,7 @@ def test_each_request_of_a_load_in_turn(
 ) -> None:
     assert save(url, server.url) is None
     proxy.rule = Once(None, fault, behind=turn)
-    with pipeline(url, proxy.url) as opened:
+    with pipeline(url, proxy.url, fault=fault) as opened:
         loaded = opened.load()
     assert proxy.faults() == (turn < len(proxy.log))
     assert loaded is not None
@@ -209,7 +216,7 @@ def test_a_worker_process_survives_faults(
     server: S3Server, proxy: FaultProxy, url: str, operation: str, fault: Fault
 ) -> None:
     proxy.rule = Once(operation, fault, times=2)
-    assert save(url, proxy.url, worker="process") is None
+    assert save(url, proxy.url, worker="process", fault=fault) is None
     assert proxy.faults() >= 1
     check(url, server, complete=True)
 
@@ -241,7 +248,7 @@ def test_a_save_gives_up_clearly(
 
     proxy.rule = of_a_save
     began = time.monotonic()
-    error = save(url, proxy.url, retries=2, lanes=1)
+    error = save(url, proxy.url, fault=fault, retries=2, lanes=1)
     assert time.monotonic() - began < 60
     if fault is Fault.LOST and operation in ("Complete", "Put"):
         assert error is None  # it did take place, and that is seen
@@ -257,7 +264,7 @@ def test_a_load_gives_up_clearly(
 ) -> None:
     assert save(url, server.url) is None
     proxy.rule = Once(operation, fault, times=10_000, behind=1)
-    with pipeline(url, proxy.url, retries=2) as opened:
+    with pipeline(url, proxy.url, fault=fault, retries=2) as opened:
         with pytest.raises(errors.StoreUnavailable):
             opened.load(step=1)
         proxy.rule = lambda request: None
@@ -269,6 +276,7 @@ def test_a_save_after_a_failed_one_succeeds(server: S3Server, proxy: FaultProxy,
         proxy.rule = Once("UploadPart", Fault.UNAVAILABLE, times=2)
         with pytest.raises(errors.Throttled):
             opened.save(state(7), step=0, until="committed")
+        proxy.rule = lambda request: None  # the first refusal may have kept the second from coming
         opened.save(state(), step=1, until="committed")
     check(url, server, complete=True)
 
@@ -365,7 +373,7 @@ def test_a_cancelled_save_leaves_no_upload_open(
         return Fault.HANG
 
     proxy.rule = hang
-    with pipeline(url, proxy.url, attempt_timeout_seconds=60) as opened:
+    with pipeline(url, proxy.url, fault=Fault.HANG, attempt_timeout_seconds=60) as opened:
         handle = opened.save(state(), step=1)
         assert hanging.wait(30)
         handle.cancel()
@@ -430,7 +438,8 @@ def test_a_server_is_killed_and_comes_back(url: str, tmp_path: Path, operation: 
         if operation == "Get":
             assert save(url, server.url) is None
         proxy.rule = count
-        with pipeline(url, proxy.url, **patience) as opened, ThreadPoolExecutor(1) as thread:
+        fields = {"fault": Fault.HANG} | patience
+        with pipeline(url, proxy.url, **fields) as opened, ThreadPoolExecutor(1) as thread:
             work = (
                 thread.submit(opened.load) if operation == "Get" else opened.save(state(), step=1)
             )
