@@ -327,7 +327,8 @@ def instants(case: Case) -> None:
     sharded = [*model.parameters(), *(each["average"] for each in optimizer.state.values())]
     optimizer.step()
     running.fill_(1)
-    with ckpipe.SyncPipeline(case["root"], guard=optimizer, **SETTINGS) as pipeline:
+    patient = SETTINGS | {"lock": {"max_step_wait_seconds": 60}}
+    with ckpipe.SyncPipeline(case["root"], guard=optimizer, **patient) as pipeline:
         handles = []
         for step in range(1, case["saves"] + 1):
             handles.append(pipeline.save(state, step=step, until="captured"))

@@ -37,6 +37,10 @@ def threads() -> DaemonThreads:
     return DaemonThreads()
 
 
+PATIENT: dict[str, Any] = {"lock": {"max_step_wait_seconds": PATIENCE}}
+"""A step waits for as long as a copy takes, on a machine that is busy, too."""
+
+
 class Training:
     """A small model in which everything holds the number of the step."""
 
@@ -96,8 +100,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
 
 
 def open_pipeline(store: Stores, training: Training, **fields: Any) -> ckpipe.SyncPipeline:
+    staging = {"block_bytes": BLOCK}
     return ckpipe.SyncPipeline(
-        store.url, guard=training.optimizer, staging={"block_bytes": BLOCK}, **fields
+        store.url, guard=training.optimizer, staging=staging, **PATIENT | fields
     )
 
 
@@ -133,7 +138,7 @@ def test_a_guarded_step_waits_for_the_rest(
     store: Stores, slow: SlowCopies, threads: DaemonThreads
 ) -> None:
     training = Training()
-    with open_pipeline(store, training, lock={"max_step_wait_seconds": PATIENCE}) as pipeline:
+    with open_pipeline(store, training) as pipeline:
         handle = pipeline.save(training.state, step=0, until="captured")
         assert slow.reached.wait(PATIENCE)
         step = threads.submit(training.optimizer.step)
@@ -179,7 +184,7 @@ def test_mutating_waits_and_presses_like_a_step(store: Stores, slow: SlowCopies)
 
 async def test_a_coroutine_that_never_awaits_trains_on(store: Stores) -> None:
     training = Training()
-    async with ckpipe.Pipeline(store.url, guard=training.optimizer) as pipeline:
+    async with ckpipe.Pipeline(store.url, guard=training.optimizer, **PATIENT) as pipeline:
         handles = []
         for number in range(5):
             handle = await pipeline.save(training.state, step=number, until="captured")
@@ -492,7 +497,7 @@ def test_closures_and_several_optimizers(store: Stores) -> None:
         return loss
 
     state = {"model": model, "first": first, "second": second}
-    with ckpipe.SyncPipeline(store.url, guard=[first, second]) as pipeline:
+    with ckpipe.SyncPipeline(store.url, guard=[first, second], **PATIENT) as pipeline:
         for step in range(4):
             wanted = {name: each.clone() for name, each in model.state_dict().items()}
             handle = pipeline.save(state, step=step, until="captured")
@@ -508,7 +513,7 @@ def test_compiled_steps_wait_for_the_rest(
 ) -> None:
     training = Training()
     step = torch.compile(training.optimizer.step, backend="eager")
-    with open_pipeline(store, training, lock={"max_step_wait_seconds": PATIENCE}) as pipeline:
+    with open_pipeline(store, training) as pipeline:
         step()
         training.fill(0)
         handle = pipeline.save(training.state, step=0, until="captured")

@@ -174,8 +174,8 @@ def test_two_hundred_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 64)).sum().backward()
     process, state = psutil.Process(), {"model": model, "optimizer": optimizer}
-    staging = {"block_bytes": BLOCK}
-    with ckpipe.SyncPipeline(tmp_path, guard=optimizer, staging=staging, keep_last=2) as pipeline:
+    settings: Any = {"staging": {"block_bytes": BLOCK}, "lock": {"max_step_wait_seconds": 60}}
+    with ckpipe.SyncPipeline(tmp_path, guard=optimizer, keep_last=2, **settings) as pipeline:
         begun = (0, 0)
         for step in range(220):
             handle = pipeline.save(state, step=step, until="captured")
