@@ -13,7 +13,7 @@ from ckpipe.locking.lock import StateLock
 
 T = TypeVar("T")
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which something that must happen is taken not to happen any more."""
 
 

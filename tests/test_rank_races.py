@@ -22,7 +22,7 @@ from ckpipe.testing import Landing
 from ckpipe.testing.wrapping import Operation
 
 T = TypeVar("T")
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def kind_of(operation: Operation) -> str | None:
