@@ -154,7 +154,6 @@ class Engine(Housekeeping):
         save, step = Save(name, self.site.rank, request), name.step
         self._next_step = step + 1
         self._loading.give_up()
-        self.site.respite.end()
         self.cadence.begin_at(step)
         self.diary.keep(step)
         self._events.emit(SaveStarted(save.name, step, save.rank))

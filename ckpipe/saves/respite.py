@@ -34,7 +34,7 @@ class Respite:
                 await self._over.wait()
 
     def end(self) -> None:
-        """Ends what is being waited for, as when the next save begins."""
+        """Ends what is being waited for, as when the next save needs room."""
         self._over.set()
         self._over = anyio.Event()
 

@@ -43,6 +43,7 @@ async def run(
         StoreError: If the store failed and retries did not help.
     """
     files = _Files(save, depot)
+    depot.respite.end()  # of the save before: what is removed then makes room
     async with inbox, out:
         try:
             async with anyio.create_task_group() as lanes:
