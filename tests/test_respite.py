@@ -8,8 +8,11 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from pipelines import stores
+from ranks import settle
 
 import ckpipe
+from ckpipe.errors import StoreFull
 from ckpipe.events import Event, Pruned
 from ckpipe.running import site_making
 from ckpipe.saves.respite import Respite
@@ -19,22 +22,37 @@ STATE = {"w": torch.ones(3)}
 
 
 async def test_it_ends_when_somebody_ends_it_or_waits_for_what_comes_after_it() -> None:
-    respite = Respite(3600.0)
+    respite, passed = Respite(3600.0), list[str]()
+
+    async def follow(name: str) -> None:
+        async with respite.before():
+            passed.append(f"{name} begins")
+            await anyio.wait_all_tasks_blocked()
+            passed.append(f"{name} ends")
+
     with anyio.fail_after(HUNG):
         for _ in range(2):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(respite.take)
+                tasks.start_soon(follow, "a")
                 await anyio.wait_all_tasks_blocked()
+                assert passed == []
                 respite.end()
+            passed.clear()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(respite.take)
+            tasks.start_soon(follow, "a")
+            tasks.start_soon(follow, "b")
             await anyio.wait_all_tasks_blocked()
+            assert await respite.passed()
+            assert passed == ["a begins", "a ends", "b begins", "b ends"]
+            assert not await respite.passed()
             with respite.skipped():
-                await respite.take()
-        await Respite().take()
-    with anyio.move_on_after(0) as scope:
-        await respite.take()
+                await follow("c")
+        async with Respite().before():
+            pass
+        with anyio.move_on_after(0) as scope:
+            await follow("nobody")
     assert scope.cancelled_caught, "nobody waits for it any more"
+    assert not await respite.passed()
 
 
 @pytest.fixture
@@ -55,11 +73,12 @@ def test_old_checkpoints_are_removed_when_the_next_save_begins_and_when_leaving(
 
     with ckpipe.SyncPipeline(tmp_path, keep_last=1, drain_timeout_seconds=HUNG / 2) as pipeline:
         pipeline.events.add(note)
-        first, second = (pipeline.save(STATE, step=step, until="committed").id for step in (1, 2))
+        first = pipeline.save(STATE, step=1, until="committed").id
+        settle(pipeline)  # else its own retention may remove it, once the second is complete
+        second = pipeline.save(STATE, step=2, until="committed").id
         assert removed.empty()
         third = pipeline.save(STATE, step=3, until="committed").id
         assert removed.get(timeout=HUNG) == str(first)
-        assert removed.empty()
     assert removed.get_nowait() == str(second)
     with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
         assert [each.id for each in pipeline.steps()] == [third]
@@ -73,3 +92,24 @@ async def test_a_load_does_not_wait_for_it(tmp_path: Path) -> None:
         with anyio.fail_after(HUNG):
             assert await pipeline.load(step=2) is not None
         assert [each.step for each in await pipeline.steps()] == [2]
+
+
+@pytest.mark.usefixtures("long")
+def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed() -> None:
+    with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+        for step in (1, 2):
+            pipeline.save(STATE, step=step, until="committed")
+        store.faulty.fail(StoreFull("no room"), "open_upload")
+        pipeline.save(STATE, step=3, until="committed")
+        settle(pipeline)
+        store.faulty.fail(StoreFull("no room"), "open_upload")
+        with pytest.raises(StoreFull):
+            pipeline.save(STATE, step=4, until="committed")
+
+
+@pytest.mark.usefixtures("long")
+def test_it_does_not_count_as_time_that_a_save_takes(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.save(STATE, step=1, until="committed")
+        first, second = pipeline.statistics(), pipeline.statistics()
+        assert 0 < first.active_seconds == second.active_seconds

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckpipe.events import Event, Retrying, SaveEnded, SaveStarted
+from ckpipe.events import Event, RankCommitted, Retrying, SaveEnded, SaveStarted
 from ckpipe.reports import SaveReport, size_text
 from ckpipe.saves.saving import Save
 from ckpipe.types import SaveStatus
@@ -25,7 +25,7 @@ class Statistics:
         seconds: For each stage, how long it was at work, of all saves that have ended or committed.
         waits: For each stage, how long it waited between its first work and its last.
         staged_seconds: How long saves took until their state was copied, together.
-        active_seconds: How long at least one save was under way.
+        active_seconds: How long at least one save was under way and not committed.
         retries: Requests of saves that were tried again.
         lanes: Blocks of one save that may be under way to the store at the same time.
         budget_used: Staging memory that saves hold now, in bytes.
@@ -47,7 +47,7 @@ class Statistics:
 
     @property
     def throughput(self) -> float:
-        """Bytes committed for each second during which a save was under way; 0 before any."""
+        """Bytes committed for each of the :attr:`active_seconds`; 0 before any."""
         return self.bytes / self.active_seconds if self.active_seconds else 0.0
 
 
@@ -81,15 +81,20 @@ class Ledger:
         self._lock = threading.RLock()  # a handler of a signal may ask who is just asking
         self._ended = _Sums()
         self._open: set[str] = set()
+        self._uncommitted: set[str] = set()
         self._retries, self._active_seconds, self._since = 0, 0.0, 0.0
 
     def __call__(self, event: Event) -> None:
         """Takes note of an event."""
         if isinstance(event, SaveStarted):
             with self._lock:
-                if not self._open:
+                if not self._uncommitted:
                     self._since = time.perf_counter()
                 self._open.add(event.id)
+                self._uncommitted.add(event.id)
+        elif isinstance(event, RankCommitted):
+            with self._lock:
+                self._committed(event.id)
         elif isinstance(event, SaveEnded):
             with self._lock:
                 self._end(event)
@@ -98,16 +103,21 @@ class Ledger:
 
     def _end(self, event: SaveEnded) -> None:
         self._open.discard(event.id)
-        if not self._open:
-            self._active_seconds += time.perf_counter() - self._since
+        self._committed(event.id)
         self._ended.add(event.status, event.report)
+
+    def _committed(self, id: str) -> None:
+        if id in self._uncommitted:
+            self._uncommitted.remove(id)
+            if not self._uncommitted:
+                self._active_seconds += time.perf_counter() - self._since
 
     def _over(self, under_way: Iterable[Save]) -> tuple[_Sums, Counter[SaveStatus], float]:
         """The saves that have ended or committed, the others, and how long there were any."""
         with self._lock:
             sums = copy.deepcopy(self._ended)
             left = [save for save in under_way if save.name in self._open]
-            now = time.perf_counter() - self._since if self._open else 0.0
+            now = time.perf_counter() - self._since if self._uncommitted else 0.0
             active_seconds = self._active_seconds + now
         others: Counter[SaveStatus] = Counter()
         for save in left:

@@ -8,7 +8,7 @@ longer than any other. Removing old checkpoints is in nobody's way a moment late
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import anyio
 
@@ -24,17 +24,31 @@ class Respite:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
-        self._over = anyio.Event()
-        self._unwanted = 0
+        self._over, self._done = anyio.Event(), anyio.Event()
+        self._one = anyio.Lock()
+        self._unwanted = self._later = 0
 
-    async def take(self) -> None:
-        """Waits for its seconds, or until :meth:`end`; not at all inside :meth:`skipped`."""
-        if self._seconds and not self._unwanted:
-            with anyio.move_on_after(self._seconds):
-                await self._over.wait()
+    @contextlib.asynccontextmanager
+    async def before(self) -> AsyncIterator[None]:
+        """What is done inside is done after its seconds, or :meth:`end`, and once at a time.
+
+        Inside :meth:`skipped` it is done at once.
+        """
+        self._later += 1
+        try:
+            if self._seconds and not self._unwanted:
+                with anyio.move_on_after(self._seconds):
+                    await self._over.wait()
+            async with self._one:
+                yield
+        finally:
+            self._later -= 1
+            if not self._later:
+                self._done.set()
+                self._done = anyio.Event()
 
     def end(self) -> None:
-        """Ends what is being waited for, as when the next save needs room."""
+        """Ends what is being waited for, as when the next save begins to write."""
         self._over.set()
         self._over = anyio.Event()
 
@@ -47,6 +61,14 @@ class Respite:
             yield
         finally:
             self._unwanted -= 1
+
+    async def passed(self) -> bool:
+        """Waits for all that was put off; returns whether there was anything."""
+        if not self._later:
+            return False
+        with self.skipped():
+            await self._done.wait()
+        return True
 
 
 __all__ = ["RESPITE_SECONDS", "Respite"]

@@ -30,9 +30,9 @@ async def run(
                 await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
-            await depot.respite.take()
-            with save.clock.timing("retention"):
-                decision = await depot.prune(launch_id(save.id.attempt), after=save.id)
+            async with depot.respite.before():
+                with save.clock.timing("retention"):
+                    decision = await depot.prune(launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
                 reason = decision.reasons[name]
                 depot.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Generic
 
 import anyio
@@ -17,7 +18,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import Upload
-from ckpipe.errors import CkpipeError, ObjectExists, StoreError
+from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
 from ckpipe.format.cargo import Cargo
 from ckpipe.format.object_names import data_file_key
@@ -43,7 +44,7 @@ async def run(
         StoreError: If the store failed and retries did not help.
     """
     files = _Files(save, depot)
-    depot.respite.end()  # of the save before: what is removed then makes room
+    depot.respite.end()  # of the save before, which removes old checkpoints now
     async with inbox, out:
         try:
             async with anyio.create_task_group() as lanes:
@@ -142,13 +143,18 @@ class _Files(Generic[B]):
                 file = self._cargo.files[number]
                 key = data_file_key(self._save.id, file.name)
                 block_bytes = self._depot.block_bytes
+                open_upload = partial(
+                    self._depot.backend.open_upload, key, size=file.size, block_bytes=block_bytes
+                )
                 with self._save.clock.timing("upload"):
-                    self._uploads[number] = await retrying(
-                        self._policy,
-                        lambda: self._depot.backend.open_upload(
-                            key, size=file.size, block_bytes=block_bytes
-                        ),
-                    )
+                    try:
+                        upload = await retrying(self._policy, open_upload)
+                    except StoreFull:
+                        # There may be room once the checkpoints are gone whose removal was put off.
+                        if not await self._depot.respite.passed():
+                            raise
+                        upload = await retrying(self._policy, open_upload)
+                self._uploads[number] = upload
             return self._uploads[number]
 
     async def complete(self) -> None:
