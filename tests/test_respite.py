@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from pathlib import Path
 
 import anyio
@@ -61,6 +62,14 @@ def long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_making, "RESPITE_SECONDS", 3600.0)
 
 
+def await_pause(pipeline: ckpipe.SyncPipeline) -> None:
+    """Returns once retention pauses; who is told of the commit may be quicker than that."""
+    until = time.monotonic() + HUNG
+    while not pipeline._core.engine.site.respite._later:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 @pytest.mark.usefixtures("long")
 def test_old_checkpoints_are_removed_when_the_next_save_begins_and_when_leaving(
     tmp_path: Path,
@@ -76,6 +85,7 @@ def test_old_checkpoints_are_removed_when_the_next_save_begins_and_when_leaving(
         first = pipeline.save(STATE, step=1, until="committed").id
         settle(pipeline)  # else its own retention may remove it, once the second is complete
         second = pipeline.save(STATE, step=2, until="committed").id
+        await_pause(pipeline)
         assert removed.empty()
         third = pipeline.save(STATE, step=3, until="committed").id
         assert removed.get(timeout=HUNG) == str(first)
@@ -99,6 +109,7 @@ def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed(
     with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
         for step in (1, 2):
             pipeline.save(STATE, step=step, until="committed")
+        await_pause(pipeline)
         store.faulty.fail(StoreFull("no room"), "open_upload")
         pipeline.save(STATE, step=3, until="committed")
         settle(pipeline)
