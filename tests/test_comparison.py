@@ -11,9 +11,10 @@ from typing import Any
 import compare
 import comparison_parts
 import pytest
+import torch
 from comparison_parts import BESIDE, LIMIT, Extent, Journal, Part
 from comparison_turns import Referee
-from contenders import Contender, Wait
+from contenders import Captured, Contender, Wait
 
 TIMES = Part("times", "tiny", "", 2, 1.0)
 LOOP = Part("loop", "tiny", "python", 3, 1.0)
@@ -163,3 +164,20 @@ def test_saves_that_block_cost_a_loop_all_of_their_time(journal: Journal) -> Non
     assert found["lost s"] == {"other": [0.1], "torch.save": [2.0]}
     assert found["longest step s"] == {"other": [0.2], "torch.save": [2.0]}
     assert found[BESIDE] == {"other": [1.0]}
+
+
+def test_captured_saves_guard_what_a_state_trains_with(tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    captured = Captured(tmp_path)
+    try:
+        captured.save({"optimizer": optimizer})()
+        assert captured.handle is not None
+        assert captured.handle.report.captured_seconds is not None
+        optimizer.step()
+        captured.save({"weight": torch.zeros(8)})()
+        assert captured.handle.report.captured_seconds is None, "nothing guards it"
+    finally:
+        captured.close()

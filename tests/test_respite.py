@@ -122,5 +122,6 @@ def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed(
 def test_it_does_not_count_as_time_that_a_save_takes(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
         pipeline.save(STATE, step=1, until="committed")
+        await_pause(pipeline)
         first, second = pipeline.statistics(), pipeline.statistics()
         assert 0 < first.active_seconds == second.active_seconds
