@@ -1,8 +1,8 @@
 """Structures and layouts as JSON texts, as bundles hold them.
 
 They are nearly all of a manifest, and from one save of a structure to the next they say the same.
-Such saves have the same objects, so the texts of the last ones are kept with them: an object that
-is another has another text, whatever it is equal to.
+Such saves have the same objects, so the texts of the last ones are kept with them, compressed: an
+object that is another has another text, whatever it is equal to.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import NamedTuple
 from ckpipe.format.canonical_json import canonical
 from ckpipe.format.manifest import Bundle, Layout, Structure
 from ckpipe.format.manifest_tables import structure_form
+from ckpipe.format.sealed_json import Pressed, pressed
 from ckpipe.format.stored_layouts import layout_text, with_structure
 
 
 class Texts:
     """Makes the texts of a bundle, one by one, so that they are never in memory together."""
 
-    def structures(self, bundle: Bundle) -> Iterator[str]:
+    def structures(self, bundle: Bundle) -> Iterator[str | Pressed]:
         """The texts of its structures, in order.
 
         Raises:
             RecursionError: If a tree is nested too deeply.
         """
-        return (canonical(structure_form(each)) for each in bundle.structures)
+        return (pressed(canonical(structure_form(each))) for each in bundle.structures)
 
-    def layouts(self, bundle: Bundle) -> Iterator[str]:
+    def layouts(self, bundle: Bundle) -> Iterator[str | Pressed]:
         """The texts of its layouts, in order, each with the number of its structure."""
         structure_of: dict[int, int] = {}
         for part in bundle.parts:
@@ -38,7 +39,7 @@ class Texts:
             structure = structure_of.get(number, 0)
             labels = labels_of[structure] if labels_of else ()
             numbers = numbers_of[structure] if numbers_of else {}
-            yield with_structure(layout_text(layout, numbers, labels), structure)
+            yield pressed(with_structure(layout_text(layout, numbers, labels), structure))
 
 
 class _Known(NamedTuple):
@@ -46,8 +47,8 @@ class _Known(NamedTuple):
 
     structure: Structure
     layout: Layout
-    structure_text: str
-    layout_text: str
+    structure_text: str | Pressed
+    layout_text: str | Pressed
 
 
 class SteadyTexts(Texts):
@@ -59,14 +60,14 @@ class SteadyTexts(Texts):
     def __init__(self) -> None:
         self._last: _Known | None = None
 
-    def structures(self, bundle: Bundle) -> Iterator[str]:
+    def structures(self, bundle: Bundle) -> Iterator[str | Pressed]:
         """See :meth:`Texts.structures`."""
         if self._is_single(bundle):
             yield self._known(bundle).structure_text
         else:
             yield from super().structures(bundle)
 
-    def layouts(self, bundle: Bundle) -> Iterator[str]:
+    def layouts(self, bundle: Bundle) -> Iterator[str | Pressed]:
         """See :meth:`Texts.layouts`."""
         if self._is_single(bundle):
             yield self._known(bundle).layout_text
