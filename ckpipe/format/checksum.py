@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import le
 
 from ckpipe.memory.addresses import address_of
 from ckpipe.memory.crc_streams import LEAST_BYTES, STREAMS, crc_streams, stream_bytes
@@ -62,9 +61,12 @@ class Parts:
     ends: Sequence[int]
 
     def __post_init__(self) -> None:
-        if len(self.begins) != len(self.ends) or not all(map(le, self.begins, self.ends)):
+        import numpy as np
+
+        begins, ends = np.asarray(self.begins, np.int64), np.asarray(self.ends, np.int64)
+        if len(begins) != len(ends) or (begins > ends).any():
             raise ValueError("parts that end before they begin have no checksum")
-        if min(self.begins, default=0) < 0 or max(self.ends, default=0) > len(self.data):
+        if begins.min(initial=0) < 0 or ends.max(initial=0) > len(self.data):
             raise ValueError(f"parts reach out of the {len(self.data)} bytes that there are")
 
 
