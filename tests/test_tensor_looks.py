@@ -66,12 +66,13 @@ def test_this_torch_tells_what_matters() -> None:
 
 
 def test_one_of_many_that_differs_is_found() -> None:
-    before = [torch.ones(n % 5, 2) for n in range(200)]
+    before = [torch.ones(n % 5, 2) for n in range(2500)]
     looks = Looks(before)
-    after = [each.clone() for each in before]
-    assert looks.are_those_of(after)
-    after[137] = after[137].clone().requires_grad_()
-    assert not looks.are_those_of(after)
+    for number in (137, 1023, 1024, 2499):
+        after = [each.clone() for each in before]
+        assert looks.are_those_of(after)
+        after[number] = after[number].clone().requires_grad_()
+        assert not looks.are_those_of(after)
 
 
 def test_gradients_are_told_apart_where_none_are_computed() -> None:

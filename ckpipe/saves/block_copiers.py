@@ -150,7 +150,7 @@ class BlockCopiers:
         threads: int,
     ) -> None:
         self._turn, self._state, self._devices, self._out = turn, state, devices, out
-        self._on_devices = any(map(devices.serves, {leaf.device for leaf in state.tensors}))
+        self._on_devices = any(map(devices.serves, state.derived(_devices)))
         self.threads = 1 if self._on_devices else threads
         self._places = anyio.Semaphore(self.threads)
         self._ready: deque[Piece] = deque()
@@ -278,6 +278,10 @@ class BlockCopiers:
         if piece.last:
             piece.filled.ended, piece.filled.copier = time.perf_counter(), threading.get_ident()
             self._loop.call_soon_threadsafe(self._out, piece.filled)
+
+
+def _devices(state: Captured) -> set[str]:
+    return {leaf.device for leaf in state.tensors}
 
 
 def _changed_beside(leaf: TensorLeaf) -> StateChanged:

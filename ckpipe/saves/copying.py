@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
@@ -58,13 +59,18 @@ class Gather:
 
     Args:
         tensors: The numbers of the tensors.
+        sizes: How many bytes each has.
         at: Where they go in the block, in bytes.
-        nbytes: How many bytes they are.
     """
 
-    tensors: tuple[int, ...]
+    tensors: array[int]
+    sizes: array[int]
     at: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they are."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +221,8 @@ def _close(run: list[Copy], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
     if len(run) < 3:
         yield from run
         return
-    nbytes = sum(leaves[step.tensor].nbytes for step in run)
-    yield Gather(tuple(step.tensor for step in run), run[0].at, nbytes)
+    sizes = array("q", [leaves[step.tensor].nbytes for step in run])
+    yield Gather(array("q", [step.tensor for step in run]), sizes, run[0].at)
 
 
 def tensors_of(plan: BlockPlan) -> Iterator[int]:
@@ -284,10 +290,9 @@ def _gather_into(block: Block, step: Gather, state: Captured) -> None:
         target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
         torch.cat(parts, out=target)
         return
-    leaves = [state.tensors[number] for number in step.tensors]
-    sizes = array("q", [leaf.nbytes for leaf in leaves])
-    assert sum(sizes) == step.nbytes <= len(block.view) - step.at
-    gather(block.address + step.at, array("q", [leaf.address for leaf in leaves]), sizes)
+    assert step.nbytes <= len(block.view) - step.at
+    sources = state.addresses[np.frombuffer(step.tensors, np.int64)]
+    gather(block.address + step.at, array("q", sources.tobytes()), step.sizes)
 
 
 def _move(block: Block, at: int, source: int, nbytes: int) -> None:

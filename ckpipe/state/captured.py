@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpipe.format.keys import Json, LabelFilter
@@ -65,6 +67,11 @@ class Captured:
         made: T = self._derived[make]
         return made
 
+    @property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where the first element of each leaf lies."""
+        return self.derived(_addresses)
+
     def again(self, values: list[Json], memory: list[torch.Tensor], objects: list[Any]) -> Captured:
         """A state of the very same structure, with other values and perhaps other bytes."""
         made = self.moved(self.tensors, values, memory, objects)
@@ -86,6 +93,10 @@ class Captured:
     def forget_memory(self) -> None:
         """Lets go of the tensors; what was made of them stays."""
         self.memory, self.objects = [], []
+
+
+def _addresses(captured: Captured) -> npt.NDArray[np.int64]:
+    return np.array([leaf.address for leaf in captured.tensors], np.int64)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import compress, count
 from operator import attrgetter, is_
 from typing import Any
 
@@ -190,9 +191,9 @@ def _is_simple_dtensor(obj: Any) -> bool:
     return is_dtensor_type(type(obj)) and type(obj._local_tensor) is torch.Tensor
 
 
-def _decorated(tensors: list[torch.Tensor]) -> list[bool]:
-    """Of which tensors a program has set attributes."""
-    return list(map(bool, map(attrgetter("__dict__"), tensors)))
+def _decorated(tensors: list[torch.Tensor]) -> list[int]:
+    """Which tensors a program has set attributes of."""
+    return list(compress(count(), map(attrgetter("__dict__"), tensors)))
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[list[Any]]:

@@ -28,9 +28,10 @@ class Looks:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._same = _question(tensors) if tensors and _is_reliable() else None
-        if not self.are_those_of(tensors):
-            self._same = None  # not for these, such as one that stands there twice
+        questions = list(map(_question, _groups(tensors))) if _is_reliable() else []
+        self._same = [each for each in questions if each is not None]
+        if len(self._same) < len(questions) or not self.are_those_of(tensors):
+            self._same = []  # not for these, such as one that stands there twice
 
     def are_those_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether class, dtype, device, layout, shape, strides and lazy bits are the same.
@@ -43,11 +44,19 @@ class Looks:
         Returns:
             False also if that cannot be told.
         """
-        if self._same is None:
+        if not self._same:
             return False
         # Without gradients torch says of none that it needs one.
         with torch.enable_grad():
-            return self._same(*tensors)
+            return all(same(*some) for same, some in zip(self._same, _groups(tensors), strict=True))
+
+
+_GROUP = 1024
+"""Of how many tensors torch is asked in one call: it notes each, which takes longer the more."""
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    return (tensors[at : at + _GROUP] for at in range(0, len(tensors), _GROUP))
 
 
 def _question(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

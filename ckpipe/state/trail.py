@@ -18,6 +18,7 @@ which a container stands in two places has no trail.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -71,6 +72,8 @@ class Trail:
         self._leaves = LeafFacts(walked.captured, walked.attached)
         numbers = range(len(walked.captured.tensors))
         self._bound = [n for n in numbers if n not in walked.attached]
+        # Numbers that are distinct, whatever lies at these addresses by now.
+        self._distinct_ids = _ids(walked.captured.objects, self._bound)
 
     def follow(self, state: Any, select: LabelFilter) -> Captured | None:
         """What the walk over a state would find; None if it has to be walked.
@@ -98,7 +101,7 @@ class Trail:
         check(list(map(type, way.met)) == places.types)
         check(all(kind_of(way.met[place]) is None for place in places.odd))
         check(way.replicated == like.replicated)
-        objects = [way.met[place] for place in places.tensors]
+        objects = list(map(way.met.__getitem__, places.tensors))
         self._check_identities(way, objects)
         values = [
             # Those that JSON has are encoded as themselves.
@@ -115,11 +118,15 @@ class Trail:
         """Finds what stands in other places than before, or in one more or one less."""
         check(len(set(map(id, way.once))) == len(way.once))
         # Of an attached tensor a new one would have been made, which stands nowhere else.
-        bound = [objects[number] for number in self._bound]
-        ids = set(map(id, bound))
-        check(len(ids) == len(bound))
+        ids = _ids(objects, self._bound)
+        check(ids == self._distinct_ids or len(set(ids)) == len(ids))
         check(all(way.met[place] is objects[number] for place, number in self._places.repeats))
-        check(ids.isdisjoint(id(way.met[place]) for place in self._places.left_out))
+        left_out = {id(way.met[place]) for place in self._places.left_out}
+        check(left_out.isdisjoint(ids))
+
+
+def _ids(objects: list[Any], numbers: list[int]) -> array[int]:
+    return array("Q", map(id, map(objects.__getitem__, numbers)))
 
 
 @dataclass(slots=True)
