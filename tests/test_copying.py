@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,18 @@ from safetensors.torch import load as load_safetensors
 from tensor_states import SPECS, Spec, build
 
 from ckpipe.format.dtypes import stored_dtype
+from ckpipe.format.keys import LabelFilter
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner, RankPlan
 from ckpipe.saves import copying
 from ckpipe.saves.copying import CopyWindow, Gather, fill_block, plan_blocks
 from ckpipe.state.captured import Captured
-from ckpipe.state.structure import capture
+from ckpipe.state.structure import capture, walk
+from ckpipe.state.trail import trail_of
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
 ARENA = Arena(max(BLOCK_BYTES))
+ALL = LabelFilter()
 
 
 def planned(state: Any) -> tuple[Captured, RankPlan]:
@@ -141,6 +145,36 @@ def test_gathering_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = plan_blocks(plan, captured.tensors, 4096)
     assert not any(isinstance(step, Gather) for block in blocks for step in block.steps)
     assert images(captured, plan, 4096) == gathered
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gather_finds_tensors_that_have_moved(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(copying, "streaming_gather", lambda: None)
+    state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
+    walked = walk(state, ALL, pickling=False)
+    captured, trail = walked.captured, trail_of(walked, ALL)
+    assert trail is not None
+    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
+    for _ in range(2):  # what was worked out for a place is not taken for another
+        (image,) = images(captured, plan, 4096)
+        read = load_safetensors(image)
+        assert {name: read[name].tolist() for name in state} == {
+            name: each.tolist() for name, each in state.items()
+        }
+        state["2"] = state["2"] + 10
+        followed = trail.follow(state, ALL)
+        assert followed is not None
+        captured = followed
+
+
+def test_addresses_may_be_of_any_device() -> None:
+    captured = capture({"w": torch.ones(3)})
+    (leaf,) = captured.tensors
+    far = replace(leaf, device="xpu:0", address=0xFF00 << 48)
+    assert captured.moved([far], [], [], []).addresses.tolist() == [0xFF00 << 48]
 
 
 def test_torch_gathers_where_the_system_allows_no_new_code(

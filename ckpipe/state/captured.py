@@ -68,8 +68,8 @@ class Captured:
         return made
 
     @property
-    def addresses(self) -> npt.NDArray[np.int64]:
-        """Where the first element of each leaf lies."""
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where the first element of each leaf lies, on whatever device."""
         return self.derived(_addresses)
 
     def again(self, values: list[Json], memory: list[torch.Tensor], objects: list[Any]) -> Captured:
@@ -95,8 +95,8 @@ class Captured:
         self.memory, self.objects = [], []
 
 
-def _addresses(captured: Captured) -> npt.NDArray[np.int64]:
-    return np.array([leaf.address for leaf in captured.tensors], np.int64)
+def _addresses(captured: Captured) -> npt.NDArray[np.uint64]:
+    return np.array([leaf.address for leaf in captured.tensors], np.uint64)
 
 
 @dataclass(slots=True)

@@ -1,12 +1,12 @@
-"""Whether tensors look as they did, asked of torch in one call for all of them.
+"""Whether tensors look as they did, asked of torch in one call for many of them.
 
 To read one attribute of a tensor takes some 60 ns, and a leaf says ten. torch itself has to answer
 the same question before it runs compiled code, for all inputs at once and in C++; that is what is
-asked here. The way to ask it is not public, and asked in another way than it expects it may crash
-the process. So only releases of torch that the tests have run with are asked, and once in every
-process it is tried whether torch tells every difference that matters. Where it does not, or is
-another release, there is no answer: whoever asks then compares attribute by attribute, which is
-always right.
+asked here, of a thousand tensors at a time. The way to ask it is not public, and asked in another
+way than it expects it may crash the process. So only releases of torch that the tests have run with
+are asked, and once in every process it is tried whether torch tells every difference that matters.
+Where it does not, or is another release, there is no answer: whoever asks then compares attribute
+by attribute, which is always right.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Looks:
     """How some tensors looked at one time; holds none of them.
 
     Args:
-        tensors: The tensors, no two of them the same object.
+        tensors: The tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         questions = list(map(_question, _groups(tensors))) if _is_reliable() else []
         self._same = [each for each in questions if each is not None]
         if len(self._same) < len(questions) or not self.are_those_of(tensors):
-            self._same = []  # not for these, such as one that stands there twice
+            self._same = []  # not for these, such as one that stands twice in one call
 
     def are_those_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether class, dtype, device, layout, shape, strides and lazy bits are the same.
