@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import random
@@ -172,6 +173,7 @@ def test_sealed_json_is_ordinary_json() -> None:
     assert unseal(seal({"a": [1.5, None]}), LIMIT) == {"a": [1.5, None]}
 
 
+@functools.cache
 def text_of(size: int, seed: int) -> str:
     """A JSON text that repeats what other such texts hold, too."""
     return json.dumps("".join(random.Random(seed % 3).choices("abc0123", k=size)))

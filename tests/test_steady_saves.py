@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from sampling import EVERY, SEED
 
 import ckpipe
+from ckpipe.format import sealed_json
 from ckpipe.format.bundle_texts import SteadyTexts
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
 from ckpipe.format.merging import merge
+from ckpipe.format.sealed_json import PLAIN_BYTES
 from ckpipe.types import CheckpointId
 
 SAVES = 60 if EVERY else 14
@@ -38,12 +40,18 @@ def _bundles() -> list[Bundle]:
     return [*manifests, *(merge([each], "index") for each in manifests), merge(several, "index")]
 
 
+@pytest.mark.parametrize("long", [PLAIN_BYTES, 100])
 @given(st.lists(st.integers(0, 10), max_size=30))
-def test_kept_texts_change_no_byte(order: list[int]) -> None:
+def test_kept_texts_change_no_byte(long: int, order: list[int]) -> None:
     bundles, texts = _bundles(), SteadyTexts()
-    for number in order:
-        bundle = bundles[number]
-        assert encode_bundle(bundle, texts) == encode_bundle(bundle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sealed_json, "PLAIN_BYTES", long)
+        for step, number in enumerate(order):
+            id = replace(bundles[number].id, step=step)
+            bundle = replace(bundles[number], id=id)
+            data = encode_bundle(bundle, texts)
+            assert data == encode_bundle(bundle)
+            assert decode_bundle(data, key="", id=id, kind=bundle.kind).id == id
 
 
 def test_texts_of_one_structure_are_made_once() -> None:

@@ -10,7 +10,7 @@ from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, Ove
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
 from ckpipe.format.merging import merge
-from ckpipe.format.sealed_json import seal
+from ckpipe.format.sealed_json import opened, pressed, seal
 from ckpipe.format.stored_layouts import text_of
 
 
@@ -84,3 +84,11 @@ def test_what_a_reader_would_refuse_for_its_size_is_not_written() -> None:
     assert seal(document, size + 1)
     with pytest.raises(OversizedMetadata):
         seal(document, size - 1)
+
+
+def test_nor_is_what_was_compressed_before() -> None:
+    element = pressed(f'"{"x" * 100_000}"')
+    size = len(opened(seal({"a": iter([element])}), 1 << 20))
+    assert seal({"a": iter([element])}, size)
+    with pytest.raises(OversizedMetadata):
+        seal({"a": iter([element])}, size - 1)
