@@ -306,7 +306,7 @@ def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
     contenders.start_process_group(root)
     if part.loop:
         everybody = [cls for cls in everybody if not cls.blocks]
-        if part.state in states.WITH_OPTIMIZER and referee.takes_part(contenders.Captured.name):
+        if referee.takes_part(contenders.Captured.name):
             everybody.append(contenders.Captured)
         torch.set_num_threads(1)
     found = [each for cls in everybody if (each := referee.admit(cls, root)) is not None]

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -123,24 +123,25 @@ class Ours(Contender):
 
 
 class Captured(Ours):
-    """ckpipe with a guarded optimizer, whose tensors are copied while the trainer goes on."""
+    """ckpipe with guarded optimizers: what they own is copied while the trainer goes on.
+
+    Tensors of a state that has no optimizer belong to one that is made for them.
+    """
 
     name = "ckpipe, captured"
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._guarded: set[str] = set()
+        self._guarded: dict[str, Any] = {}
 
     def save(self, state: dict[str, Any]) -> Wait:
         self.number += 1
-        found = {
-            name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)
-        }
-        if new := [each for name, each in found.items() if name not in self._guarded]:
-            self._pipeline.guard(*new)
-            self._guarded |= set(found)
-        until: Literal["captured", "staged"] = "captured" if found else "staged"
-        self.handle = self._pipeline.save(state, step=self.number, until=until)
+        if state is not self._guarded:
+            found = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+            owned = [tensor for _, tensor in flat(state)]
+            self._pipeline.guard(*(found or [torch.optim.SGD(owned)]))
+            self._guarded = state
+        self.handle = self._pipeline.save(state, step=self.number, until="captured")
         return self.handle.wait
 
 

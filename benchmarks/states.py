@@ -77,5 +77,3 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
     LARGE: large_tensors,
     TRIAL: partial(tiny_tensors, 40),
 }
-WITH_OPTIMIZER = (GPT2, SMALL_GPT2)
-"""States with an optimizer that can be guarded."""
