@@ -26,21 +26,27 @@ class Respite:
         self._seconds = seconds
         self._over, self._done = anyio.Event(), anyio.Event()
         self._one = anyio.Lock()
-        self._unwanted = self._later = 0
+        self._unwanted = self._later = self._newest = 0
 
     @contextlib.asynccontextmanager
-    async def before(self) -> AsyncIterator[None]:
+    async def before(self) -> AsyncIterator[bool]:
         """What is done inside is done after its seconds, or :meth:`end`, and once at a time.
 
         Inside :meth:`skipped` it is done at once.
+
+        Yields:
+            Whether to do it. Of several that have waited for their turn the one that came last does
+            it for all, so that none are left over where saves come faster than it is done.
         """
         self._later += 1
         try:
             if self._seconds and not self._unwanted:
                 with anyio.move_on_after(self._seconds):
                     await self._over.wait()
+            self._newest += 1
+            number = self._newest
             async with self._one:
-                yield
+                yield number == self._newest
         finally:
             self._later -= 1
             if not self._later:

@@ -30,7 +30,9 @@ async def run(
                 await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
-            async with depot.respite.before():
+            async with depot.respite.before() as needed:
+                if not needed:
+                    continue
                 with save.clock.timing("retention"):
                     decision = await depot.prune(launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
