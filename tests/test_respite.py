@@ -138,6 +138,16 @@ def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed(
             pipeline.save(STATE, step=4, until="committed")
 
 
+def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
+        for step in range(6):
+            pipeline.save(STATE, step=step, until="committed")
+        settle(pipeline)
+        left = {str(each.id) for each in pipeline.steps()}
+        assert len(left) == 2
+        assert set(pipeline._core.engine.site.facts.known) == left
+
+
 @pytest.mark.usefixtures("long")
 def test_it_does_not_count_as_time_that_a_save_takes(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:

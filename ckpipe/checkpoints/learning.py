@@ -77,6 +77,11 @@ class Facts:
             self.trusting = False
             self.told.clear()
 
+    def forget(self, name: str) -> None:
+        """Drops what is known of a checkpoint that is no more."""
+        self.known.pop(name, None)
+        self.told.pop(name, None)
+
     def __contains__(self, name: str) -> bool:
         return name in self.known or name in self.told
 

@@ -216,8 +216,11 @@ async def prune(
     for name in decision.remove:
         id = CheckpointId.parse(name)
         assert id is not None
+        if name not in facts:
+            continue  # who pruned at the same time has removed it
         if await retire(backend, id, digest_keys(id, facts.digest(name))):
             finished.add(id)
+            facts.forget(name)
     return decision
 
 
