@@ -45,7 +45,7 @@ async def test_it_ends_when_somebody_ends_it_or_waits_for_what_comes_after_it() 
             tasks.start_soon(follow, "b")
             await anyio.wait_all_tasks_blocked()
             assert await respite.passed()
-            assert passed == ["b begins", "b ends"], "the last one does it for all"
+            assert passed == ["a begins", "a ends", "b begins", "b ends"]
             assert not await respite.passed()
             with respite.skipped():
                 await follow("c")
@@ -136,6 +136,20 @@ def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed(
         store.faulty.fail(StoreFull("no room"), "open_upload")
         with pytest.raises(StoreFull):
             pipeline.save(STATE, step=4, until="committed")
+
+
+def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
+    with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+        for step in (1, 2):
+            pipeline.save(STATE, step=step, until="committed")
+        store.slow.hold("delete")
+        for step in range(3, 30):
+            pipeline.save(STATE, step=step, until="committed")
+        under_way = len(pipeline._core.engine._active)
+        store.slow.release()
+        settle(pipeline)
+        assert under_way < 10
+        assert [each.step for each in pipeline.steps()] == [29]
 
 
 def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ class Respite:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
-        self._over, self._done = anyio.Event(), anyio.Event()
-        self._one = anyio.Lock()
+        self._over, self._done, self._changed = anyio.Event(), anyio.Event(), anyio.Event()
+        self._busy = False
         self._unwanted = self._later = self._newest = 0
 
     @contextlib.asynccontextmanager
@@ -35,23 +35,36 @@ class Respite:
         Inside :meth:`skipped` it is done at once.
 
         Yields:
-            Whether to do it. Of several that have waited for their turn the one that came last does
-            it for all, so that none are left over where saves come faster than it is done.
+            Whether to do it. Of several that wait while it is being done the one that came last
+            does it for all, so that none are left over where saves come faster.
         """
         self._later += 1
         try:
             if self._seconds and not self._unwanted:
                 with anyio.move_on_after(self._seconds):
                     await self._over.wait()
-            self._newest += 1
-            number = self._newest
-            async with self._one:
-                yield number == self._newest
+            self._newest = number = self._newest + 1
+            self._change()
+            while self._busy and number == self._newest:
+                await self._changed.wait()
+            if number != self._newest:
+                yield False
+                return
+            self._busy = True
+            try:
+                yield True
+            finally:
+                self._busy = False
+                self._change()
         finally:
             self._later -= 1
             if not self._later:
                 self._done.set()
                 self._done = anyio.Event()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def end(self) -> None:
         """Ends what is being waited for, as when the next save begins to write."""
