@@ -17,7 +17,15 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner, RankPlan
 from ckpipe.saves import copying
-from ckpipe.saves.copying import CopyWindow, Gather, fill_block, plan_blocks
+from ckpipe.saves.copying import (
+    Copy,
+    Fill,
+    Gather,
+    fill_block,
+    plan_blocks,
+    split_block,
+    tensors_of,
+)
 from ckpipe.state.captured import Captured
 from ckpipe.state.structure import capture, walk
 from ckpipe.state.trail import trail_of
@@ -127,24 +135,38 @@ def test_spans_are_the_entries_cut_at_the_blocks(spec: Spec, block_bytes: int) -
     assert ends == [entry.nbytes for entry in plan.layout.entries]
 
 
-def test_small_neighbours_of_one_dtype_are_gathered() -> None:
-    state = {f"{number:04}": torch.full((3,), number) for number in range(1000)}
+def test_all_that_lies_in_host_memory_is_one_gather() -> None:
+    dtypes = (torch.float32, torch.int8, torch.float64)
+    state = {f"{n:04}": torch.full((n % 5, 3), n, dtype=dtypes[n % 3]) for n in range(100)}
+    state["large"] = torch.randn(300, 300)
     captured, plan = planned(state)
     (block,) = plan_blocks(plan, captured.tensors, 1 << 20)
-    assert [type(step) for step in block.steps].count(Gather) == 1
-    assert len(block.steps) == 2  # the header, and all the rest
+    assert [type(step) for step in block.steps] == [Fill, Gather]
     (image,) = images(captured, plan, 1 << 20)
-    assert load_safetensors(image)["0777"].tolist() == [777] * 3
+    read = load_safetensors(image)
+    assert all(torch.equal(read[name], each) for name, each in state.items())
 
 
-def test_gathering_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {f"{number}": torch.randn(number % 7) for number in range(50)}
-    captured, plan = planned(state)
-    gathered = images(captured, plan, 4096)
-    monkeypatch.setattr(copying, "SMALL_ELEMENTS", -1)
-    blocks = plan_blocks(plan, captured.tensors, 4096)
-    assert not any(isinstance(step, Gather) for block in blocks for step in block.steps)
-    assert images(captured, plan, 4096) == gathered
+@given(SPECS, st.sampled_from(BLOCK_BYTES), st.data())
+def test_halves_of_a_block_fill_what_all_of_it_does(
+    spec: Spec, block_bytes: int, data: st.DataObject
+) -> None:
+    captured, plan = planned(build(spec))
+    numbers = range(len(captured.tensors))
+    later = {number for number in numbers if data.draw(st.booleans())}
+    whole, halved = ARENA.take(), ARENA.take()
+    for block in plan_blocks(plan, captured.tensors, block_bytes):
+        whole.tensor.fill_(0xA5)
+        halved.tensor.fill_(0xA5)
+        fill_block(block, captured, whole)
+        soon, late = split_block(block, later)
+        assert later.isdisjoint(tensors_of(soon))
+        assert later.issuperset(tensors_of(late))
+        fill_block(late, captured, halved)
+        fill_block(soon, captured, halved)
+        assert bytes(halved.view) == bytes(whole.view)
+    ARENA.give(whole)
+    ARENA.give(halved)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -177,7 +199,7 @@ def test_addresses_may_be_of_any_device() -> None:
     assert captured.moved([far], [], [], []).addresses.tolist() == [0xFF00 << 48]
 
 
-def test_torch_gathers_where_the_system_allows_no_new_code(
+def test_pieces_are_moved_one_by_one_where_the_system_allows_no_new_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {f"{number}": torch.randn(number % 7) for number in range(50)}
@@ -191,7 +213,7 @@ def test_shared_memory_is_copied_as_it_lies() -> None:
     memory = torch.arange(100.0)
     captured, plan = planned({"even": memory[::2], "odd": memory[1::2], "some": memory[10:20]})
     blocks = plan_blocks(plan, captured.tensors, 4096)
-    assert any(isinstance(step, CopyWindow) for block in blocks for step in block.steps)
+    assert not any(isinstance(step, Copy) for block in blocks for step in block.steps)
     (image,) = images(captured, plan, 4096)
     assert image.endswith(memory.numpy().tobytes())
 

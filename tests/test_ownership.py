@@ -52,16 +52,24 @@ def test_nothing_is_owned_of_which_a_byte_is_not(
         assert elements(asked) <= touched
 
 
+def window(tensor: torch.Tensor, lo: int, hi: int) -> set[int]:
+    """The places of the bytes from ``lo`` to ``hi``, counted from a tensor's first element on."""
+    first = tensor.storage_offset()
+    return set(range(first + lo // 2, first + hi // 2))
+
+
 def read_by(step: Step, memory: list[torch.Tensor]) -> set[int]:
     """The places in the shared memory that a step of a copy reads."""
     match step:
         case Copy():
             return elements(memory[step.tensor])
         case Gather():
-            return set().union(*(elements(memory[number]) for number in step.tensors))
+            pieces = zip(step.tensors, step.skips, step.sizes, strict=True)
+            return set().union(
+                *(window(memory[number], skip, skip + size) for number, skip, size in pieces)
+            )
         case CopyWindow():
-            first = memory[step.tensor].storage_offset()
-            return set(range(first + step.lo // 2, first + step.hi // 2))
+            return window(memory[step.tensor], step.lo, step.hi)
         case Fill():
             return set()
 

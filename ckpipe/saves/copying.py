@@ -1,11 +1,11 @@
 """How the blocks of a data file are filled from tensors: a program made once for each plan.
 
 Making the program is pure. Running it is one call for each block, in one of several worker
-threads. Bytes that lie in host memory as the file wants them are moved by ``memmove``: torch's
-own parallel copy waits for its slowest thread at every tensor, and loses more than a core's share
-when a checksum or a trainer takes that core for a moment. Runs of small tensors are one call each,
-since a call for each of twenty thousand scalars would cost more than their bytes; where there is no
-code for it, torch concatenates them.
+threads. Bytes that lie in host memory as the file wants them are moved as they are: torch's own
+parallel copy waits for its slowest thread at every tensor, and loses more than a core's share when
+a checksum or a trainer takes that core for a moment. All that stand one behind the other in a block
+are one call, in which the interpreter is free: beside a trainer in Python each further call would
+take it from that, and a call for each of twenty thousand scalars would cost more than their bytes.
 """
 
 from __future__ import annotations
@@ -13,35 +13,31 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
 from ckpipe.format.cargo import BlockPlace, Span
-from ckpipe.format.dtypes import DTYPES
 from ckpipe.memory.arena import Block
-from ckpipe.memory.raw_memory import copy_bytes
+from ckpipe.memory.raw_memory import copy_each
 from ckpipe.memory.streaming import streaming_gather
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import RankPlan
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
-SMALL_ELEMENTS = 32 << 10
-"""Tensors of up to so many elements are gathered into runs: torch copies those with one thread."""
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copies a part of one tensor's elements, in row-major order.
+    """Has torch copy a part of one tensor's elements, in row-major order.
 
     Args:
         tensor: The number of the tensor.
         lo: The first element.
         hi: Behind the last element.
         at: Where they go in the block, in bytes.
-        flat: Whether they lie in host memory just so, one behind the other.
         part: The box of the tensor whose elements are counted; None for all of it.
     """
 
@@ -49,21 +45,22 @@ class Copy:
     lo: int
     hi: int
     at: int
-    flat: bool
     part: Box | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Copies the elements of many small tensors of one dtype, one behind the other.
+    """Copies pieces of host memory, one behind the other.
 
     Args:
-        tensors: The numbers of the tensors.
-        sizes: How many bytes each has.
-        at: Where they go in the block, in bytes.
+        tensors: For each piece, the number of the tensor whose memory it is.
+        skips: Where it begins, in bytes from the tensor's first element on.
+        sizes: How many bytes it has.
+        at: Where the first one goes in the block, in bytes.
     """
 
     tensors: array[int]
+    skips: array[int]
     sizes: array[int]
     at: int
 
@@ -72,10 +69,27 @@ class Gather:
         """How many bytes they are."""
         return sum(self.sizes)
 
+    def parts(self, chosen: set[int]) -> Iterator[tuple[bool, Gather]]:
+        """Cuts it where pieces of some tensors are followed by others, or others by those.
+
+        Args:
+            chosen: The numbers of the tensors.
+
+        Yields:
+            Whether the pieces of a part are of those tensors, and the part.
+        """
+        ends = list(accumulate(self.sizes, initial=self.at))
+        for of_those, numbers in groupby(
+            range(len(self.tensors)), lambda n: self.tensors[n] in chosen
+        ):
+            first, *others = numbers
+            cut = slice(first, first + 1 + len(others))
+            yield of_those, Gather(self.tensors[cut], self.skips[cut], self.sizes[cut], ends[first])
+
 
 @dataclass(frozen=True, slots=True)
 class CopyWindow:
-    """Copies a part of the memory that a tensor's elements lie in.
+    """Has torch copy a part of the memory on a device that a tensor's elements lie in.
 
     Args:
         tensor: The number of the tensor.
@@ -144,8 +158,7 @@ def plan_blocks(
         for index, (steps, spans) in enumerate(zip(cutter.steps, cutter.spans, strict=True)):
             offset = index * block_bytes
             nbytes = min(block_bytes, file.size - offset)
-            gathered = tuple(_gather(steps, leaves))
-            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), gathered))
+            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), tuple(steps)))
     return tuple(blocks)
 
 
@@ -154,6 +167,7 @@ class _Cutter:
         self._leaves, self._block_bytes = leaves, block_bytes
         self.steps: list[list[Step]] = [[] for _ in range(blocks)]
         self.spans: list[list[Span]] = [[] for _ in range(blocks)]
+        self._ends = [0] * blocks
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yields block, position in it, and bounds within the piece, for a piece of the file."""
@@ -174,55 +188,35 @@ class _Cutter:
 
     def source(self, source: Source, start: int) -> None:
         leaf = self._leaves[source.tensor]
-        item = DTYPES[leaf.dtype].itemsize
-        flat = leaf.device == "cpu" and not leaf.lazy and leaf.contiguous
+        item = leaf.itemsize
         part, first = source.part, 0
         if part is not None and leaf.contiguous:
             begin = flat_start(leaf.shape, part)
             # Whole rows of a contiguous tensor lie one behind the other like the tensor itself.
             part, first = (part, 0) if begin is None else (None, begin)
-        flat = flat and part is None
+        host, skip = leaf.device == "cpu", source.skip
+        if host and skip is None and part is None and leaf.contiguous and not leaf.lazy:
+            skip = first * item
         for block, at, lo, hi in self._cut(start, source.nbytes):
-            step: Step
-            if source.skip is None:
-                step = Copy(source.tensor, first + lo // item, first + hi // item, at, flat, part)
+            if skip is None:
+                step = Copy(source.tensor, first + lo // item, first + hi // item, at, part)
+                self.steps[block].append(step)
+            elif host:
+                self._piece(block, source.tensor, skip + lo, hi - lo, at)
             else:
-                step = CopyWindow(source.tensor, source.skip + lo, source.skip + hi, at)
-            self.steps[block].append(step)
+                self.steps[block].append(CopyWindow(source.tensor, skip + lo, skip + hi, at))
 
-
-def _gather(steps: list[Step], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
-    run: list[Copy] = []
-    for step in steps:
-        if run and not (isinstance(step, Copy) and _continues(step, run[-1], leaves)):
-            yield from _close(run, leaves)
-            run = []
-        if isinstance(step, Copy) and _is_small(step, leaves[step.tensor]):
-            run.append(step)
-        else:
-            yield step
-    yield from _close(run, leaves)
-
-
-def _is_small(step: Copy, leaf: TensorLeaf) -> bool:
-    return (
-        step.flat
-        and step.hi - step.lo <= SMALL_ELEMENTS
-        and (step.hi - step.lo) * leaf.itemsize == leaf.nbytes
-    )
-
-
-def _continues(step: Copy, last: Copy, leaves: Sequence[TensorLeaf]) -> bool:
-    leaf = leaves[step.tensor]
-    return leaf.dtype == leaves[last.tensor].dtype and _is_small(step, leaf)
-
-
-def _close(run: list[Copy], leaves: Sequence[TensorLeaf]) -> Iterator[Step]:
-    if len(run) < 3:
-        yield from run
-        return
-    sizes = array("q", [leaves[step.tensor].nbytes for step in run])
-    yield Gather(array("q", [step.tensor for step in run]), sizes, run[0].at)
+    def _piece(self, block: int, tensor: int, skip: int, nbytes: int, at: int) -> None:
+        """Adds a piece of host memory, to the gather before it if it stands right behind that."""
+        steps = self.steps[block]
+        last = steps[-1] if steps else None
+        if not isinstance(last, Gather) or self._ends[block] != at:
+            last = Gather(array("q"), array("q"), array("q"), at)
+            steps.append(last)
+        last.tensors.append(tensor)
+        last.skips.append(skip)
+        last.sizes.append(nbytes)
+        self._ends[block] = at + nbytes
 
 
 def tensors_of(plan: BlockPlan) -> Iterator[int]:
@@ -251,7 +245,8 @@ def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]
             case Fill():
                 late.append(step)
             case Gather():
-                (late if later.issuperset(step.tensors) else soon).append(step)
+                for may_be_later, part in step.parts(later):
+                    (late if may_be_later else soon).append(part)
             case Copy() | CopyWindow():
                 (late if step.tensor in later else soon).append(step)
     return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
@@ -259,45 +254,30 @@ def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]
 
 def fill_block(plan: BlockPlan, state: Captured, block: Block) -> None:
     """Fills a block; copies from a device may still be on their way when it returns."""
-    leaves, memory = state.tensors, state.memory
     for step in plan.steps:
         match step:
-            case Copy(flat=True):
-                leaf = leaves[step.tensor]
-                item = leaf.itemsize
-                _move(block, step.at, leaf.address + step.lo * item, (step.hi - step.lo) * item)
-            case Copy():
-                _copy(step, memory[step.tensor], block.tensor)
             case Gather():
-                _gather_into(block, step, state)
+                _gather(step, state, block)
+            case Copy():
+                _copy(step, state.memory[step.tensor], block.tensor)
             case CopyWindow():
-                leaf = leaves[step.tensor]
-                if leaf.device == "cpu":
-                    _move(block, step.at, leaf.address + step.lo, step.hi - step.lo)
-                else:
-                    target = block.tensor[step.at : step.at + step.hi - step.lo]
-                    target.copy_(
-                        _bytes_from(memory[step.tensor])[step.lo : step.hi], non_blocking=True
-                    )
+                target = block.tensor[step.at : step.at + step.hi - step.lo]
+                window = _bytes_from(state.memory[step.tensor])[step.lo : step.hi]
+                target.copy_(window, non_blocking=True)
             case Fill():
                 block.view[step.at : step.at + len(step.data)] = step.data
 
 
-def _gather_into(block: Block, step: Gather, state: Captured) -> None:
-    gather = streaming_gather()
-    if gather is None:
-        parts = [state.memory[number].view(-1) for number in step.tensors]
-        target = block.tensor[step.at : step.at + step.nbytes].view(parts[0].dtype)
-        torch.cat(parts, out=target)
-        return
+def _gather(step: Gather, state: Captured, block: Block) -> None:
     assert step.nbytes <= len(block.view) - step.at
-    sources = state.addresses[np.frombuffer(step.tensors, np.int64)]
-    gather(block.address + step.at, array("q", sources.tobytes()), step.sizes)
-
-
-def _move(block: Block, at: int, source: int, nbytes: int) -> None:
-    assert at + nbytes <= len(block.view)
-    copy_bytes(block.address + at, source, nbytes)
+    target, numbers = block.address + step.at, np.frombuffer(step.tensors, np.int64)
+    starts = state.addresses[numbers] + np.frombuffer(step.skips, np.int64).view(np.uint64)
+    sources = array("q", starts.tobytes())
+    gather = streaming_gather()
+    if gather is not None:
+        gather(target, sources, step.sizes)
+    else:
+        copy_each(list(accumulate(step.sizes, initial=target))[:-1], sources, step.sizes)
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:
