@@ -213,12 +213,12 @@ async def prune(
     listing = await list_root(backend)
     await finish_deletions(backend, finished, forget_before=now - sweep_after, listing=listing)
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
-    for name in decision.remove:
+    # All at once: who prunes at the same time forgets what it has removed.
+    digests = {name: facts.digest(name) for name in decision.remove}
+    for name, digest in digests.items():
         id = CheckpointId.parse(name)
         assert id is not None
-        if name not in facts:
-            continue  # who pruned at the same time has removed it
-        if await retire(backend, id, digest_keys(id, facts.digest(name))):
+        if await retire(backend, id, digest_keys(id, digest)):
             finished.add(id)
             facts.forget(name)
     return decision

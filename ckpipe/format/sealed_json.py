@@ -38,8 +38,9 @@ _TAIL_BYTES = len(_MARK) + 8 + len(_END)
 _SUM_BYTES = 4
 _LEVEL = 2
 _ZLIB_HEAD = b"\x78\x5e"
-_NO_ADLER = 1
+"""Deflate with a window of 32 KiB, at a fast level, without a dictionary; by RFC 1950."""
 
+_ADLER_OF_NOTHING = 1
 _ADLER_BASE = 65521
 
 
@@ -131,7 +132,7 @@ class _Packed:
         self._plain: list[bytes] = []
         self._stream: Any = None
         self._packed: list[bytes] = []
-        self._adler = _NO_ADLER
+        self._adler = _ADLER_OF_NOTHING
         self.size = self.crc = 0
 
     def add(self, piece: bytes) -> None:
