@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from ckpipe.testing.wrapping import Operation, WrappedBackend
 from ckpipe.types import CheckpointId
 
 DAY = timedelta(days=1)
+NOW = datetime(2025, 2, 1, tzinfo=UTC)
 RULES = [
     KeepLast(1),
     KeepLast(2) | KeepBest("loss"),
@@ -270,6 +272,38 @@ async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
     for case in every if EVERY else random.Random(SEED).sample(every, 60):
         try:
             await race(*case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
+async def prune_twice(first: int, second: int, turns: int) -> None:
+    """Two who prune in one process, each stopped once; the second goes on some turns later."""
+    world, facts, finished = World(), Facts(), set[CheckpointId]()
+    for step in range(3):
+        await world.save(step, 1.0, 3)
+    await decide_on(world.store, KeepLast(1), {}, facts, now=datetime.now(UTC))
+    pruners = [Stepped(world.store, stop, Landing.AFTER) for stop in (first, second)]
+    tasks = [
+        await run_until_stopped(
+            each, prune(each, KeepLast(1), {}, facts, finished, sweep_after=DAY, now=NOW)
+        )
+        for each in pruners
+    ]
+    pruners[0].go_on.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    pruners[1].go_on.set()
+    await asyncio.gather(*tasks)
+    left = {each.id for each in await discover(world.store) if each.complete}
+    assert left == {world.newest()} == set(facts.known)
+
+
+async def test_two_who_prune_at_once_do_not_miss_what_the_other_has_forgotten() -> None:
+    stops = range(1, 12) if EVERY else (1, 7)
+    for case in itertools.product(stops, stops, range(14)):
+        try:
+            await prune_twice(*case)
         except BaseException as error:
             error.add_note(f"in the case {case}")
             raise

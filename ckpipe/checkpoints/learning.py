@@ -127,12 +127,15 @@ class Inquiry:
     async def is_sure(self, names: Collection[str]) -> bool:
         """Whether all of this was known from indexes; what was not is now, and may be different.
 
+        If it was, nobody had a turn meanwhile who forgets what is gone.
+
         Raises:
             StoreError: If the store failed.
         """
         known = self._facts.known
         doubtful = [each for each in self._complete if each.id in names and each.id not in known]
-        await self._read(doubtful)
+        if doubtful:
+            await self._read(doubtful)
         return not doubtful
 
     def _open(self) -> list[CheckpointInfo]:
