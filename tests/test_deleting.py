@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe import errors
+from ckpipe.backend import Children
+from ckpipe.checkpoints.learning import Facts, Inquiry, Known
 from ckpipe.checkpoints.leases import Lease
+from ckpipe.checkpoints.pruning import best, decide_on, prune
+from ckpipe.format.digests import Digest
 from ckpipe.format.object_names import launch_id
-from ckpipe.types import CheckpointInfo
+from ckpipe.retention import KeepLast
+from ckpipe.testing import MemoryBackend
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
@@ -98,3 +105,64 @@ def test_what_a_running_launch_has_not_finished_is_refused(store: Stores) -> Non
         anyio.run(lease.release)
         pipeline.delete(one.id)
         assert steps(pipeline) == [two.step]
+
+
+DAY = timedelta(days=1)
+NOW, LATER = datetime.now(UTC), datetime.now(UTC) + 30 * DAY
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
+    store: Stores, by_another: bool
+) -> None:
+    *gone, _ = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
+    backend, rule = store.memory, KeepLast(1)
+    finished: set[CheckpointId] = set()
+    another: set[CheckpointId] = set()
+    for _ in range(2):
+        await prune(backend, rule, {}, Facts(), finished, sweep_after=DAY, now=NOW)
+        assert finished == {each.key for each in gone}
+    who = another if by_another else finished
+    await prune(backend, rule, {}, Facts(), who, sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, Facts(), finished, sweep_after=DAY, now=LATER)
+    assert finished == set()
+
+
+@pytest.mark.parametrize("how", ["prune", "decide", "best"])
+async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) -> None:
+    *gone, newest = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
+    backend, facts = store.memory, Facts()
+    await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
+    assert facts.names() == {newest.id, *(each.id for each in gone)}
+    await prune(backend, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    if how == "prune":
+        await prune(backend, KeepLast(1), {}, facts, set(), sweep_after=DAY, now=NOW)
+    elif how == "decide":
+        await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
+    else:
+        await best(backend, "loss", "min", facts)
+    assert facts.names() == {newest.id}
+
+
+async def test_what_is_learned_while_a_root_is_listed_is_not_forgotten() -> None:
+    facts, name = Facts(), "step-000000000001.20250101T000000000Z-x.0"
+
+    class Committing(MemoryBackend):
+        async def children(self, prefix: str = "") -> Children:
+            found = await super().children(prefix)
+            facts.learn(name, Known(Digest(0, 1, final=False, metrics={})))
+            return found
+
+    await decide_on(Committing(), None, {}, facts, now=NOW)
+    assert facts.names() == {name}
+
+
+def test_what_is_sure_is_so_without_a_pause() -> None:
+    """In one, another task might forget what the decision goes by."""
+    name = "step-000000000001.20250101T000000000Z-x.0"
+    info = CheckpointInfo(name, 1, "20250101T000000000Z-x", 0, complete=True)
+    facts = Facts({name: Known(Digest(0, 1, final=False, metrics={}))})
+    sure = Inquiry(MemoryBackend(), [info], facts, few=1).is_sure([name])
+    with pytest.raises(StopIteration) as ended:
+        sure.send(None)
+    assert ended.value.value is True

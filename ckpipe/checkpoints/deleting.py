@@ -112,7 +112,8 @@ async def finish_deletions(
 
     Args:
         backend: The store.
-        finished: Deletions known to be through; added to.
+        finished: Deletions known to be through; added to, and rid of those whose tombstone is
+            gone, of which nobody asks again.
         forget_before: Tombstones older than this are removed, by the store's own clock.
         listing: The names of the root, if the caller has listed them since it asked for the time.
 
@@ -121,6 +122,8 @@ async def finish_deletions(
     """
     listing = await list_root(backend) if listing is None else listing
     tombs = {tombstone_id(each.key): each for each in listing.tombstones.objects}
+    # One that came since the list goes too, and is only looked at once more.
+    finished.intersection_update(tombs)
     old = {id for id, tomb in tombs.items() if tomb.modified < forget_before}
     # Old ones once more before the tombstone goes: a straggler may have written since.
     pending = [id for id in tombs if id is not None and (id in old or id not in finished)]

@@ -82,6 +82,10 @@ class Facts:
         self.known.pop(name, None)
         self.told.pop(name, None)
 
+    def names(self) -> set[str]:
+        """The checkpoints of which something is known or told."""
+        return {*self.known, *self.told}
+
     def __contains__(self, name: str) -> bool:
         return name in self.known or name in self.told
 

@@ -26,7 +26,7 @@ from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.checkpoints.deleting import finish_deletions, retire
-from ckpipe.checkpoints.discovery import Listing, check_not_deleted, discover, list_root
+from ckpipe.checkpoints.discovery import Listing, check_not_deleted, list_root
 from ckpipe.checkpoints.learning import Facts, Inquiry
 from ckpipe.checkpoints.leases import store_time
 from ckpipe.errors import CheckpointIncomplete, ObjectExists
@@ -67,14 +67,15 @@ async def decide_on(
         backend: The store.
         rule: What to keep; None keeps all.
         protected: Ids that must stay, each with its reason, and ids of launches that are running.
-        facts: What is known of checkpoints already; added to.
+        facts: What is known of checkpoints already; added to, and rid of those that are gone.
         now: The time by the store's own clock, which also tells when checkpoints were written.
         listing: The names of the root, if the caller has just listed them.
 
     Raises:
         StoreError: If the store failed.
     """
-    infos = await discover(backend) if listing is None else listing.infos()
+    listing = await _listed(backend, facts) if listing is None else listing
+    infos = listing.infos()
     complete = [each for each in infos if each.complete]
     keep = dict(protected) | {each.id: "it is pinned" for each in complete if each.pinned}
     inquiry = Inquiry(backend, complete, facts, few=_FEW)
@@ -155,7 +156,7 @@ async def best(
 ) -> CheckpointInfo | None:
     """The complete checkpoint with the best value of a metric.
 
-    Costs the three lists of :func:`ckpipe.checkpoints.discovery.discover`; if more than one is not
+    Costs the three lists of :func:`ckpipe.checkpoints.discovery.list_root`; if more than one is not
     known yet, a list of digests and the index of the winner; and the index of each that has no
     digest, once. NaN never wins, and of equals the newest does.
 
@@ -163,7 +164,7 @@ async def best(
         backend: The store.
         metric: The name of the metric.
         mode: Whether the least or the greatest value is the best.
-        facts: What is known of checkpoints already; added to.
+        facts: What is known of checkpoints already; added to, and rid of those that are gone.
 
     Returns:
         The checkpoint; None if none has the metric.
@@ -171,7 +172,7 @@ async def best(
     Raises:
         StoreError: If the store failed.
     """
-    complete = [each for each in await discover(backend) if each.complete]
+    complete = [each for each in (await _listed(backend, facts)).infos() if each.complete]
     inquiry = Inquiry(backend, complete, facts, few=1)
     while True:
         candidates = await inquiry.candidates()
@@ -198,8 +199,8 @@ async def prune(
         backend: The store.
         rule: What to keep; None keeps all.
         protected: As for :func:`decide_on`.
-        facts: What is known of checkpoints already; added to.
-        finished: Deletions known to be through; added to.
+        facts: What is known of checkpoints already; added to, and rid of those that are gone.
+        finished: Deletions known to be through; see :func:`finish_deletions`.
         sweep_after: How long tombstones stay.
         now: The time by the store's own clock; None asks for it.
 
@@ -210,7 +211,7 @@ async def prune(
         StoreError: If the store failed; pruning again goes on where it stopped.
     """
     now = await store_time(backend) if now is None else now
-    listing = await list_root(backend)
+    listing = await _listed(backend, facts)
     await finish_deletions(backend, finished, forget_before=now - sweep_after, listing=listing)
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
     # All at once: who prunes at the same time forgets what it has removed.
@@ -222,6 +223,16 @@ async def prune(
             finished.add(id)
             facts.forget(name)
     return decision
+
+
+async def _listed(backend: Backend, facts: Facts) -> Listing:
+    """The names of a root; forgets what is known of checkpoints that others have removed."""
+    # What is learned meanwhile may be of a checkpoint that is newer than the list.
+    before = facts.names()
+    listing = await list_root(backend)
+    for name in before.difference(map(str, listing.named())):
+        facts.forget(name)
+    return listing
 
 
 async def pin(backend: Backend, id: CheckpointId) -> None:
