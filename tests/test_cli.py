@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Commands, Done, damage, save_steps
+from heard_signals import HEARING
 from pipelines import small_state, stores
 
 import ckpipe
@@ -350,7 +351,9 @@ def test_an_interrupted_deletion_counts_and_is_finished_later(
     one, two = save_steps(tmp_path, 1, 2)
     arguments = ["rm", f"stuck://{tmp_path}", "1", "--force"]
     with subprocess.Popen(
-        [sys.executable, "-c", STUCK_DELETION, *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HEARING + STUCK_DELETION, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"

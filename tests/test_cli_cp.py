@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Commands, program, save_steps
+from heard_signals import HEARING
 from pipelines import Stores, same, saved_bytes, stores
 
 import ckpipe
@@ -180,8 +181,9 @@ def test_an_interrupted_copy_leaves_nothing_half_done_and_goes_on(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
     one, two, three = save_steps(tmp_path / "a", 1, 2, 3)
+    arguments = ["cp", "--all", str(tmp_path / "a"), f"stuck://{tmp_path / 'b'}"]
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, "cp", "--all", tmp_path / "a", f"stuck://{tmp_path / 'b'}"],
+        [sys.executable, "-c", HEARING + STUCK, *arguments],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import save_steps
+from heard_signals import HEARING
 
 STUCK = """
 import anyio
@@ -38,7 +39,7 @@ def test_an_interrupt_ends_a_command_that_waits_for_the_store(
     save_steps(tmp_path / "root", 1)
     before = set(tmp_path.rglob("*"))
     with subprocess.Popen(
-        [sys.executable, "-c", STUCK, *arguments, f"stuck://{tmp_path / 'root'}"],
+        [sys.executable, "-c", HEARING + STUCK, *arguments, f"stuck://{tmp_path / 'root'}"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None

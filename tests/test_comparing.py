@@ -18,6 +18,7 @@ import pytest
 import torch
 from bundles import ID, manifest_of
 from commands import Commands, save_steps
+from heard_signals import HEARING
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -244,7 +245,7 @@ def test_an_interrupt_ends_the_comparison_of_a_large_tensor(tmp_path: Path) -> N
     large = {"large": torch.zeros((4 << 20) + 1, dtype=torch.uint8)}
     save(tmp_path, large, large)
     with subprocess.Popen(
-        [sys.executable, "-c", STEPWISE, "diff", tmp_path, "0", "1"],
+        [sys.executable, "-c", HEARING + STEPWISE, "diff", tmp_path, "0", "1"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None

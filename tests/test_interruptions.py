@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from heard_signals import signals_heard
 from pipelines import Stores, stores
 
 import ckpipe
@@ -44,7 +45,7 @@ def test_ctrl_c_while_a_pipeline_opens(store: Stores) -> None:
         interrupt()
 
     threading.Thread(target=when_it_opens).start()
-    with pytest.raises(KeyboardInterrupt):
+    with signals_heard(), pytest.raises(KeyboardInterrupt):
         pipeline.__enter__()
     assert not loops()
 
@@ -78,7 +79,7 @@ def test_a_second_ctrl_c_while_staged_saves_finish(store: Stores) -> None:
             assert waiting.wait(30)
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with signals_heard(), pytest.raises(KeyboardInterrupt):
         train()
     saving.join(30)
     assert not loops()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import Commands
+from heard_signals import HEARING
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import stores
@@ -111,7 +112,7 @@ def test_bench_refuses_what_cannot_be(call: Commands, tmp_path: Path) -> None:
 
 def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, "bench", f"stuck://{tmp_path}", "--size", "1MiB"],
+        [sys.executable, "-c", HEARING + STUCK, "bench", f"stuck://{tmp_path}", "--size", "1MiB"],
         stdout=subprocess.PIPE,
         text=True,
     )
