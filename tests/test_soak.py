@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from ranks import settle
 from sampling import EVERY
+from usage import MOST_WORKERS, check_that_nothing_grows
 
 import ckpipe
 
-SAVES = 200 if EVERY else 40
+SAVES = 180 if EVERY else 20
 WARM_UP = 20
-DRIFT = 0.01
-WORKERS = 8
-"""Worker threads that may come later: as many stay as have ever been at work at once."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What this process holds."""
-
-    bytes: int
-    descriptors: int
-    threads: int
-
-
-def usage() -> Usage:
-    gc.collect()
-    process = psutil.Process()
-    return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
 
 
 def state() -> dict[str, Any]:
@@ -48,16 +31,15 @@ def state() -> dict[str, Any]:
 def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
     training = state()
     with ckpipe.SyncPipeline(tmp_path, keep_last=2, staging={"block_bytes": 1 << 20}) as pipeline:
-        begun = usage()
-        for step in range(SAVES):
-            pipeline.save(training, step=step).wait()
-            if step + 1 == WARM_UP:
-                begun = usage()
-        pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
-        ended = usage()
-        assert ended.descriptors <= begun.descriptors
-        assert ended.threads <= begun.threads + WORKERS
-        assert ended.bytes < begun.bytes * (1 + DRIFT)
+        steps = itertools.count()
+
+        def saves(count: int) -> None:
+            for step in itertools.islice(steps, count):
+                pipeline.save(training, step=step).wait()
+            settle(pipeline)
+
+        saves(WARM_UP)
+        check_that_nothing_grows(lambda: saves(SAVES), threads=MOST_WORKERS)
         assert len([info for info in pipeline.steps() if info.complete]) == 2
 
 
@@ -77,14 +59,14 @@ def one_pipeline(root: Path, training: dict[str, Any], step: int) -> list[weakre
 
 def test_many_pipelines_leave_nothing_behind(tmp_path: Path) -> None:
     training = state()
-    begun = usage()
-    held: list[weakref.ref[Any]] = []
-    for step in range(SAVES):
-        held += one_pipeline(tmp_path, training, step)
-        if step + 1 == WARM_UP:
-            begun = usage()
-    ended = usage()
-    assert [each() for each in held if each() is not None] == []
-    assert ended.descriptors <= begun.descriptors
-    assert ended.threads <= begun.threads
-    assert ended.bytes < begun.bytes * (1 + DRIFT)
+    steps = itertools.count()
+
+    def pipelines(count: int) -> None:
+        held: list[weakref.ref[Any]] = []
+        for step in itertools.islice(steps, count):
+            held += one_pipeline(tmp_path, training, step)
+        gc.collect()
+        assert [each() for each in held if each() is not None] == []
+
+    pipelines(WARM_UP)
+    check_that_nothing_grows(lambda: pipelines(SAVES))

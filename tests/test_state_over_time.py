@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import io
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from pipelines import Stores, saved_bytes, stores
+from ranks import settle
 from torch.utils.data import DataLoader, Dataset
+from usage import MOST_WORKERS, check_that_nothing_grows
 
 import ckpipe
 from ckpipe.errors import UsageError
@@ -173,21 +174,20 @@ def test_two_hundred_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 64)).sum().backward()
-    process, state = psutil.Process(), {"model": model, "optimizer": optimizer}
+    state = {"model": model, "optimizer": optimizer}
     settings: Any = {"staging": {"block_bytes": BLOCK}, "lock": {"max_step_wait_seconds": 60}}
     with ckpipe.SyncPipeline(tmp_path, guard=optimizer, keep_last=2, **settings) as pipeline:
-        begun = (0, 0)
-        for step in range(220):
-            handle = pipeline.save(state, step=step, until="captured")
-            optimizer.step()
-            handle.wait()
-            if step == 19:
-                gc.collect()
-                begun = (process.memory_info().rss, process.num_fds())
-        pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
-        gc.collect()
-        assert process.num_fds() <= begun[1]
-        assert process.memory_info().rss < begun[0] * 1.01
+        steps = itertools.count()
+
+        def saves(count: int) -> None:
+            for step in itertools.islice(steps, count):
+                handle = pipeline.save(state, step=step, until="captured")
+                optimizer.step()
+                handle.wait()
+            settle(pipeline)
+
+        saves(20)
+        check_that_nothing_grows(lambda: saves(200), threads=MOST_WORKERS)
 
 
 class Mapped(Dataset[bool]):
