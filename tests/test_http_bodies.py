@@ -179,16 +179,39 @@ async def test_a_connection_that_breaks(lent: list[int]) -> None:
         assert buffer == BODY
 
 
-async def test_a_connection_that_goes_silent(lent: list[int]) -> None:
-    silent = whole(BODY[: 2 * MIB], length=len(BODY))
-    patience = aiohttp.ClientTimeout(sock_read=0.3)
+async def test_a_connection_that_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent, heard, silence = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Impatient(_Inflow):
+        """Takes the connection to be silent soon, once it has brought something."""
+
+        async def run(self) -> None:
+            lent.set()
+            await super().run()
+
+        def buffer_updated(self, nbytes: int) -> None:
+            self._owner.read_timeout = 0.05
+            super().buffer_updated(nbytes)
+            heard.set()
+
+    monkeypatch.setattr("ckpipe.stores.http_bodies._Inflow", Impatient)
+
+    async def silent(writer: Writer) -> None:
+        await whole(BODY[:MIB], length=len(BODY))(writer)
+        await lent.wait()
+        writer.write(BODY[MIB : 2 * MIB])
+        await silence.wait()
+
+    patience = aiohttp.ClientTimeout(sock_read=600)
     async with (
         serving(Server(silent)) as server,
         aiohttp.ClientSession(timeout=patience) as session,
+        asyncio.timeout(60),
     ):
         with pytest.raises(aiohttp.SocketTimeoutError):
             await read(session, server, memoryview(bytearray(len(BODY))))
-    assert len(lent) == 1
+        silence.set()
+    assert heard.is_set()
 
 
 async def test_memory_is_let_go_when_a_read_is_cancelled(
