@@ -8,6 +8,7 @@ What a line says is the name of a case here, or ``module:function`` of one elsew
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pkgutil
@@ -28,6 +29,7 @@ import torch._dynamo  # the first DTensor imports it, which costs each rank a se
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 from mortal_runs import die, note, notes
+from planning_ranks import hurried
 from shared_states import check_layouts, check_shared, joint_planner, shared
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -165,8 +167,12 @@ def plan_together(case: Case) -> None:
                 die()
             while what == "more-late" and rank == 1 and len(told(root, "failed")) < 2:
                 os.sched_yield()
+            # Rank 1 comes too late or never; the others wait for each other as long as it takes.
+            alone = what in ("more-late", "more-killed")
+            waits = hurried(0.5, present=[0, 2]) if alone else contextlib.nullcontext()
             try:
-                pipeline.save(shared(rank, what), step=step).wait()
+                with waits:
+                    pipeline.save(shared(rank, what), step=step).wait()
                 tell(case, committed=step)
             except ckpipe.CkpipeError as error:
                 tell(case, failed=[step, type(error).__name__, str(error)])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from fabricated import Tensor, held_by
 
 from ckpipe.format.boxes import Box
 from ckpipe.plans.assignment import assign
 from ckpipe.plans.global_planner import GlobalPlanner
 from ckpipe.plans.offers import Offer, offered_shares, private_bytes
+from ckpipe.plans.plan_rounds import PlanRounds
 from ckpipe.plans.planning import RankPlan, assemble
 from ckpipe.plans.shared_plan import divide, shared_plan
 from ckpipe.state.captured import Captured
@@ -71,6 +75,34 @@ class Ranks:
                 raise each
             found.append(each)
         return found
+
+
+@contextmanager
+def hurried(seconds: float, present: Sequence[int]) -> Iterator[None]:
+    """Ranks of this process wait only so long for others meanwhile.
+
+    Args:
+        seconds: How long, from when all that are present have made their offers.
+        present: Which ranks those are; they find each other however busy the machine is.
+    """
+    agree, awaited = PlanRounds._agree, PlanRounds._awaited
+
+    def agree_soon(rounds: PlanRounds, *args: Any) -> Any:
+        patient, rounds._seconds = rounds._seconds, seconds
+        try:
+            return agree(rounds, *args)
+        finally:
+            rounds._seconds = patient
+
+    def awaited_once_met(rounds: PlanRounds, save: str, keys: Sequence[str]) -> bool:
+        while not rounds._store.check([f"{save}/offer/{rank}" for rank in present]):
+            os.sched_yield()
+        return awaited(rounds, save, keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanRounds, "_agree", agree_soon)
+        patch.setattr(PlanRounds, "_awaited", awaited_once_met)
+        yield
 
 
 def written(plans: Iterable[RankPlan]) -> list[list[str]]:

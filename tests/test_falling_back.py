@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from ckpipe.format import group_tree
 from ckpipe.format.object_names import ATTEMPTS
 from ckpipe.ranks import ballots
 from ckpipe.ranks.ballots import Ballot
-from ckpipe.testing import MemoryBackend
+from ckpipe.testing import Landing, MemoryBackend
+from ckpipe.testing.wrapping import Operation
 
 FAST: dict[str, Any] = {
     "upload": {"backoff_seconds": 0, "retries": 2},
@@ -153,11 +155,17 @@ def test_all_damaged_raises_on_all_ranks(store: Stores) -> None:
             assert "None of the 2" in result.__notes__[0]
 
 
+def is_vote(operation: Operation) -> bool:
+    return operation.verb == "put" and ".votes/" in operation.key
+
+
 def test_a_rank_that_is_dead_is_named_after_a_while(store: Stores) -> None:
     save_steps(store, 3, [1])
-    # Long enough for the two that live to hear of each other on a busy machine.
-    soon = {"load": {"agreement_timeout_seconds": 1}}
+    soon = {"load": {"agreement_timeout_seconds": 0.5}}
     with ranks(store.url, 3, **FAST, **soon) as world:
+        # The time is short: both that live have voted before either waits for the third.
+        both = threading.Barrier(2)
+        store.faulty.call(lambda _: both.wait(60), is_vote, Landing.AFTER, times=None)
         results = load_all(world[:2])
     for result in results:
         assert isinstance(result, errors.UnsupportedTopology)

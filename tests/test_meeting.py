@@ -114,7 +114,7 @@ def test_rank_that_is_overtaken_takes_the_names_of_both_calls(connect: Make) -> 
 
     with ThreadPoolExecutor(1) as pool:
         calls = pool.submit(host)
-        late = meeting(connect(), 1, 2, seconds=5)
+        late = meeting(connect(), 1, 2, seconds=60)
         late._store = Overtaken(late._store)
         assert late.join() == "first"
         assert meeting(connect(), 1, 2).join() == "second"
@@ -130,7 +130,7 @@ def test_rank_that_answered_a_host_that_died_takes_the_next_name(connect: Make) 
 
 def test_hello_of_a_straggler_keeps_its_rank_out(connect: Make) -> None:
     store = connect()
-    straggler = meeting(store, 1, 2, seconds=5)
+    straggler = meeting(store, 1, 2, seconds=60)
     host = threading.Thread(target=meeting(connect(), 0, 2).host, args=("name",))
     host.start()
     assert straggler.join() == "name"

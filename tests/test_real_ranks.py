@@ -120,7 +120,7 @@ def test_every_layout_loads_into_every_other(world: Gang, tmp_path: Path) -> Non
 def test_late_and_dead_ranks_cost_saves_and_nothing_else(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     saves = ["same", "more-late", "same", "more-killed", "same"]
-    case = {"store": "default", "seconds": 3, "saves": saves, "dead": 1}
+    case = {"store": "default", "seconds": 60, "saves": saves, "dead": 1}
     assert world.run("plan_together", root, 3, **case) == [0, None, 0]
     failed = told(root, "failed")
     for rank in (0, 2):
