@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "upload": {"retries": 3, "backoff_seconds": 0.005},
     "retention": ckpipe.KeepLast(2) | ckpipe.KeepEvery(steps=7),
     "on_error": "warn",
-    "drain_timeout_seconds": 20,
+    "drain_timeout_seconds": 300,
 }
 SIZE = 60_000
 """Elements of the model: four blocks of a file."""

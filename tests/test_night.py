@@ -110,7 +110,9 @@ class Night:
             "leave": chance.choice([0, 20_000, 100_000, 300_000]),
             "worker": {
                 "mode": "process" if process else "thread",
-                "heartbeat_seconds": 0.2,
+                # Only one that is stopped is to be missed, which its state tells at once; any
+                # other one has thirty times as long, however little the machine lets it do.
+                "heartbeat_seconds": 2 if trouble == "stop the worker" else 600,
                 "stop_seconds": 3,
             },
             "store": {
@@ -188,7 +190,7 @@ def workers_of(logs: Path) -> list[int]:
     return found
 
 
-def await_end(logs: Path, seconds: float = 30) -> None:
+def await_end(logs: Path, seconds: float = 300) -> None:
     """Waits until all workers have ended, as each does soon after its trainer."""
     until = time.monotonic() + seconds
     for worker in workers_of(logs):
