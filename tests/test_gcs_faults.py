@@ -284,7 +284,7 @@ def test_a_cancelled_save_leaves_nothing(server: GcsServer, proxy: FaultProxy, u
         return Fault.HANG
 
     proxy.rule = hang
-    with pipeline(url, proxy.url, fault=Fault.HANG, attempt_timeout_seconds=60) as opened:
+    with pipeline(url, proxy.url) as opened:
         handle = opened.save(state(), step=1)
         assert hanging.wait(30)
         handle.cancel()
