@@ -17,7 +17,7 @@ from ckpipe.format.object_names import data_file_key
 from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner, RankPlan
-from ckpipe.saves.copying import fill_block, plan_blocks
+from ckpipe.saves.copying import fill_blocks, plan_blocks
 from ckpipe.state.captured import Captured
 from ckpipe.state.structure import capture
 from ckpipe.testing import MemoryBackend
@@ -49,7 +49,7 @@ def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearr
     images = [bytearray(file.size) for file in plan.files]
     block = Arena(BLOCK_BYTES).take()
     for step in plan_blocks(plan, captured.tensors, BLOCK_BYTES):
-        fill_block(step, captured, block)
+        fill_blocks([(step, block)], captured)
         images[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
     for number, entry in enumerate(plan.layout.entries):
         begin = len(plan.files[entry.file].header) + entry.offset

@@ -14,14 +14,14 @@ from tensor_states import SPECS, Spec, build
 
 from ckpipe.format.dtypes import stored_dtype
 from ckpipe.format.keys import LabelFilter
+from ckpipe.memory import raw_memory
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner, RankPlan
-from ckpipe.saves import copying
 from ckpipe.saves.copying import (
     Copy,
     Fill,
     Gather,
-    fill_block,
+    fill_blocks,
     plan_blocks,
     split_block,
     tensors_of,
@@ -47,7 +47,7 @@ def images(captured: Captured, plan: RankPlan, block_bytes: int) -> list[bytes]:
     block = ARENA.take()
     for step in plan_blocks(plan, captured.tensors, block_bytes):
         block.tensor[:block_bytes].fill_(0xA5)
-        fill_block(step, captured, block)
+        fill_blocks([(step, block)], captured)
         assert step.offset == written[step.file]
         made[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
         rest = block.view[step.nbytes : block_bytes]
@@ -158,12 +158,12 @@ def test_halves_of_a_block_fill_what_all_of_it_does(
     for block in plan_blocks(plan, captured.tensors, block_bytes):
         whole.tensor.fill_(0xA5)
         halved.tensor.fill_(0xA5)
-        fill_block(block, captured, whole)
+        fill_blocks([(block, whole)], captured)
         soon, late = split_block(block, later)
         assert later.isdisjoint(tensors_of(soon))
         assert later.issuperset(tensors_of(late))
-        fill_block(late, captured, halved)
-        fill_block(soon, captured, halved)
+        fill_blocks([(late, halved)], captured)
+        fill_blocks([(soon, halved)], captured)
         assert bytes(halved.view) == bytes(whole.view)
     ARENA.give(whole)
     ARENA.give(halved)
@@ -174,7 +174,7 @@ def test_a_gather_finds_tensors_that_have_moved(
     native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(copying, "streaming_gather", lambda: None)
+        monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
     state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
     walked = walk(state, ALL, pickling=False)
     captured, trail = walked.captured, trail_of(walked, ALL)
@@ -205,7 +205,7 @@ def test_pieces_are_moved_one_by_one_where_the_system_allows_no_new_code(
     state = {f"{number}": torch.randn(number % 7) for number in range(50)}
     captured, plan = planned(state)
     gathered = images(captured, plan, 4096)
-    monkeypatch.setattr(copying, "streaming_gather", lambda: None)
+    monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
     assert images(captured, plan, 4096) == gathered
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,14 +15,14 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
-from ckpipe.errors import CaptureTooSlow, StateLockTimeout
+from ckpipe.errors import CaptureTooSlow, StateChanged, StateLockTimeout
 from ckpipe.locking.lock import StateLock
 from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.watching import Watch
+from ckpipe.locking.watching import Sample, Watch
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner
-from ckpipe.saves.block_copiers import BlockCopiers, Piece
-from ckpipe.saves.copying import plan_blocks, split_block
+from ckpipe.saves.block_copiers import TOGETHER, BlockCopiers, Piece
+from ckpipe.saves.copying import plan_blocks, split_block, tensors_of
 from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.structure import capture
 
@@ -166,7 +167,7 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
     device = SlowDevice()
     out: list[FilledBlock] = []
     turn = Turn(lock, lock.acquire_capture(thread=-1))
-    copiers = BlockCopiers(turn, captured, device, out.append, threads=4)
+    copiers = BlockCopiers(turn, captured, device, out.extend, threads=4)
     assert copiers.threads == 1
     copiers.defer(Watch(captured, [0]), 60)
     copiers.add(late)
@@ -192,7 +193,7 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
     device = SlowDevice()
     out: list[FilledBlock] = []
     turn = Turn(lock, lock.acquire_capture(thread=-1))
-    copiers = BlockCopiers(turn, captured, device, out.append, threads=1)
+    copiers = BlockCopiers(turn, captured, device, out.extend, threads=1)
     copiers.defer(Watch(captured, range(len(captured.tensors))), 60)
     captured.memory[0].add_(1)
     copiers.add(late)
@@ -239,3 +240,56 @@ async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> Non
     assert torch.equal(found[-240_000:].view(torch.float32), torch.arange(60_000.0))
     del captured, copiers, device
     assert alive() is None
+
+
+# ---- copies from host memory ----
+
+
+class NoDevice:
+    """All tensors lie in host memory."""
+
+    def serves(self, device: str) -> bool:
+        return False
+
+    def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[DeviceReads]:
+        raise AssertionError("nothing is on a device")
+
+
+async def test_blocks_that_are_copied_late_leave_some_at_a_time(lock: StateLock) -> None:
+    captured, _, late, _ = pieces_of({"w": torch.arange(150_000.0)}, {0})
+    assert len(late) > 2 * TOGETHER
+    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    out: list[list[int]] = []
+    copiers = BlockCopiers(
+        turn, captured, NoDevice(), lambda some: out.append([each.plan.offset for each in some]),
+        threads=1,
+    )  # fmt: skip
+    copiers.defer(Watch(captured, [0]), 60)
+    copiers.add(late)
+    await copiers.finish()
+    offsets = [piece.filled.plan.offset for piece in late]
+    assert out == [offsets[n : n + TOGETHER] for n in range(0, len(offsets), TOGETHER)]
+    found = torch.cat([piece.filled.block.tensor[: piece.work.nbytes] for piece in late])
+    assert torch.equal(found[-600_000:].view(torch.float32), torch.arange(150_000.0))
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("way", ["written", "swapped"])
+async def test_a_change_of_any_of_the_blocks_that_are_copied_together_is_noticed(
+    lock: StateLock, number: int, way: str
+) -> None:
+    state = {f"w{number}": torch.ones(BLOCK // 4) for number in range(6)}
+    captured, _, late, _ = pieces_of(state, set(range(6)))
+    samples = [Sample(captured.tensors, tensors_of(piece.work)) for piece in late]
+    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    out: list[FilledBlock] = []
+    copiers = BlockCopiers(turn, captured, NoDevice(), out.extend, threads=1)
+    copiers.defer(Watch(captured, range(6), samples), 60)
+    copiers.add(replace(piece, sample=sample) for piece, sample in zip(late, samples, strict=True))
+    if way == "written":
+        state[f"w{number}"].data.fill_(2)
+    else:
+        state[f"w{number}"].data = torch.ones(BLOCK // 4)
+    with pytest.raises(StateChanged) as failed:
+        await copiers.copy()
+    assert failed.value.key == f"w{number}"

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy, streaming_gather
+from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy, streaming_moves
 
 copy = streaming_copy()
-gather = streaming_gather()
+move_each = streaming_moves()
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="there is none elsewhere"
@@ -60,28 +60,46 @@ def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None
 
 
 @given(
-    sizes=st.lists(st.integers(0, 3 * LEAST_BYTES) | st.integers(0, 20_000), max_size=20),
-    target_shift=st.integers(0, 70),
+    pieces=st.lists(
+        st.tuples(
+            st.integers(0, 3 * LEAST_BYTES) | st.integers(0, 20_000),
+            st.integers(0, 70),
+            st.integers(0, 70),
+        ),
+        max_size=20,
+    ),
+    data=st.data(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_gathers_every_byte_and_no_other(sizes: list[int], target_shift: int, seed: int) -> None:
-    assert gather is not None
+def test_moves_every_byte_of_each_piece_and_no_other(
+    pieces: list[tuple[int, int, int]], data: st.DataObject, seed: int
+) -> None:
+    assert move_each is not None
     random = np.random.default_rng(seed)
-    pieces = [random.integers(0, 256, nbytes + 1, np.uint8)[1:] for nbytes in sizes]
-    target = np.full(sum(sizes) + 160, GUARD, np.uint8)
-    sources = array("q", [each.ctypes.data for each in pieces])
-    gather(target.ctypes.data + target_shift, sources, array("q", sizes))
-    end = target_shift + sum(sizes)
-    assert target[target_shift:end].tobytes() == b"".join(each.tobytes() for each in pieces)
-    assert (target[:target_shift] == GUARD).all()
-    assert (target[end:] == GUARD).all()
+    sources = [random.integers(0, 256, shift + n, np.uint8)[shift:] for n, shift, _ in pieces]
+    expected = np.full(sum(n + gap for n, _, gap in pieces) + 160, GUARD, np.uint8)
+    places, at = [], 0
+    for source, (nbytes, _, gap) in zip(sources, pieces, strict=True):
+        places.append(at + gap)
+        expected[at + gap : at + gap + nbytes] = source
+        at += gap + nbytes
+    order = data.draw(st.permutations(range(len(pieces))))
+    target = np.full(len(expected), GUARD, np.uint8)
+    move_each(
+        array("q", [target.ctypes.data + places[n] for n in order]),
+        array("q", [sources[n].ctypes.data for n in order]),
+        array("q", [pieces[n][0] for n in order]),
+    )
+    assert (target == expected).all()
 
 
-def test_gathers_up_to_the_last_byte_of_memory_and_no_further() -> None:
-    assert gather is not None
+def test_moves_pieces_up_to_the_last_byte_of_memory_and_no_further() -> None:
+    assert move_each is not None
     source, target = _before_a_wall(b"\x11"), _before_a_wall(b"\x22")
     for sizes in ([3], [1000, 0, 1, 63], [64, 65, mmap.PAGESIZE]):
-        gather(target - sum(sizes), array("q", [source - n for n in sizes]), array("q", sizes))
+        targets = [target - sum(sizes[n:]) for n in range(len(sizes))]
+        sources = [source - nbytes for nbytes in sizes]
+        move_each(array("q", targets), array("q", sources), array("q", sizes))
         assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
 
 
@@ -106,12 +124,17 @@ import ctypes
 refuse_new_code, option = 1, 65  # PR_MDWE_REFUSE_EXEC_GAIN of PR_SET_MDWE, <linux/prctl.h>
 if ctypes.CDLL(None).prctl(option, refuse_new_code, 0, 0, 0):
     raise SystemExit("no such policy")
-from ckpipe.memory.raw_memory import copy_bytes
-from ckpipe.memory.streaming import streaming_copy, streaming_gather
+from array import array
+from ckpipe.memory.raw_memory import copy_bytes, copy_each
+from ckpipe.memory.streaming import streaming_copy, streaming_moves
 assert streaming_copy() is None
-assert streaming_gather() is None
+assert streaming_moves() is None
 source, target = (ctypes.c_char * 300_000)(*b"abc" * 100_000), (ctypes.c_char * 300_000)()
 copy_bytes(ctypes.addressof(target), ctypes.addressof(source), 300_000)
+assert target.raw == source.raw
+addresses = [array("q", [ctypes.addressof(each)]) for each in (target, source)]
+source[0] = b"z"
+copy_each(*addresses, array("q", [300_000]), lets_go=True)
 assert target.raw == source.raw
 """
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.locking import watching
 from ckpipe.locking.watching import Sample, Watch
+from ckpipe.memory import raw_memory
 from ckpipe.state.structure import capture
 
 shapes = st.lists(st.integers(0, 40), max_size=3)
@@ -36,7 +36,7 @@ def made(state: Any) -> tuple[Sample, Watch]:
 @pytest.fixture(params=["gathered", "one by one"], autouse=True)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "one by one":
-        monkeypatch.setattr(watching, "streaming_gather", lambda **_: None)
+        monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
 
 
 @given(states(), st.data())

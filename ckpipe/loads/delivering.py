@@ -151,7 +151,7 @@ class Delivery:
                         sizes.append(hi - lo)
                         continue
                 destination.put(address + shift + at, lo, hi)
-        copy_each(targets, sources, sizes)
+        copy_each(targets, sources, sizes, lets_go=False)
         return None if bad is None else pieces[bad]
 
     def _join(self, fragment: Fragment, source: int) -> bool:

@@ -9,14 +9,13 @@ a swap of weights, a mask or a norm changes most of a tensor, and thereby its sa
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
 import torch
 
 from ckpipe.memory.raw_memory import copy_each
-from ckpipe.memory.streaming import streaming_gather
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf, is_dense
 
@@ -33,7 +32,7 @@ class Sample:
             anybody may write.
     """
 
-    def __init__(self, leaves: Sequence[TensorLeaf], numbers: Iterator[int]) -> None:
+    def __init__(self, leaves: Sequence[TensorLeaf], numbers: Iterable[int]) -> None:
         own = [n for n in dict.fromkeys(numbers) if _can_be_sampled(leaves[n])]
         sizes = [min(leaves[n].window, SAMPLE_BYTES) for n in own]
         starts = [(leaves[n].window - size) // 2 for n, size in zip(own, sizes, strict=True)]
@@ -41,18 +40,14 @@ class Sample:
         self._addresses = array(
             "q", [leaves[n].address + start for n, start in zip(own, starts, strict=True)]
         )
-        self._nbytes = sum(sizes)
+        self._nbytes, self._ends = sum(sizes), np.cumsum(sizes, dtype=np.int64)
+        self._places = self._ends - np.frombuffer(self._sizes, np.int64)
 
     def read(self) -> bytes:
         """What they are now; the tensors' memory must be alive."""
         found = np.empty(self._nbytes, np.uint8)
-        address = found.ctypes.data
-        gather = streaming_gather(lets_go=False)
-        if gather is not None:
-            gather(address, self._addresses, self._sizes)
-        else:
-            targets = np.cumsum([address, *self._sizes[:-1]])
-            copy_each(targets.tolist(), self._addresses, self._sizes)
+        targets = array("q", (self._places + found.ctypes.data).tobytes())
+        copy_each(targets, self._addresses, self._sizes, lets_go=False)
         return found.tobytes()
 
     def first_difference(self, before: bytes, now: bytes) -> int | None:
@@ -60,8 +55,7 @@ class Sample:
         if before == now:
             return None
         at = next(n for n, (one, other) in enumerate(zip(before, now, strict=True)) if one != other)
-        ends = np.cumsum(self._sizes)
-        return self._numbers[int(np.searchsorted(ends, at, side="right"))]
+        return self._numbers[int(np.searchsorted(self._ends, at, side="right"))]
 
 
 def _can_be_sampled(leaf: TensorLeaf) -> bool:

@@ -9,12 +9,12 @@ without a warning. Whoever calls keeps the memory alive.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
-from ckpipe.memory.streaming import streaming_copy
+from ckpipe.memory.streaming import streaming_copy, streaming_moves
 
 _SMALL_BYTES = 64 << 10
 
@@ -38,10 +38,29 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
         _move_large(target, source, nbytes)
 
 
-def copy_each(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-    """The same for many pieces, without a turn of the interpreter for each that is small."""
-    copy = _move_small if max(sizes, default=0) < _SMALL_BYTES else copy_bytes
-    deque(map(copy, targets, sources, sizes), maxlen=0)
+def copy_each(
+    targets: array[int], sources: array[int], sizes: array[int], *, lets_go: bool
+) -> None:
+    """The same for many pieces, of any sizes, in one call where that can be.
+
+    Args:
+        targets: Where each piece goes.
+        sources: Where it is.
+        sizes: How many bytes it has.
+        lets_go: Whether the interpreter's lock is let go, once; where it is not one call, whether
+            for each large piece.
+
+    Raises:
+        ValueError: If they are not as many of each.
+    """
+    if not len(targets) == len(sources) == len(sizes):
+        raise ValueError("There is not a target, a source and a size for each piece")
+    move_each = streaming_moves(lets_go=lets_go)
+    if move_each is not None:
+        move_each(targets, sources, sizes)
+    else:
+        copy = copy_bytes if lets_go else _move_small
+        deque(map(copy, targets, sources, sizes), maxlen=0)
 
 
 _MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, since Linux 5.14

@@ -10,7 +10,8 @@ not for a long time.
 No package has such a copy, and there is no compiler at installation. So the loop is machine code
 (:mod:`ckpipe.memory.machine_code`): 27 instructions that every x86-64 has (SSE2). Where that cannot
 be, the C library copies. Another copies many pieces in one call: who waits for a thousand small
-tensors waits for their bytes, and not for a thousand turns of the interpreter.
+tensors waits for their bytes, and not for a thousand turns of the interpreter. A piece of fewer
+than 64 bytes is moved as the C library would.
 
 Measured on two cores, 1.5 GB in pieces of 16 MiB: 43 ms where the C library takes 62, and 65 in a
 phase of a shared machine where it takes 95.
@@ -28,8 +29,8 @@ from ckpipe.memory.machine_code import loaded
 Move = Callable[[int, int, int], object]
 """Copies bytes: to an address, from an address, so many."""
 
-Gather = Callable[[int, "array[int]", "array[int]"], None]
-"""Copies pieces to an address, one behind the other, given the address and the size of each."""
+MoveEach = Callable[["array[int]", "array[int]", "array[int]"], None]
+"""Copies pieces: to an address, from an address, so many bytes each."""
 
 LEAST_BYTES = 64
 """A streaming copy must not be asked for fewer bytes."""
@@ -71,16 +72,19 @@ _COPY = (
     "c3",  #                    ret
 )
 
-# On entry rdi is the target, rsi and rdx point to addresses and sizes, rcx is how many they are.
-_GATHER = (
+# On entry rdi, rsi and rdx point to targets, sources and sizes, rcx is how many they are.
+_EACH = (
     "f3 0f 1e fa",  #           endbr64
+    "49 89 fb",  #              mov r11, rdi
     "49 89 f0",  #              mov r8, rsi
     "49 89 d1",  #              mov r9, rdx
     "49 89 ca",  #              mov r10, rcx
     "4d 85 d2",  #       piece: test r10, r10
-    "74 6f",  #                 jz done
+    "74 76",  #                 jz done
+    "49 8b 3b",  #              mov rdi, [r11]
     "49 8b 30",  #              mov rsi, [r8]
     "49 8b 11",  #              mov rdx, [r9]
+    "49 83 c3 08",  #           add r11, 8
     "49 83 c0 08",  #           add r8, 8
     "49 83 c1 08",  #           add r9, 8
     "49 ff ca",  #              dec r10
@@ -89,7 +93,7 @@ _GATHER = (
     *_LINES,
     "89 d1",  #           rest: mov ecx, edx
     "f3 a4",  #                 rep movsb
-    "eb 8c",  #                 jmp piece
+    "eb 85",  #                 jmp piece
     "0f ae f8",  #        done: sfence
     "c3",  #                    ret
 )
@@ -102,16 +106,16 @@ def streaming_copy() -> Move | None:
 
 
 @functools.cache
-def streaming_gather(*, lets_go: bool = True) -> Gather | None:
+def streaming_moves(*, lets_go: bool = True) -> MoveEach | None:
     """Makes a copy of many pieces, of any sizes; None where there can be none.
 
-    Whoever calls it keeps the memory alive.
+    Whoever calls it keeps the memory alive, and gives three arrays of one length.
 
     Args:
         lets_go: Whether it lets the interpreter's lock go, once; few bytes are copied sooner than
             the lock is had again.
     """
-    address = loaded(_GATHER)
+    address = loaded(_EACH)
     if address is None:
         return None
     prototype = ctypes.CFUNCTYPE if lets_go else ctypes.PYFUNCTYPE
@@ -119,12 +123,13 @@ def streaming_gather(*, lets_go: bool = True) -> Gather | None:
         address
     )
 
-    def gather(target: int, sources: array[int], sizes: array[int]) -> None:
-        function(target, sources.buffer_info()[0], sizes.buffer_info()[0], len(sources))
+    def move_each(targets: array[int], sources: array[int], sizes: array[int]) -> None:
+        at, begin, nbytes = (each.buffer_info()[0] for each in (targets, sources, sizes))
+        function(at, begin, nbytes, len(sizes))
 
-    return gather
+    return move_each
 
 
 _COPY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-__all__ = ["LEAST_BYTES", "Gather", "Move", "streaming_copy", "streaming_gather"]
+__all__ = ["LEAST_BYTES", "Move", "MoveEach", "streaming_copy", "streaming_moves"]

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import anyio
 import anyio.from_thread
+import numpy as np
 import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
@@ -26,10 +28,15 @@ from ckpipe.errors import StateChanged
 from ckpipe.locking.lock import Fence
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Sample, Watch
-from ckpipe.saves.copying import BlockPlan, fill_block, tensors_of
+from ckpipe.saves.copying import BlockPlan, fill_blocks, tensors_of
 from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
+
+TOGETHER = 2
+"""How many blocks are filled by one call, and leave together, while a trainer runs beside it: each
+call takes the interpreter from a trainer in Python, and so does the loop for whatever it hears of.
+Four lost no less, and keep the store waiting for longer."""
 
 
 class CopyEnd(Fence, Protocol):
@@ -73,7 +80,7 @@ class Piece:
 class _Launched:
     """Copies from devices that may be on their way, and the memory that they read."""
 
-    piece: Piece
+    pieces: Sequence[Piece]
     ends: Sequence[CopyEnd]
     held: list[torch.UntypedStorage]
 
@@ -136,7 +143,7 @@ class BlockCopiers:
         turn: The hold of the lock under which they read.
         state: What they read.
         devices: What queues copies from devices.
-        out: Called on the running loop with each block that is filled.
+        out: Called on the running loop with blocks that are filled.
         threads: How many threads share the work, at the most.
     """
 
@@ -145,7 +152,7 @@ class BlockCopiers:
         turn: Turn,
         state: Captured,
         devices: DeviceCopies,
-        out: Callable[[FilledBlock], object],
+        out: Callable[[Sequence[FilledBlock]], object],
         *,
         threads: int,
     ) -> None:
@@ -213,71 +220,105 @@ class BlockCopiers:
                 self.let_go([end for each in launched for end in each.ends])
             for each in launched:
                 each.wait()
-                self._done(each.piece)
+                self._done(each.pieces)
         finally:
             # No block may be used again while a device still writes to it.
             for each in launched:
                 each.wait()
 
     def _work_off(self, launched: list[_Launched]) -> None:
-        while True:
-            try:
-                piece = self._ready.popleft()
-            except IndexError:
-                return
+        while pieces := self._next():
             anyio.from_thread.check_cancelled()
             held: list[torch.UntypedStorage] = []
             if self._watch is None:
-                ends = self._fill(piece)
+                ends = self._fill(pieces)
             else:
                 with self._turn.reading():
-                    held = self._held_unchanged(piece, self._watch)
-                    ends = self._fill(piece)
-                    self._held_unchanged(piece, self._watch)
+                    late = _LateTensors(self._state, pieces)
+                    held = late.held()
+                    late.check_unchanged(self._watch)
+                    ends = self._fill(pieces)
+                    late.check_unchanged(self._watch)
             if ends:
-                launched.append(_Launched(piece, ends, held))
+                launched.append(_Launched(pieces, ends, held))
             else:
-                self._done(piece)
+                self._done(pieces)
 
-    def _fill(self, piece: Piece) -> Sequence[CopyEnd]:
+    def _next(self) -> list[Piece]:
+        """What to work on now: some pieces that are deferred, or one; nothing at the end."""
+        count = 1 if self._watch is None or self._on_devices else TOGETHER
+        pieces: list[Piece] = []
+        with contextlib.suppress(IndexError):
+            while len(pieces) < count:
+                pieces.append(self._ready.popleft())
+        return pieces
+
+    def _fill(self, pieces: Sequence[Piece]) -> Sequence[CopyEnd]:
         def fill() -> None:
-            fill_block(piece.work, self._state, piece.filled.block)
+            fill_blocks([(each.work, each.filled.block) for each in pieces], self._state)
 
-        piece.filled.began = piece.filled.began or time.perf_counter()
-        devices = self._devices_of(piece.work)
+        for each in pieces:
+            each.filled.began = each.filled.began or time.perf_counter()
+        devices = self._devices_of(pieces)
         if devices:
             return self._devices.launch(devices, fill)
         fill()
         return ()
 
-    def _held_unchanged(self, piece: Piece, watch: Watch) -> list[torch.UntypedStorage]:
-        """The memory of tensors that are copied late, which nobody frees while it is held.
-
-        Raises:
-            StateChanged: If one does not lie any more where it was captured, as a program has given
-                it other memory, or its sample is another; torch counts neither as a change.
-        """
-        leaves, memory = self._state.tensors, self._state.memory
-        held = []
-        for number in tensors_of(piece.work):
-            held.append(memory[number].untyped_storage())
-            if memory[number].data_ptr() != leaves[number].address:
-                raise _changed_beside(leaves[number])
-        changed = None if piece.sample is None else watch.changed_in(piece.sample)
-        if changed is not None:
-            raise _changed_beside(changed)
-        return held
-
-    def _devices_of(self, work: BlockPlan) -> set[str]:
+    def _devices_of(self, pieces: Sequence[Piece]) -> set[str]:
         if not self._on_devices:
             return set()
-        places = {self._state.tensors[number].device for number in tensors_of(work)}
+        places = {self._state.tensors[number].device for number in _numbers(pieces)}
         return {place for place in places if self._devices.serves(place)}
 
-    def _done(self, piece: Piece) -> None:
-        if piece.last:
-            piece.filled.ended, piece.filled.copier = time.perf_counter(), threading.get_ident()
-            self._loop.call_soon_threadsafe(self._out, piece.filled)
+    def _done(self, pieces: Sequence[Piece]) -> None:
+        now, copier = time.perf_counter(), threading.get_ident()
+        filled = [piece.filled for piece in pieces if piece.last]
+        for each in filled:
+            each.ended, each.copier = now, copier
+        if filled:
+            self._loop.call_soon_threadsafe(self._out, filled)
+
+
+class _LateTensors:
+    """Where the tensors lie that some pieces copy late.
+
+    Args:
+        state: The state that they are of.
+        pieces: The pieces.
+    """
+
+    def __init__(self, state: Captured, pieces: Sequence[Piece]) -> None:
+        self._leaves, self._pieces, self._numbers = state.tensors, pieces, _numbers(pieces)
+        self._tensors = [state.memory[number] for number in self._numbers]
+        self._addresses = state.addresses[np.array(self._numbers, np.int64)].tolist()
+
+    def held(self) -> list[torch.UntypedStorage]:
+        """Their memory, which nobody frees while it is held."""
+        return list(map(torch.Tensor.untyped_storage, self._tensors))
+
+    def check_unchanged(self, watch: Watch) -> None:
+        """Looks whether they are what they were when they were captured.
+
+        Raises:
+            StateChanged: If one does not lie any more where it did, as a program has given it
+                other memory, or its sample is another; torch counts neither as a change.
+        """
+        found = list(map(torch.Tensor.data_ptr, self._tensors))
+        if found != self._addresses:
+            pairs = zip(self._numbers, found, self._addresses, strict=True)
+            raise _changed_beside(self._leaves[next(n for n, now, at in pairs if now != at)])
+        for piece in self._pieces:
+            changed = None if piece.sample is None else watch.changed_in(piece.sample)
+            if changed is not None:
+                raise _changed_beside(changed)
+
+
+def _numbers(pieces: Sequence[Piece]) -> array[int]:
+    numbers = array("q")
+    for piece in pieces:
+        numbers.extend(tensors_of(piece.work))
+    return numbers
 
 
 def _devices(state: Captured) -> set[str]:

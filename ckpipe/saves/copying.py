@@ -1,28 +1,28 @@
 """How the blocks of a data file are filled from tensors: a program made once for each plan.
 
-Making the program is pure. Running it is one call for each block, in one of several worker
+Making the program is pure. Running it is one call for one block or a few, in one of several worker
 threads. Bytes that lie in host memory as the file wants them are moved as they are: torch's own
 parallel copy waits for its slowest thread at every tensor, and loses more than a core's share when
-a checksum or a trainer takes that core for a moment. All that stand one behind the other in a block
-are one call, in which the interpreter is free: beside a trainer in Python each further call would
-take it from that, and a call for each of twenty thousand scalars would cost more than their bytes.
+a checksum or a trainer takes that core for a moment. All of them are one call, in which the
+interpreter is free: beside a trainer in Python each further call would take it from that, and a
+call for each of twenty thousand scalars would cost more than their bytes.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
 from ckpipe.format.cargo import BlockPlace, Span
 from ckpipe.memory.arena import Block
 from ckpipe.memory.raw_memory import copy_each
-from ckpipe.memory.streaming import streaming_gather
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import RankPlan
 from ckpipe.state.captured import Captured
@@ -50,41 +50,29 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Copies pieces of host memory, one behind the other.
+    """Moves pieces of host memory.
 
     Args:
         tensors: For each piece, the number of the tensor whose memory it is.
         skips: Where it begins, in bytes from the tensor's first element on.
         sizes: How many bytes it has.
-        at: Where the first one goes in the block, in bytes.
+        at: Where it goes in the block, in bytes.
     """
 
     tensors: array[int]
     skips: array[int]
     sizes: array[int]
-    at: int
+    at: array[int]
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes they are."""
-        return sum(self.sizes)
-
-    def parts(self, chosen: set[int]) -> Iterator[tuple[bool, Gather]]:
-        """Cuts it where pieces of some tensors are followed by others, or others by those.
+    def of(self, chosen: set[int]) -> Gather:
+        """The pieces of some tensors.
 
         Args:
-            chosen: The numbers of the tensors.
-
-        Yields:
-            Whether the pieces of a part are of those tensors, and the part.
+            chosen: Their numbers.
         """
-        ends = list(accumulate(self.sizes, initial=self.at))
-        for of_those, numbers in groupby(
-            range(len(self.tensors)), lambda n: self.tensors[n] in chosen
-        ):
-            first, *others = numbers
-            cut = slice(first, first + 1 + len(others))
-            yield of_those, Gather(self.tensors[cut], self.skips[cut], self.sizes[cut], ends[first])
+        marks = bytes(number in chosen for number in self.tensors)
+        columns = (self.tensors, self.skips, self.sizes, self.at)
+        return Gather(*(array("q", compress(column, marks)) for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +155,7 @@ class _Cutter:
         self._leaves, self._block_bytes = leaves, block_bytes
         self.steps: list[list[Step]] = [[] for _ in range(blocks)]
         self.spans: list[list[Span]] = [[] for _ in range(blocks)]
-        self._ends = [0] * blocks
+        self._gathers: dict[int, Gather] = {}
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yields block, position in it, and bounds within the piece, for a piece of the file."""
@@ -207,28 +195,30 @@ class _Cutter:
                 self.steps[block].append(CopyWindow(source.tensor, skip + lo, skip + hi, at))
 
     def _piece(self, block: int, tensor: int, skip: int, nbytes: int, at: int) -> None:
-        """Adds a piece of host memory, to the gather before it if it stands right behind that."""
-        steps = self.steps[block]
-        last = steps[-1] if steps else None
-        if not isinstance(last, Gather) or self._ends[block] != at:
-            last = Gather(array("q"), array("q"), array("q"), at)
-            steps.append(last)
-        last.tensors.append(tensor)
-        last.skips.append(skip)
-        last.sizes.append(nbytes)
-        self._ends[block] = at + nbytes
+        """Adds a piece of host memory to the one step that moves all those of a block."""
+        gather = self._gathers.get(block)
+        if gather is None:
+            gather = Gather(array("q"), array("q"), array("q"), array("q"))
+            self._gathers[block] = gather
+            self.steps[block].append(gather)
+        gather.tensors.append(tensor)
+        gather.skips.append(skip)
+        gather.sizes.append(nbytes)
+        gather.at.append(at)
 
 
-def tensors_of(plan: BlockPlan) -> Iterator[int]:
+def tensors_of(plan: BlockPlan) -> array[int]:
     """The numbers of the tensors that fill a block, perhaps several times each."""
+    numbers = array("q")
     for step in plan.steps:
         match step:
             case Gather():
-                yield from step.tensors
+                numbers.extend(step.tensors)
             case Copy() | CopyWindow():
-                yield step.tensor
+                numbers.append(step.tensor)
             case Fill():
                 pass
+    return numbers
 
 
 def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]:
@@ -245,39 +235,62 @@ def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]
             case Fill():
                 late.append(step)
             case Gather():
-                for may_be_later, part in step.parts(later):
-                    (late if may_be_later else soon).append(part)
+                owned = later.intersection(step.tensors)
+                for half, numbers in ((late, owned), (soon, {*step.tensors} - owned)):
+                    if numbers:
+                        half.append(step.of(numbers))
             case Copy() | CopyWindow():
                 (late if step.tensor in later else soon).append(step)
     return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
 
 
-def fill_block(plan: BlockPlan, state: Captured, block: Block) -> None:
-    """Fills a block; copies from a device may still be on their way when it returns."""
-    for step in plan.steps:
-        match step:
-            case Gather():
-                _gather(step, state, block)
-            case Copy():
-                _copy(step, state.memory[step.tensor], block.tensor)
-            case CopyWindow():
-                target = block.tensor[step.at : step.at + step.hi - step.lo]
-                window = _bytes_from(state.memory[step.tensor])[step.lo : step.hi]
-                target.copy_(window, non_blocking=True)
-            case Fill():
-                block.view[step.at : step.at + len(step.data)] = step.data
+def fill_blocks(work: Iterable[tuple[BlockPlan, Block]], state: Captured) -> None:
+    """Fills blocks; copies from a device may still be on their way when it returns.
+
+    What lies in host memory is moved into all of them by one call.
+    """
+    moves = _Moves(state.addresses)
+    for plan, block in work:
+        for step in plan.steps:
+            match step:
+                case Gather():
+                    moves.add(step, block)
+                case Copy():
+                    _copy(step, state.memory[step.tensor], block.tensor)
+                case CopyWindow():
+                    target = block.tensor[step.at : step.at + step.hi - step.lo]
+                    window = _bytes_from(state.memory[step.tensor])[step.lo : step.hi]
+                    target.copy_(window, non_blocking=True)
+                case Fill():
+                    block.view[step.at : step.at + len(step.data)] = step.data
+    moves.run()
 
 
-def _gather(step: Gather, state: Captured, block: Block) -> None:
-    assert step.nbytes <= len(block.view) - step.at
-    target, numbers = block.address + step.at, np.frombuffer(step.tensors, np.int64)
-    starts = state.addresses[numbers] + np.frombuffer(step.skips, np.int64).view(np.uint64)
-    sources = array("q", starts.tobytes())
-    gather = streaming_gather()
-    if gather is not None:
-        gather(target, sources, step.sizes)
-    else:
-        copy_each(list(accumulate(step.sizes, initial=target))[:-1], sources, step.sizes)
+class _Moves:
+    """Pieces of host memory, and where they go, in one or several blocks.
+
+    Args:
+        addresses: Where each tensor of the state begins.
+    """
+
+    def __init__(self, addresses: npt.NDArray[np.uint64]) -> None:
+        self._addresses = addresses
+        self._targets, self._sources, self._sizes = array("q"), array("q"), array("q")
+
+    def add(self, step: Gather, block: Block) -> None:
+        numbers, skips, sizes, at = (
+            np.frombuffer(column, np.int64)
+            for column in (step.tensors, step.skips, step.sizes, step.at)
+        )
+        assert at.min() >= 0
+        assert (at + sizes).max() <= len(block.view)
+        self._targets.frombytes((at + block.address).tobytes())
+        self._sources.frombytes((self._addresses[numbers] + skips.view(np.uint64)).tobytes())
+        self._sizes.extend(step.sizes)
+
+    def run(self) -> None:
+        if self._sizes:
+            copy_each(self._targets, self._sources, self._sizes, lets_go=True)
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:

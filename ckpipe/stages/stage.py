@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Sequence
 
 import anyio
 import anyio.lowlevel
@@ -173,9 +174,10 @@ async def copy(
 
 
 def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
-    def out(filled: FilledBlock) -> None:
-        save.note(filled)
-        outlet.send(filled)
+    def out(filled: Sequence[FilledBlock]) -> None:
+        for each in filled:
+            save.note(each)
+            outlet.send(each)
 
     streams = SideStreams(save.request.fences)
     # Copies beside training take no processor that the trainer did not give to torch; for all
