@@ -18,7 +18,7 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.deleting import retire
+from ckpipe.checkpoints.deleting import Removal, retire
 from ckpipe.checkpoints.leases import Lease
 from ckpipe.format.object_names import DELETED, index_id, index_key
 from ckpipe.stores import registry
@@ -149,10 +149,10 @@ async def test_a_reader_is_waited_for_on_a_full_store_too(store: Stores, crammed
         await reader.renew()
         crammed.full = True
         # Deciding leaves alone what is leased; here the lease came after the decision.
-        assert not await retire(crammed, ids[0])
+        assert await retire(crammed, ids[0]) is Removal.WAITS
         assert index_key(ids[0]) in store.memory._store.objects
         await reader.release()
-        assert await retire(crammed, ids[0])
+        assert await retire(crammed, ids[0]) is Removal.GONE
         assert files_of(store, ids[0]) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -24,11 +24,13 @@ from ckpipe.checkpoints.discovery import discover
 from ckpipe.checkpoints.healing import healed
 from ckpipe.checkpoints.learning import Facts
 from ckpipe.checkpoints.leases import Lease, leased
+from ckpipe.checkpoints.protection import remove
 from ckpipe.checkpoints.pruning import decide_on, pin, prune, unpin
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.keys import encode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import index_key, manifest_key, prefix, tombstone_key
+from ckpipe.format.object_names import index_key, manifest_key, pin_key, prefix, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation, WrappedBackend
@@ -304,6 +306,138 @@ async def test_two_who_prune_at_once_do_not_miss_what_the_other_has_forgotten() 
     for case in itertools.product(stops, stops, range(14)):
         try:
             await prune_twice(*case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
+async def both(
+    work: Mapping[str, tuple[Stepped, Awaitable[object]]], first: str, between: bool, store: Any
+) -> dict[str, BaseException | None]:
+    """Two, each stopped once, and perhaps a third who prunes while both are; how the two ended."""
+    order = [first, *(name for name in work if name != first)]
+    tasks = {name: await run_until_stopped(*work[name]) for name in order}
+    if between:
+        await prune(store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    ended = {}
+    for name in order:
+        work[name][0].go_on.set()
+        await asyncio.wait([tasks[name]])
+        ended[name] = tasks[name].exception()
+    return ended
+
+
+async def with_three() -> tuple[World, CheckpointId]:
+    """Three checkpoints, and the oldest, which is to go."""
+    world = World()
+    for step in range(3):
+        await world.save(step, 1.0, 3)
+    oldest = CheckpointId.parse(min(world.complete))
+    assert oldest is not None
+    return world, oldest
+
+
+async def left_of(store: MemoryBackend, id: CheckpointId) -> set[str]:
+    return {each.key async for each in store.list("") if str(id) in each.key}
+
+
+async def pin_beside(
+    stops: tuple[int, int], landings: tuple[Landing, Landing], first: str, between: bool, by: str
+) -> None:
+    """Somebody pins what another removes: it stays if he was told so, and else it goes."""
+    world, id = await with_three()
+    whole = await left_of(world.store, id)
+    pinner = Stepped(world.store, stops[0], landings[0])
+    remover = Stepped(world.store, stops[1], landings[1])
+    removing = (
+        remove(remover, str(id))
+        if by == "rm"
+        else prune(remover, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    )
+    work = {"pin": (pinner, pin(pinner, id)), "remove": (remover, removing)}
+    ended = await both(work, first, between, world.store)
+    assert isinstance(ended["remove"], None | UsageError | CheckpointNotFound)
+    assert isinstance(ended["pin"], None | CheckpointIncomplete)
+    for _ in range(2):
+        await prune(world.store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    pinned = ended["pin"] is None
+    complete = {each.id: each for each in await discover(world.store) if each.complete}
+    assert complete.keys() == ({str(id)} if pinned else set()) | {world.newest()}
+    expected = {*whole, pin_key(id)} if pinned else {tombstone_key(id)}
+    assert await left_of(world.store, id) == expected
+
+
+async def test_a_pin_that_succeeds_is_seen_by_whoever_removes() -> None:
+    every = itertools.product(
+        itertools.product(range(1, 9), range(1, 22)),
+        itertools.product(Landing, Landing),
+        ("pin", "remove"),
+        (False, True),
+        ("prune", "rm"),
+    )
+    for case in every if EVERY else random.Random(SEED).sample(list(every), 200):
+        try:
+            await pin_beside(*case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
+async def pin_beside_two(stops: tuple[int, int, int]) -> None:
+    """The same where two others remove it; the first goes on when the second is done."""
+    world, id = await with_three()
+    whole = await left_of(world.store, id)
+    backends = [Stepped(world.store, stop, Landing.BEFORE) for stop in stops]
+    *pruners, pinner = backends
+    work = [prune(each, KeepLast(1), {}, Facts(), set(), sweep_after=DAY) for each in pruners]
+    first, second = [await run_until_stopped(*each) for each in zip(pruners, work, strict=True)]
+    pinning = await run_until_stopped(pinner, pin(pinner, id))
+    for backend, task in zip(backends[1::-1], (second, first), strict=True):
+        backend.go_on.set()
+        await task
+    pinner.go_on.set()
+    await asyncio.wait([pinning])
+    await prune(world.store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY)
+    expected = {tombstone_key(id)} if pinning.exception() else {*whole, pin_key(id)}
+    assert await left_of(world.store, id) == expected
+
+
+async def test_a_pin_is_seen_by_two_who_remove_at_once() -> None:
+    every = itertools.product(range(4, 16), range(4, 16), range(1, 8))
+    for case in every if EVERY else random.Random(SEED).sample(list(every), 200):
+        try:
+            await pin_beside_two(case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
+async def force_beside(
+    stops: tuple[int, int], landings: tuple[Landing, Landing], first: str
+) -> None:
+    """Somebody removes a pinned checkpoint by force, and another prunes: it is gone for good."""
+    world, id = await with_three()
+    await pin(world.store, id)
+    remover = Stepped(world.store, stops[0], landings[0])
+    pruner = Stepped(world.store, stops[1], landings[1])
+    pruning = prune(pruner, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    work = {
+        "remove": (remover, remove(remover, str(id), force=True)),
+        "prune": (pruner, pruning),
+    }
+    assert set((await both(work, first, False, world.store)).values()) == {None}
+    assert await left_of(world.store, id) == {tombstone_key(id)}
+
+
+async def test_what_is_removed_by_force_is_not_kept_by_its_pin() -> None:
+    every = itertools.product(
+        itertools.product(range(1, 14), range(1, 22)),
+        itertools.product(Landing, Landing),
+        ("remove", "prune"),
+    )
+    for case in every if EVERY else random.Random(SEED).sample(list(every), 100):
+        try:
+            await force_beside(*case)
         except BaseException as error:
             error.add_note(f"in the case {case}")
             raise

@@ -14,6 +14,11 @@ completed again. Only a reader whose lease had no room either may find its files
 Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
 appear at the last moment, the tombstone stays and the data waits for the lease to end
 (:mod:`ckpipe.checkpoints.leases` says why this has no gap).
+
+**Why no pin is lost.** Who pins holds a lease, creates the pin, and then looks for a tombstone:
+with one, the pin is taken back and was none. Who removes looks for leases once the tombstone is
+there, and then for a pin. A pin without a live lease was there before the tombstone. Everybody who
+would remove that checkpoint sees it, and nobody has begun to; so the tombstone is taken back.
 """
 
 from __future__ import annotations
@@ -21,23 +26,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from enum import Enum, auto
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.checkpoints.digests import owned_digests
 from ckpipe.checkpoints.discovery import Listing, list_root
 from ckpipe.checkpoints.leases import is_leased
-from ckpipe.errors import ObjectExists, StoreFull
+from ckpipe.errors import ObjectExists, ObjectNotFound, StoreFull
 from ckpipe.format.object_names import index_key, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.types import CheckpointId
 
 
+class Removal(Enum):
+    """What has become of a checkpoint that was to be removed."""
+
+    GONE = auto()
+    """Its data is gone."""
+    WAITS = auto()
+    """Nobody finds it any more; its data goes once those are through who hold a lease on it."""
+    PINNED = auto()
+    """Somebody has pinned it, and it is as it was."""
+
+
 async def delete(backend: Backend, id: CheckpointId) -> None:
-    """Deletes a checkpoint; one that is gone or half deleted already is no error.
+    """Deletes a checkpoint, pinned or not; one that is gone or half deleted already is no error.
 
     Raises:
         StoreError: If the store failed; deleting again goes on where it stopped.
     """
     digests = await _digests_of(backend, id)
+    if await _is_pinned(backend, id):
+        await backend.delete([pin_key(id)])  # by which others would call the deletion off
     try:
         await _mark(backend, id)
     except StoreFull:
@@ -46,8 +65,10 @@ async def delete(backend: Backend, id: CheckpointId) -> None:
     await _remove(backend, id, digests)
 
 
-async def retire(backend: Backend, id: CheckpointId, digests: Sequence[str] | None = None) -> bool:
-    """Deletes a checkpoint for everybody who does not hold a lease on it already.
+async def retire(
+    backend: Backend, id: CheckpointId, digests: Sequence[str] | None = None
+) -> Removal:
+    """Deletes a checkpoint that nobody has pinned, for all who do not hold a lease on it already.
 
     Args:
         backend: The store.
@@ -55,8 +76,7 @@ async def retire(backend: Backend, id: CheckpointId, digests: Sequence[str] | No
         digests: Keys of its digest, if the caller knows them; None costs a list.
 
     Returns:
-        Whether its data is gone. If not, somebody is reading it, and
-        :func:`finish_deletions` removes it once that has ended.
+        What has become of it. :func:`finish_deletions` removes what waits.
 
     Raises:
         StoreError: If the store failed; retiring again goes on where it stopped.
@@ -65,10 +85,11 @@ async def retire(backend: Backend, id: CheckpointId, digests: Sequence[str] | No
     try:
         await _mark(backend, id)
     except StoreFull:
-        if not await _remove_unless_leased(backend, id, digests):
-            return False
+        removal = await _remove_unless_held(backend, id, digests)
+        if removal is not Removal.GONE:
+            return removal
         await _mark(backend, id)
-    return await _remove_unless_leased(backend, id, digests)
+    return await _remove_unless_held(backend, id, digests)
 
 
 async def _digests_of(backend: Backend, id: CheckpointId) -> list[str]:
@@ -80,10 +101,26 @@ async def _mark(backend: Backend, id: CheckpointId) -> None:
         await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
 
 
-async def _remove_unless_leased(backend: Backend, id: CheckpointId, digests: Iterable[str]) -> bool:
+async def _remove_unless_held(
+    backend: Backend, id: CheckpointId, digests: Iterable[str]
+) -> Removal:
     if await is_leased(backend, str(id)):
-        return False
+        return Removal.WAITS
+    if await _is_pinned(backend, id):
+        # It may be of somebody who has come since and will take it back.
+        if await is_leased(backend, str(id)) or not await _is_pinned(backend, id):
+            return Removal.WAITS
+        await backend.delete([tombstone_key(id)])
+        return Removal.PINNED
     await _remove(backend, id, digests)
+    return Removal.GONE
+
+
+async def _is_pinned(backend: Backend, id: CheckpointId) -> bool:
+    try:
+        await backend.stat(pin_key(id))
+    except ObjectNotFound:
+        return False
     return True
 
 
@@ -107,6 +144,8 @@ async def finish_deletions(
     listing: Listing | None = None,
 ) -> None:
     """Goes on with deletions that a crash or a reader held up, and forgets old tombstones.
+
+    Those of pinned checkpoints are called off.
 
     Deletions of which nothing is left cost no request of their own, however many there are.
 
@@ -133,7 +172,7 @@ async def finish_deletions(
     for id in pending:
         if id in left or id in digests:
             keys = [each.key for each in digests.get(id, [])]
-            if not await _remove_unless_leased(backend, id, keys):
+            if await _remove_unless_held(backend, id, keys) is not Removal.GONE:
                 continue
         finished.add(id)
         if id in old:
@@ -142,4 +181,4 @@ async def finish_deletions(
         await backend.delete(forgotten)
 
 
-__all__ = ["delete", "finish_deletions", "retire"]
+__all__ = ["Removal", "delete", "finish_deletions", "retire"]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import MappingProxyType
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.deleting import delete, retire
+from ckpipe.checkpoints.deleting import Removal, delete, retire
 from ckpipe.checkpoints.discovery import NO_INDEX, discover, naming_one, pick, read_index
 from ckpipe.checkpoints.leases import live_subjects, protected_subjects, read_leases, store_time
-from ckpipe.checkpoints.pruning import RESUMED, RUNNING_NEWEST, newest_of_launches
+from ckpipe.checkpoints.pruning import PINNED, RESUMED, RUNNING_NEWEST, newest_of_launches
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion, UsageError
 from ckpipe.format.object_names import launch_id
 from ckpipe.types import CheckpointInfo
 
 IN_USE = "somebody holds a lease on it: it is being loaded or written"
 RUNNING = "its launch is running and may still write it"
-PINNED = "it is pinned"
 NEWEST = "it is the newest complete checkpoint"
 
 
@@ -106,9 +106,10 @@ async def remove(
         await delete(backend, info.key)
         return info
     reason = protected.get(info.id) or await _protection(backend, infos, info)
+    if not reason and await retire(backend, info.key) is Removal.PINNED:
+        reason, info = PINNED, replace(info, pinned=True)
     if reason:
         raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=_hint(info))
-    await retire(backend, info.key)
     return info
 
 

@@ -6,7 +6,8 @@ tombstone and delete what others may have deleted already.
 
 Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
 appear at the last moment, the tombstone stays and the data waits for the lease to end
-(:mod:`ckpipe.checkpoints.leases` says why this has no gap).
+(:mod:`ckpipe.checkpoints.leases` says why this has no gap). One that is pinned at the last moment
+stays (:mod:`ckpipe.checkpoints.deleting` says why).
 
 **Why no wrong digest deletes anything.** Before anything is deleted, the indexes are read of what
 goes, of what is kept in its place (:meth:`ckpipe.retention.Rule.rivals`), and of what always
@@ -19,22 +20,23 @@ something stays which might go.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints.deleting import finish_deletions, retire
+from ckpipe.checkpoints.deleting import Removal, finish_deletions, retire
 from ckpipe.checkpoints.discovery import Listing, check_not_deleted, list_root
 from ckpipe.checkpoints.learning import Facts, Inquiry
-from ckpipe.checkpoints.leases import store_time
+from ckpipe.checkpoints.leases import store_time, under_lease
 from ckpipe.errors import CheckpointIncomplete, ObjectExists
 from ckpipe.format.digests import digest_keys
 from ckpipe.format.object_names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
 
+PINNED = "it is pinned"
 RESUMED = "the newest checkpoint's run resumed from it"
 RUNNING_NEWEST = "it is the newest of a launch that is running"
 UNREAD = "its index cannot be read, so nothing is known of it"
@@ -77,7 +79,7 @@ async def decide_on(
     listing = await _listed(backend, facts) if listing is None else listing
     infos = listing.infos()
     complete = [each for each in infos if each.complete]
-    keep = dict(protected) | {each.id: "it is pinned" for each in complete if each.pinned}
+    keep = dict(protected) | {each.id: PINNED for each in complete if each.pinned}
     inquiry = Inquiry(backend, complete, facts, few=_FEW)
     while True:
         candidates = await inquiry.candidates()
@@ -216,13 +218,28 @@ async def prune(
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
     # All at once: who prunes at the same time forgets what it has removed.
     digests = {name: facts.digest(name) for name in decision.remove}
+    pinned = list[str]()
     for name, digest in digests.items():
         id = CheckpointId.parse(name)
         assert id is not None
-        if await retire(backend, id, digest_keys(id, digest)):
+        removal = await retire(backend, id, digest_keys(id, digest))
+        if removal is Removal.GONE:
             finished.add(id)
             facts.forget(name)
-    return decision
+        elif removal is Removal.PINNED:
+            pinned.append(name)
+    return _but_for(pinned, decision, listing) if pinned else decision
+
+
+def _but_for(pinned: Sequence[str], decision: Decision, listing: Listing) -> Decision:
+    """What was done, where some have been pinned since it was decided."""
+    kept = {*decision.keep, *pinned}
+    return replace(
+        decision,
+        keep=tuple(each.id for each in listing.infos() if each.id in kept),
+        remove=tuple(each for each in decision.remove if each not in pinned),
+        reasons={**decision.reasons, **dict.fromkeys(pinned, PINNED)},
+    )
 
 
 async def _listed(backend: Backend, facts: Facts) -> Listing:
@@ -238,17 +255,26 @@ async def _listed(backend: Backend, facts: Facts) -> Listing:
 async def pin(backend: Backend, id: CheckpointId) -> None:
     """Protects a checkpoint from retention until it is unpinned.
 
+    :mod:`ckpipe.checkpoints.deleting` says why a pruning under way cannot miss it.
+
     Raises:
         CheckpointIncomplete: If somebody has begun to delete it.
         StoreError: If the store failed.
     """
-    with contextlib.suppress(ObjectExists):
-        await backend.put(pin_key(id), b"{}", PutMode.CREATE)
-    try:
-        await check_not_deleted(backend, id)
-    except CheckpointIncomplete:
-        await backend.delete([pin_key(id)])
-        raise
+
+    async def once_leased() -> None:
+        try:
+            await backend.put(pin_key(id), b"{}", PutMode.CREATE)
+        except ObjectExists:
+            await check_not_deleted(backend, id)
+            return
+        try:
+            await check_not_deleted(backend, id)
+        except CheckpointIncomplete:
+            await backend.delete([pin_key(id)])
+            raise
+
+    await under_lease(backend, str(id), once_leased)
 
 
 async def unpin(backend: Backend, id: CheckpointId) -> None:
