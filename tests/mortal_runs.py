@@ -15,10 +15,10 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,10 +26,14 @@ import torch
 import ckpipe
 import ckpipe.pipeline
 import ckpipe.sync
+from ckpipe.backend import Backend
+from ckpipe.errors import ObjectNotFound
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
+from ckpipe.testing.wrapping import Operation
 from ckpipe_local import LocalBackend
 
+T = TypeVar("T")
 URL = "mortal://store"
 SAVES = 3
 STAGING: dict[str, Any] = {"block_bytes": 65536}
@@ -58,9 +62,25 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def mortal_backend(case: dict[str, Any]) -> FaultyBackend:
+class Mortal(FaultyBackend):
+    """Also knows the numbers of operations that found nothing, after which no fault strikes."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.in_vain: list[int] = []
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await super().around(operation, call)
+        except ObjectNotFound:
+            log = enumerate(self.operations, 1)
+            self.in_vain.append(next(number for number, each in log if each is operation))
+            raise
+
+
+def mortal_backend(case: dict[str, Any]) -> Mortal:
     """Makes the store of a case, behind ``URL``; it kills the process at an operation."""
-    faulty = FaultyBackend(LocalBackend(case["root"]))
+    faulty = Mortal(LocalBackend(case["root"]))
     if "at" in case:
         faulty.call(die, case["at"], Landing(case["landing"]))
     if "verb" in case:
@@ -81,7 +101,7 @@ def save_some(case: dict[str, Any]) -> None:
         for step in range(first, first + case.get("saves", SAVES)):
             pipeline.save(state_of(step), step=step).wait()
             note(case["root"], f"committed {step}")
-    note(case["root"], f"operations {len(backend.operations)}")
+    note(case["root"], json.dumps([len(backend.operations), backend.in_vain]))
 
 
 def train(case: dict[str, Any]) -> None:
