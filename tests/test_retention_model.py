@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -222,6 +222,21 @@ async def run_until_stopped(backend: Stepped, work: Awaitable[object]) -> asynci
     return task
 
 
+async def raced(
+    race: Callable[..., Awaitable[None]], cases: Iterable[Any], *, sample: int | None = None
+) -> None:
+    """Runs a race in all its cases, or in a sample of them where time is short."""
+    every = list(cases)
+    if sample is not None and not EVERY:
+        every = random.Random(SEED).sample(every, sample)
+    for case in every:
+        try:
+            await race(*case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
 FULL = CheckpointId("20250101T000000000Z-x0", 1, 0)
 """What lacks nothing but its index."""
 
@@ -271,12 +286,7 @@ async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
         for b in Landing
         for first in ("healer", "pruner")
     ]
-    for case in every if EVERY else random.Random(SEED).sample(every, 60):
-        try:
-            await race(*case)
-        except BaseException as error:
-            error.add_note(f"in the case {case}")
-            raise
+    await raced(race, every, sample=60)
 
 
 async def prune_twice(first: int, second: int, turns: int) -> None:
@@ -303,12 +313,7 @@ async def prune_twice(first: int, second: int, turns: int) -> None:
 
 async def test_two_who_prune_at_once_do_not_miss_what_the_other_has_forgotten() -> None:
     stops = range(1, 12) if EVERY else (1, 7)
-    for case in itertools.product(stops, stops, range(14)):
-        try:
-            await prune_twice(*case)
-        except BaseException as error:
-            error.add_note(f"in the case {case}")
-            raise
+    await raced(prune_twice, itertools.product(stops, stops, range(14)))
 
 
 async def both(
@@ -375,18 +380,14 @@ async def test_a_pin_that_succeeds_is_seen_by_whoever_removes() -> None:
         (False, True),
         ("prune", "rm"),
     )
-    for case in every if EVERY else random.Random(SEED).sample(list(every), 200):
-        try:
-            await pin_beside(*case)
-        except BaseException as error:
-            error.add_note(f"in the case {case}")
-            raise
+    await raced(pin_beside, every, sample=200)
 
 
-async def pin_beside_two(stops: tuple[int, int, int]) -> None:
+async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> None:
     """The same where two others remove it; the first goes on when the second is done."""
     world, id = await with_three()
     whole = await left_of(world.store, id)
+    stops = (first_stop, second_stop, pin_stop)
     backends = [Stepped(world.store, stop, Landing.BEFORE) for stop in stops]
     *pruners, pinner = backends
     work = [prune(each, KeepLast(1), {}, Facts(), set(), sweep_after=DAY) for each in pruners]
@@ -404,12 +405,7 @@ async def pin_beside_two(stops: tuple[int, int, int]) -> None:
 
 async def test_a_pin_is_seen_by_two_who_remove_at_once() -> None:
     every = itertools.product(range(4, 16), range(4, 16), range(1, 8))
-    for case in every if EVERY else random.Random(SEED).sample(list(every), 200):
-        try:
-            await pin_beside_two(case)
-        except BaseException as error:
-            error.add_note(f"in the case {case}")
-            raise
+    await raced(pin_beside_two, every, sample=200)
 
 
 async def force_beside(
@@ -435,9 +431,4 @@ async def test_what_is_removed_by_force_is_not_kept_by_its_pin() -> None:
         itertools.product(Landing, Landing),
         ("remove", "prune"),
     )
-    for case in every if EVERY else random.Random(SEED).sample(list(every), 100):
-        try:
-            await force_beside(*case)
-        except BaseException as error:
-            error.add_note(f"in the case {case}")
-            raise
+    await raced(force_beside, every, sample=100)

@@ -18,7 +18,10 @@ appear at the last moment, the tombstone stays and the data waits for the lease 
 **Why no pin is lost.** Who pins holds a lease, creates the pin, and then looks for a tombstone:
 with one, the pin is taken back and was none. Who removes looks for leases once the tombstone is
 there, and then for a pin. A pin without a live lease was there before the tombstone. Everybody who
-would remove that checkpoint sees it, and nobody has begun to; so the tombstone is taken back.
+would remove that checkpoint sees it, and nobody has begun to; so the tombstone is taken back. Where
+who pinned died before the look, the lease has kept others off for its life, and a removal that had
+begun before is through or has crashed; as the index goes first, what a crash leaves counts for
+nothing without the tombstone either, unless all of its manifests and so all of its data are there.
 """
 
 from __future__ import annotations

@@ -228,10 +228,10 @@ async def prune(
             facts.forget(name)
         elif removal is Removal.PINNED:
             pinned.append(name)
-    return _but_for(pinned, decision, listing) if pinned else decision
+    return _with_pinned(pinned, decision, listing) if pinned else decision
 
 
-def _but_for(pinned: Sequence[str], decision: Decision, listing: Listing) -> Decision:
+def _with_pinned(pinned: Sequence[str], decision: Decision, listing: Listing) -> Decision:
     """What was done, where some have been pinned since it was decided."""
     kept = {*decision.keep, *pinned}
     return replace(
