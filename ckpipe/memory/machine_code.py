@@ -26,11 +26,11 @@ def loaded(instructions: Iterable[str], *, needs: str = "") -> int | None:
     Args:
         instructions: Each instruction in hexadecimal.
         needs: What the processor must have that not every x86-64 has, as Linux names it in the
-            flags of ``/proc/cpuinfo``; read only if given.
+            flags of ``/proc/cpuinfo``, several with spaces between; read only if given.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
         return None
-    if needs and needs not in _processor_flags():
+    if needs and not _processor_flags().issuperset(needs.split()):
         return None
     try:
         return _executable(bytes.fromhex("".join(instructions)))
