@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import anyio
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,32 @@ async def test_the_checksum_of_a_block_follows_from_those_of_its_pieces(
     cargo = cargo_of(filled)
     await compute(cargo, [filled])
     assert joined(cargo, filled) == crc32c(filled.data)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), near_a_chunk, st.integers(1, 90)), max_size=9),
+    st.data(),
+)
+async def test_only_what_is_not_known_is_computed(
+    parts: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    filled = block(parts)
+    cargo = cargo_of(filled)
+    cuts = cargo.cuts(filled.plan)
+    right = [
+        crc32c(filled.data[begin:end]) for begin, end in zip(cuts.begins, cuts.ends, strict=True)
+    ]
+    known = [number for number in range(len(right)) if data.draw(st.booleans())]
+    wrong = [each ^ 0xFFFFFFFF for each in right]
+    for number in known:  # what is known is taken as it is
+        values = np.array([wrong[number]], np.uint32)
+        filled.sums.learn(len(right), np.array([number]), values)
+    told, elsewhere = filled.sums.learnt, BlockSums()
+    elsewhere.learn_all(told)
+    assert bool(told) == bool(right and len(known) == len(right))
+    assert elsewhere.learnt == told
+    await compute(cargo, [filled])
+    assert filled.sums.values == [wrong[n] if n in known else right[n] for n in range(len(right))]
 
 
 async def test_pieces_in_another_order_do_as_well() -> None:

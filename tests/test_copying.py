@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from tensor_states import SPECS, Spec, build
 
+from ckpipe.format.checksum import SumTable, crc32c
 from ckpipe.format.dtypes import stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.memory import raw_memory
 from ckpipe.memory.arena import Arena
+from ckpipe.memory.summed_copies import summed_copies
 from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.saves import copying
 from ckpipe.saves.copying import (
     Copy,
     Fill,
@@ -169,12 +172,56 @@ def test_halves_of_a_block_fill_what_all_of_it_does(
     ARENA.give(halved)
 
 
+def unsummed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away the copy that also sums."""
+    monkeypatch.setattr(copying, "summed_copies", lambda: None)
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away all machine code that copies several pieces."""
+    unsummed(monkeypatch)
+    monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
+
+
+@given(SPECS, st.sampled_from(BLOCK_BYTES), st.data())
+def test_what_is_summed_while_it_is_copied_is_right(
+    spec: Spec, block_bytes: int, data: st.DataObject
+) -> None:
+    captured, plan = planned(build(spec))
+    table = SumTable([entry.nbytes for entry in plan.layout.entries])
+    later = {number for number in range(len(captured.tensors)) if data.draw(st.booleans())}
+    memory = ARENA.take()
+    for block in plan_blocks(plan, captured.tensors, block_bytes):
+        cuts = table.cuts((span.entry, span.lo, span.hi, span.at) for span in block.spans)
+        assert block.sums == len(cuts.begins)
+        halves = [fill_blocks([(half, memory)], captured) for half in split_block(block, later)]
+        found: dict[int, int] = {}
+        for sums in (each for (of_block,) in halves for each in of_block):
+            values = dict(zip(sums.numbers.tolist(), sums.values.tolist(), strict=True))
+            assert found.keys().isdisjoint(values)
+            found |= values
+        for number, value in found.items():
+            assert crc32c(memory.view[cuts.begins[number] : cuts.ends[number]]) == value
+    ARENA.give(memory)
+
+
+@pytest.mark.skipif(summed_copies() is None, reason="this processor cannot")
+@pytest.mark.parametrize("block_bytes", [1 << 20, 3 << 19, 1 << 22])
+def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: int) -> None:
+    arena = Arena(block_bytes)
+    state = {f"{number}": torch.randn(number * 40_001) for number in range(1, 19)}
+    captured, plan = planned(state)
+    for block in plan_blocks(plan, captured.tensors, block_bytes):
+        ((sums,),) = fill_blocks([(block, arena.take())], captured)
+        assert sums.numbers.tolist() == list(range(block.sums))
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gather_finds_tensors_that_have_moved(
     native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
+        one_by_one(monkeypatch)
     state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
     walked = walk(state, ALL, pickling=False)
     captured, trail = walked.captured, trail_of(walked, ALL)
@@ -205,7 +252,9 @@ def test_pieces_are_moved_one_by_one_where_the_system_allows_no_new_code(
     state = {f"{number}": torch.randn(number % 7) for number in range(50)}
     captured, plan = planned(state)
     gathered = images(captured, plan, 4096)
-    monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
+    unsummed(monkeypatch)
+    assert images(captured, plan, 4096) == gathered
+    one_by_one(monkeypatch)
     assert images(captured, plan, 4096) == gathered
 
 

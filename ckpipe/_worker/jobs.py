@@ -104,6 +104,7 @@ class Job(Delivery[SharedBlock]):
             plan = self.cargo.blocks[block.number]
             view = memory.view(block.segment, block.at, plan.nbytes)
             known = self._blocks[block.number] = SharedBlock(block.number, plan, view)
+            known.sums.learn_all(block.sums)
         (self._filled if block.use == "upload" else self._unsummed).send_nowait(known)
 
     def seal(self, handed: Handed, structure: Structure) -> None:

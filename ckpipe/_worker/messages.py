@@ -129,6 +129,7 @@ class Block:
         segment: Where in the shared memory it lies.
         at: The same, in bytes from the segment's beginning.
         use: Which stage may have it.
+        sums: Its checksums, if all of them are known and it is announced for the first time.
     """
 
     save: int
@@ -136,6 +137,7 @@ class Block:
     segment: int
     at: int
     use: Use
+    sums: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 The manifest has a checksum for each mebibyte of each entry, and a store that verifies what it is
 sent wants one of the whole block. That one follows from the others and from the few bytes that lie
-between entries. Whoever of the two stages comes first computes; the other waits.
+between entries. Most are known since the block was copied. Whoever of the two stages comes first
+computes the others, which are those of bytes that came from a device or were put together by torch,
+or all of them where the processor cannot sum while it copies; the other stage waits.
 """
 
 from __future__ import annotations
@@ -18,22 +20,63 @@ from ckpipe.format.cargo import Cargo
 from ckpipe.format.checksum import Parts, combine, crc32c, crc32c_of_each
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ckpipe.saves.delivery import Filled
 
 _ON_LOOP_BYTES, _ON_LOOP_PIECES = 1 << 18, 256
 
 
 class BlockSums:
-    """The checksums of one block; used on one event loop."""
+    """The checksums of one block; used on one event loop, but for what is learnt before."""
 
-    __slots__ = ("_ready", "began", "ended", "values")
+    __slots__ = ("_known", "_ready", "began", "ended", "values")
 
     def __init__(self) -> None:
+        self._known: NDArray[np.int64] | None = None
         self._ready: anyio.Event | None = None
         self.values: list[int] = []
         """Those of the pieces that its cuts name, in their order."""
         self.began = self.ended = 0.0
-        """When they were computed, by ``time.perf_counter``."""
+        """When they were computed, by ``time.perf_counter``; 0 if all were known before."""
+
+    def learn(self, count: int, numbers: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
+        """Takes some that are known since the block was copied.
+
+        Args:
+            count: How many checksums the block has.
+            numbers: Which of them are known.
+            values: What they are.
+        """
+        import numpy as np
+
+        if self._known is None:
+            self._known = np.full(count, _UNKNOWN, np.int64)
+        self._known[numbers] = values
+
+    @property
+    def learnt(self) -> bytes:
+        """All of them, for another process of this machine; empty if one is not known."""
+        if self._known is None or (self._known == _UNKNOWN).any():
+            return b""
+        return self._known.astype(_SENT).tobytes()
+
+    def learn_all(self, learnt: bytes) -> None:
+        """Takes what another process has learnt."""
+        import numpy as np
+
+        if learnt:
+            self._known = np.frombuffer(learnt, _SENT).astype(np.int64)
+
+    def unknown(self, count: int) -> NDArray[np.int64]:
+        """The numbers of those that are not known, of so many."""
+        import numpy as np
+
+        if self._known is None:
+            return np.arange(count)
+        assert len(self._known) == count
+        return np.flatnonzero(self._known == _UNKNOWN)
 
     def claim(self) -> bool:
         """Whether nobody has begun to compute them; who is told so computes them."""
@@ -41,6 +84,16 @@ class BlockSums:
             return False
         self._ready = anyio.Event()
         return True
+
+    def complete(self, values: Sequence[int]) -> None:
+        """Takes those that were not known; for any thread."""
+        import numpy as np
+
+        if self._known is None:
+            self.values = [*values]
+            return
+        self._known[self._known == _UNKNOWN] = np.asarray(values, np.int64)
+        self.values = self._known.tolist()
 
     def finish(self) -> None:
         """Tells who waits that they are computed."""
@@ -54,15 +107,23 @@ class BlockSums:
             await self._ready.wait()
 
 
+_UNKNOWN = -1
+_SENT = "u4"
+
+
 async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
-    """Computes the checksums of some blocks, in one turn of a worker thread.
+    """Computes the checksums of some blocks that are not known, in one turn of a worker thread.
 
     Blocks that somebody computes already are waited for instead. If computing fails, so does the
     save, and with it whoever waits.
     """
     mine = [filled for filled in batch if filled.sums.claim()]
     if mine:
-        await anyio.to_thread.run_sync(_fill, cargo, mine)
+        spans = sum(len(filled.plan.spans) for filled in mine)
+        if spans <= _ON_LOOP_PIECES and all(filled.sums.learnt for filled in mine):
+            _fill(cargo, mine)
+        else:
+            await anyio.to_thread.run_sync(_fill, cargo, mine)
         for filled in mine:
             filled.sums.finish()
     for filled in batch:
@@ -70,16 +131,24 @@ async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
 
 
 def _fill(cargo: Cargo, batch: list[Filled]) -> None:
-    cuts = [cargo.cuts(filled.plan) for filled in batch]
     began = time.perf_counter()
-    values = crc32c_of_each(
-        [Parts(f.data, c.begins, c.ends) for f, c in zip(batch, cuts, strict=True)]
-    )
-    pace = (time.perf_counter() - began) / sum(filled.plan.nbytes for filled in batch)
-    for filled, found in zip(batch, values, strict=True):
-        filled.sums.began, filled.sums.values = began, found
-        # Each is taken to have its part of the time.
-        filled.sums.ended = began = began + filled.plan.nbytes * pace
+    parts = [_unknown_parts(cargo, filled) for filled in batch]
+    values = crc32c_of_each(parts)
+    sizes = [sum(each.ends) - sum(each.begins) for each in parts]
+    pace = (time.perf_counter() - began) / max(1, sum(sizes))
+    for filled, found, nbytes in zip(batch, values, sizes, strict=True):
+        filled.sums.complete(found)
+        if nbytes:  # each is taken to have its part of the time
+            filled.sums.began = began
+            filled.sums.ended = began = began + nbytes * pace
+
+
+def _unknown_parts(cargo: Cargo, filled: Filled) -> Parts:
+    """The pieces of a block whose checksums are not known."""
+    cuts = cargo.cuts(filled.plan)
+    numbers = filled.sums.unknown(len(cuts.begins)).tolist()
+    begins, ends = ([bounds[n] for n in numbers] for bounds in (cuts.begins, cuts.ends))
+    return Parts(filled.data, begins, ends)
 
 
 async def block_checksum(cargo: Cargo, filled: Filled) -> int:

@@ -5,7 +5,8 @@ threads. Bytes that lie in host memory as the file wants them are moved as they 
 parallel copy waits for its slowest thread at every tensor, and loses more than a core's share when
 a checksum or a trainer takes that core for a moment. All of them are one call, in which the
 interpreter is free: beside a trainer in Python each further call would take it from that, and a
-call for each of twenty thousand scalars would cost more than their bytes.
+call for each of twenty thousand scalars would cost more than their bytes. Where the processor can,
+that call also computes the checksums of what it moves, so that no byte is fetched for them again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
 from ckpipe.format.cargo import BlockPlace, Span
+from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
 from ckpipe.memory.arena import Block
 from ckpipe.memory.raw_memory import copy_each
+from ckpipe.memory.summed_copies import summed_copies
 from ckpipe.plans.drafting import Source
 from ckpipe.plans.planning import RankPlan
 from ckpipe.state.captured import Captured
@@ -57,12 +60,14 @@ class Gather:
         skips: Where it begins, in bytes from the tensor's first element on.
         sizes: How many bytes it has.
         at: Where it goes in the block, in bytes.
+        sums: The number of the checksum among the block's that is its own; -1 if it has none.
     """
 
     tensors: array[int]
     skips: array[int]
     sizes: array[int]
     at: array[int]
+    sums: array[int]
 
     def of(self, chosen: set[int]) -> Gather:
         """The pieces of some tensors.
@@ -71,7 +76,7 @@ class Gather:
             chosen: Their numbers.
         """
         marks = bytes(number in chosen for number in self.tensors)
-        columns = (self.tensors, self.skips, self.sizes, self.at)
+        columns = (self.tensors, self.skips, self.sizes, self.at, self.sums)
         return Gather(*(array("q", compress(column, marks)) for column in columns))
 
 
@@ -114,9 +119,11 @@ class BlockPlan(BlockPlace):
 
     Args:
         steps: What fills it.
+        sums: How many checksums it has.
     """
 
     steps: tuple[Step, ...]
+    sums: int
 
 
 def plan_blocks(
@@ -141,12 +148,13 @@ def plan_blocks(
             for source in plan.sources[entry_number]:
                 if source.offset > end:
                     cutter.fill(start + end, bytes(source.offset - end))
-                cutter.source(source, start + source.offset)
+                cutter.source(source, start)
                 end = source.offset + source.nbytes
-        for index, (steps, spans) in enumerate(zip(cutter.steps, cutter.spans, strict=True)):
+        columns = zip(cutter.steps, cutter.spans, cutter.sums, strict=True)
+        for index, (steps, spans, sums) in enumerate(columns):
             offset = index * block_bytes
             nbytes = min(block_bytes, file.size - offset)
-            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), tuple(steps)))
+            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), tuple(steps), sums))
     return tuple(blocks)
 
 
@@ -155,7 +163,9 @@ class _Cutter:
         self._leaves, self._block_bytes = leaves, block_bytes
         self.steps: list[list[Step]] = [[] for _ in range(blocks)]
         self.spans: list[list[Span]] = [[] for _ in range(blocks)]
+        self.sums = [0] * blocks
         self._gathers: dict[int, Gather] = {}
+        self._spans: dict[int, tuple[Span, int]] = {}
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yields block, position in it, and bounds within the piece, for a piece of the file."""
@@ -171,10 +181,16 @@ class _Cutter:
             self.steps[block].append(Fill(data[lo:hi], at))
 
     def span(self, entry: int, start: int, nbytes: int) -> None:
+        """Takes an entry, whose sources follow."""
+        self._spans.clear()
         for block, at, lo, hi in self._cut(start, nbytes):
-            self.spans[block].append(Span(entry, lo, hi, at))
+            span = Span(entry, lo, hi, at)
+            self.spans[block].append(span)
+            self._spans[block] = span, self.sums[block]
+            self.sums[block] += 1 + (hi - 1) // CHUNK_BYTES - lo // CHUNK_BYTES
 
     def source(self, source: Source, start: int) -> None:
+        """Takes a source of an entry that begins somewhere in the file."""
         leaf = self._leaves[source.tensor]
         item = leaf.itemsize
         part, first = source.part, 0
@@ -185,26 +201,36 @@ class _Cutter:
         host, skip = leaf.device == "cpu", source.skip
         if host and skip is None and part is None and leaf.contiguous and not leaf.lazy:
             skip = first * item
-        for block, at, lo, hi in self._cut(start, source.nbytes):
+        for block, at, lo, hi in self._cut(start + source.offset, source.nbytes):
             if skip is None:
                 step = Copy(source.tensor, first + lo // item, first + hi // item, at, part)
                 self.steps[block].append(step)
             elif host:
-                self._piece(block, source.tensor, skip + lo, hi - lo, at)
+                self._pieces(block, source, skip, lo, hi)
             else:
                 self.steps[block].append(CopyWindow(source.tensor, skip + lo, skip + hi, at))
 
-    def _piece(self, block: int, tensor: int, skip: int, nbytes: int, at: int) -> None:
-        """Adds a piece of host memory to the one step that moves all those of a block."""
+    def _pieces(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
+        """Adds bytes of host memory to the one step that moves all those of a block.
+
+        They are cut where checksums end.
+        """
         gather = self._gathers.get(block)
         if gather is None:
-            gather = Gather(array("q"), array("q"), array("q"), array("q"))
+            gather = Gather(*(array("q") for _ in range(5)))
             self._gathers[block] = gather
             self.steps[block].append(gather)
-        gather.tensors.append(tensor)
-        gather.skips.append(skip)
-        gather.sizes.append(nbytes)
-        gather.at.append(at)
+        span, before = self._spans[block]
+        for chunk, begin, end in chunk_spans(source.offset + lo, source.offset + hi):
+            whole = (
+                begin == max(span.lo, chunk * CHUNK_BYTES),
+                end == min(span.hi, (chunk + 1) * CHUNK_BYTES),
+            )
+            gather.tensors.append(source.tensor)
+            gather.skips.append(skip + begin - source.offset)
+            gather.sizes.append(end - begin)
+            gather.at.append(span.at + begin - span.lo)
+            gather.sums.append(before + chunk - span.lo // CHUNK_BYTES if all(whole) else -1)
 
 
 def tensors_of(plan: BlockPlan) -> array[int]:
@@ -244,17 +270,34 @@ def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]
     return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
 
 
-def fill_blocks(work: Iterable[tuple[BlockPlan, Block]], state: Captured) -> None:
+@dataclass(frozen=True, slots=True)
+class FoundSums:
+    """Checksums of a block that are known once it is copied.
+
+    Args:
+        numbers: Which of the block's.
+        values: What they are.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    values: npt.NDArray[np.uint32]
+
+
+def fill_blocks(work: Iterable[tuple[BlockPlan, Block]], state: Captured) -> list[list[FoundSums]]:
     """Fills blocks; copies from a device may still be on their way when it returns.
 
     What lies in host memory is moved into all of them by one call.
+
+    Returns:
+        For each block, the checksums that were computed on the way.
     """
-    moves = _Moves(state.addresses)
+    moves, found = _Moves(state.addresses), list[list[FoundSums]]()
     for plan, block in work:
+        found.append([])
         for step in plan.steps:
             match step:
                 case Gather():
-                    moves.add(step, block)
+                    moves.add(step, block, found[-1])
                 case Copy():
                     _copy(step, state.memory[step.tensor], block.tensor)
                 case CopyWindow():
@@ -264,6 +307,7 @@ def fill_blocks(work: Iterable[tuple[BlockPlan, Block]], state: Captured) -> Non
                 case Fill():
                     block.view[step.at : step.at + len(step.data)] = step.data
     moves.run()
+    return found
 
 
 class _Moves:
@@ -276,8 +320,10 @@ class _Moves:
     def __init__(self, addresses: npt.NDArray[np.uint64]) -> None:
         self._addresses = addresses
         self._targets, self._sources, self._sizes = array("q"), array("q"), array("q")
+        self._wanted: list[tuple[Gather, list[FoundSums]]] = []
 
-    def add(self, step: Gather, block: Block) -> None:
+    def add(self, step: Gather, block: Block, found: list[FoundSums]) -> None:
+        """Takes the pieces of a step; their checksums will go to a list, if there are any."""
         numbers, skips, sizes, at = (
             np.frombuffer(column, np.int64)
             for column in (step.tensors, step.skips, step.sizes, step.at)
@@ -287,10 +333,22 @@ class _Moves:
         self._targets.frombytes((at + block.address).tobytes())
         self._sources.frombytes((self._addresses[numbers] + skips.view(np.uint64)).tobytes())
         self._sizes.extend(step.sizes)
+        self._wanted.append((step, found))
 
     def run(self) -> None:
-        if self._sizes:
+        """Moves them all."""
+        if not self._sizes:
+            return
+        copy_and_sum = summed_copies()
+        if copy_and_sum is None:
             copy_each(self._targets, self._sources, self._sizes, lets_go=True)
+            return
+        sums, done = copy_and_sum(self._targets, self._sources, self._sizes), 0
+        for step, found in self._wanted:
+            numbers, values = np.frombuffer(step.sums, np.int64), sums[done:]
+            done += len(numbers)
+            whole = numbers >= 0
+            found.append(FoundSums(numbers[whole], values[: len(numbers)][whole]))
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:

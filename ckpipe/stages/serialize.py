@@ -1,4 +1,7 @@
-"""Stage 4: computes the checksums of each block, beside its upload."""
+"""Stage 4: puts the checksums of each block with the others, beside its upload.
+
+Those that are not known since it was copied are computed first.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ async def run(
             with save.clock.timing("serialize", sum(each.plan.nbytes for each in batch)):
                 await compute(_cargo(save), batch)
             for each in batch:
-                save.clock.summed(each.plan, each.sums.began, each.sums.ended)
+                if each.sums.ended:
+                    save.clock.summed(each.plan, each.sums.began, each.sums.ended)
                 save.release(each)
                 sums.add_block(_cargo(save).cuts(each.plan), each.sums.values)
         await checkpoint_if_cancelled()  # the stream ends early if the copy failed

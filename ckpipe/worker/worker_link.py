@@ -144,9 +144,10 @@ class Link:
             message = Segment(segment.number, len(segment.memory), segment.offset)
             self._channel.post(message, segment.descriptor)
         number = errand.places[filled.plan.file, filled.plan.offset]
+        sums = b"" if number in errand.blocks else filled.sums.learnt
         errand.blocks[number] = filled
         at = filled.block.at
-        block = Block(errand.number, number, segment.number, at, use)
+        block = Block(errand.number, number, segment.number, at, use, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: ArenaSegment) -> None:
