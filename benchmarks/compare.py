@@ -7,7 +7,9 @@ for all of them. *Blocked* is the time until the trainer may change the state ag
 every file is fsynced, *cold* and *warm* a load in place past the page cache and from it. *Lost* is
 the training time that one save costs: how long it took until durable, less what the steps made
 meanwhile would have taken without it; a save that blocks costs all of its time, and is not measured
-beside a loop again. All that DCP saves is loaded by the same call, which is measured once.
+beside a loop again. *Held up* is the call and the time after it in which the training thread could
+not run, which unlike what was lost does not change with the machine's speed. All that DCP saves is
+loaded by the same call, which is measured once.
 
 Each part runs in a process of its own. A contender that fails, crashes or takes too long is left
 out of the rest of that part, with its reason; the others go on. Times are medians of all rounds;

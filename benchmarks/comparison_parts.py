@@ -216,5 +216,5 @@ def _blocking(found: dict[str, Any], extent: Extent) -> None:
             continue
         for name, seconds in times["durable"].items():
             if name in BLOCKING:
-                for measure in ("lost s", "longest step s"):
+                for measure in ("lost s", "held up s", "longest step s"):
                     table.setdefault(measure, {})[name] = list(seconds)

@@ -17,7 +17,8 @@ from typing import Any
 
 from comparison_parts import BESIDE, LIMIT
 
-OURS, CAPTURED = "ckpipe", "ckpipe, captured"
+OURS = "ckpipe"
+OTHER_WAYS = ("ckpipe, captured", "ckpipe, process", "ckpipe, process, captured")
 UNITS = {
     "bytes": (1e6, "MB"),
     "peak memory": (2.0**20, "MiB"),
@@ -85,13 +86,14 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float, str, float
     """What a save may cost a loop beside it: name, figure, sense and goal."""
     for title, measures in results["loops"].items():
         lost = {name: statistics.median(row) for name, row in measures.get("lost s", {}).items()}
-        peers = [seconds for name, seconds in lost.items() if name not in (OURS, CAPTURED)]
+        ways = (OURS, *OTHER_WAYS)
+        peers = [seconds for name, seconds in lost.items() if name not in ways]
         copy = results["states"].get(title.rpartition(",")[0], {}).get("blocked", {}).get(LIMIT)
-        for ours in (OURS, CAPTURED):
+        for ours in ways:
             if ours not in lost:
                 continue
             what = title + ours.removeprefix(OURS)
-            if ours in measures.get("step rate", {}):
+            if ours in measures.get("step rate", {}) and "process" not in ours:
                 rate = statistics.median(measures["step rate"][ours])
                 yield f"{what}: step rate", rate, ">=", LEAST_RATE
             if peers:
@@ -128,9 +130,8 @@ def not_first(results: Mapping[str, Any]) -> Iterator[str]:
     for title, measures in tables(results).items():
         for measure, row in measures.items():
             better = max if measure in HIGHER_IS_BETTER else min
-            medians = {
-                n: statistics.median(v) for n, v in row.items() if n not in (LIMIT, CAPTURED)
-            }
+            others = (LIMIT, *OTHER_WAYS)
+            medians = {n: statistics.median(v) for n, v in row.items() if n not in others}
             if OURS not in medians:
                 continue
             best = better(medians, key=lambda name: medians[name])
@@ -224,7 +225,7 @@ def _bars(axis: Any, measure: str, row: Row) -> None:
         [m - min(row[n]) / unit for n, m in zip(order, medians, strict=True)],
         [max(row[n]) / unit - m for n, m in zip(order, medians, strict=True)],
     ]
-    own = {OURS: "tab:blue", CAPTURED: "tab:cyan", LIMIT: "tab:gray"}
+    own = {OURS: "tab:blue", LIMIT: "tab:gray"} | dict.fromkeys(OTHER_WAYS, "tab:cyan")
     colors = [own.get(name, "tab:orange") for name in order]
     bars = axis.barh(order, medians, xerr=spread, color=colors, ecolor="black", capsize=2)
     axis.bar_label(bars, [f" {median:.3g}" for median in medians])
@@ -245,12 +246,12 @@ def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
         ("lane", "uploaded", "seagreen"),
     )
     for place, kind, color in kinds:
-        where = blocks[place] if place else [0] * len(blocks[kind])
-        for number in sorted(set(where)):
+        numbers = blocks[place] if place else [0] * len(blocks[kind])
+        # What was summed while it was copied has no time of its own for that.
+        found = [each for each in zip(numbers, blocks[kind], strict=True) if each[1] is not None]
+        for number in sorted({at for at, _ in found}):
             spans = [
-                (began / 1e3, (ended - began) / 1e3)
-                for at, (began, ended) in zip(where, blocks[kind], strict=True)
-                if at == number
+                (began / 1e3, (ended - began) / 1e3) for at, (began, ended) in found if at == number
             ]
             axis.broken_barh(spans, (len(rows) - 0.4, 0.8), color=color, edgecolor="white", lw=0.4)
             rows.append(f"{place} {number}" if place else "checksums")
@@ -258,7 +259,7 @@ def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
     axis.invert_yaxis()
     axis.set_xlim(left=0)
     axis.set_xlabel("milliseconds after the call of save()")
-    axis.set_title("One save: stages, and its blocks copied, checksummed and uploaded")
+    axis.set_title("One save: stages, and its blocks copied and uploaded")
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

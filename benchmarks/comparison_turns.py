@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import comparison_parts
 import contenders
@@ -231,31 +231,46 @@ def times(each: Contender, state: dict[str, Any]) -> dict[str, float]:
 def beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> dict[str, float]:
     """What a loop feels of a save: its rate, its longest step and the training time it loses."""
 
-    def turn() -> tuple[Undisturbed, list[float], float, float]:
+    def turn() -> tuple[Undisturbed, Beside]:
         before = mean_step(step, calm_seconds(each.took))
-        during, blocked, took = _steps_beside(each, state, step)
-        each.took = took
-        alone = Undisturbed(before, mean_step(step, calm_seconds(took)))
+        found = _steps_beside(each, state, step)
+        each.took = found.took
+        alone = Undisturbed(before, mean_step(step, calm_seconds(found.took)))
         each.forget()
         settle()
-        return alone, during, blocked, took
+        return alone, found
 
-    alone, during, blocked, took = steady(turn, lambda found: found[0])
-    undisturbed = len(during) * alone.step
+    alone, found = steady(turn, lambda found: found[0])
+    undisturbed = len(found.steps) * alone.step
     values = {
-        "lost s": took - undisturbed,
-        "longest step s": max([blocked, *during]),
-        BESIDE: took,
+        "lost s": found.took - undisturbed,
+        "held up s": found.held_up,
+        "longest step s": max([found.blocked, *found.steps]),
+        BESIDE: found.took,
     }
-    if took > blocked:
-        values["step rate"] = undisturbed / (took - blocked)
+    if found.took > found.blocked:
+        values["step rate"] = undisturbed / (found.took - found.blocked)
     return values
 
 
-def _steps_beside(
-    each: Contender, state: dict[str, Any], step: Callable[[], None]
-) -> tuple[list[float], float, float]:
-    """Steps made while a save runs, how long it blocked, and how long it ran."""
+class Beside(NamedTuple):
+    """A save and the steps beside it, in seconds.
+
+    Args:
+        steps: The steps.
+        blocked: What the call took.
+        took: What the save took until it was durable.
+        held_up: The call and the time after it in which the training thread could not run.
+    """
+
+    steps: list[float]
+    blocked: float
+    took: float
+    held_up: float
+
+
+def _steps_beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> Beside:
+    """Saves and steps until the save is durable."""
     began = time.perf_counter()
     wait = each.save(state)
     blocked = time.perf_counter() - began
@@ -272,12 +287,14 @@ def _steps_beside(
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     during: list[float] = []
+    stepping, ran = time.perf_counter(), time.thread_time()
     while not ended:
         during.append(raw.seconds(step))
+    held_up = time.perf_counter() - stepping - (time.thread_time() - ran)
     watcher.join()
     if failures:
         raise failures[0]
-    return during, blocked, ended[0] - began
+    return Beside(during, blocked, ended[0] - began, blocked + held_up)
 
 
 def saved(each: Contender, state: dict[str, Any]) -> dict[str, float]:
@@ -306,8 +323,7 @@ def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
     contenders.start_process_group(root)
     if part.loop:
         everybody = [cls for cls in everybody if not cls.blocks]
-        if referee.takes_part(contenders.Captured.name):
-            everybody.append(contenders.Captured)
+        everybody += [cls for cls in contenders.OTHER_WAYS if referee.takes_part(cls.name)]
         torch.set_num_threads(1)
     found = [each for cls in everybody if (each := referee.admit(cls, root)) is not None]
     state = states.STATES[part.state]()

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -93,10 +93,11 @@ class Ours(Contender):
     """ckpipe, with its defaults."""
 
     name = "ckpipe"
+    worker: Literal["auto", "process"] = "auto"
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._pipeline = ckpipe.SyncPipeline(root)
+        self._pipeline = ckpipe.SyncPipeline(root, worker=self.worker)
         self._pipeline.__enter__()
 
     def save(self, state: dict[str, Any]) -> Wait:
@@ -143,6 +144,22 @@ class Captured(Ours):
             self._guarded = state
         self.handle = self._pipeline.save(state, step=self.number, until="captured")
         return self.handle.wait
+
+
+class OursInProcess(Ours):
+    """ckpipe with a worker process, which writes what was copied."""
+
+    name, worker = "ckpipe, process", "process"
+
+
+class CapturedInProcess(Captured):
+    """ckpipe with guarded optimizers and a worker process."""
+
+    name, worker = "ckpipe, process, captured", "process"
+
+
+OTHER_WAYS: tuple[type[Ours], ...] = (Captured, OursInProcess, CapturedInProcess)
+"""Ways to save with ckpipe that are not its default, which are measured beside loops."""
 
 
 class TorchSave(Contender):

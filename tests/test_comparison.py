@@ -163,6 +163,7 @@ def test_saves_that_block_cost_a_loop_all_of_their_time(journal: Journal) -> Non
     found = comparison_parts.results(journal.read(), EXTENT)["loops"][LOOP.title]
     assert found["lost s"] == {"other": [0.1], "torch.save": [2.0]}
     assert found["longest step s"] == {"other": [0.2], "torch.save": [2.0]}
+    assert found["held up s"] == {"torch.save": [2.0]}
     assert found[BESIDE] == {"other": [1.0]}
 
 

@@ -19,7 +19,10 @@ def results(ours: float, peer: float) -> dict[str, Any]:
             "DCP": [peer * factor, 1.1 * peer * factor],
         }
 
-    blocks = [BlockReport(0, 0, 5, (0.0, 0.1), (0.1, 0.2), (0.1, 0.3))]
+    blocks = [
+        BlockReport(0, 0, 5, (0.0, 0.1), (0.1, 0.2), (0.1, 0.3)),
+        BlockReport(0, 5, 5, (0.1, 0.2), None, (0.2, 0.3)),
+    ]
     report = SaveReport({"stage": StageReport(0.1, 5)}, 0.1, 0.3, 5, 1, planned=True, blocks=blocks)
     loop = {"ckpipe": [0.9], "DCP": [0.8]}
     return {
@@ -135,6 +138,18 @@ def test_a_save_that_is_only_captured_has_goals_too_and_is_no_peer() -> None:
     goals = {name: each for name, *each in comparison_report.figures(found)}
     assert goals["big, python loop: lost s, against the best peer's"] == [0.2, "<=", 0.25]
     assert goals["big, python loop, captured: lost s, against the best peer's"] == [0.1, "<=", 0.25]
+    assert list(comparison_report.not_first(found)) == []
+
+
+def test_a_save_by_a_process_is_no_peer_and_has_no_goal_of_the_thread() -> None:
+    found = results(2.0, 5.0)
+    for name in ("ckpipe, process", "ckpipe, process, captured"):
+        found["loops"]["big, python loop"]["lost s"][name] = [0.1]
+        found["loops"]["big, python loop"]["step rate"][name] = [0.1]
+    goals = {name: each for name, *each in comparison_report.figures(found)}
+    assert goals["big, python loop: lost s, against the best peer's"] == [0.2, "<=", 0.25]
+    assert goals["big, python loop, process: lost s, against the best peer's"] == [0.1, "<=", 0.25]
+    assert [name for name in goals if "rate" in name] == ["big, python loop: step rate"]
     assert list(comparison_report.not_first(found)) == []
 
 
