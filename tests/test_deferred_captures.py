@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import anyio
@@ -21,7 +22,12 @@ from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Sample, Watch
 from ckpipe.memory.arena import Arena
 from ckpipe.plans.planning import LocalPlanner
-from ckpipe.saves.block_copiers import TOGETHER, BlockCopiers, Piece
+from ckpipe.saves.block_copiers import (
+    FIRST_TOGETHER,
+    MOST_TOGETHER,
+    BlockCopiers,
+    Piece,
+)
 from ckpipe.saves.copying import plan_blocks, split_block, tensors_of
 from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.structure import capture
@@ -255,9 +261,10 @@ class NoDevice:
         raise AssertionError("nothing is on a device")
 
 
-async def test_blocks_that_are_copied_late_leave_some_at_a_time(lock: StateLock) -> None:
-    captured, _, late, _ = pieces_of({"w": torch.arange(150_000.0)}, {0})
-    assert len(late) > 2 * TOGETHER
+async def test_of_blocks_that_are_copied_late_more_and_more_leave_together(
+    lock: StateLock,
+) -> None:
+    captured, _, late, _ = pieces_of({"w": torch.arange(600_000.0)}, {0})
     turn = Turn(lock, lock.acquire_capture(thread=-1))
     out: list[list[int]] = []
     copiers = BlockCopiers(
@@ -267,10 +274,18 @@ async def test_blocks_that_are_copied_late_leave_some_at_a_time(lock: StateLock)
     copiers.defer(Watch(captured, [0]), 60)
     copiers.add(late)
     await copiers.finish()
-    offsets = [piece.filled.plan.offset for piece in late]
-    assert out == [offsets[n : n + TOGETHER] for n in range(0, len(offsets), TOGETHER)]
+    assert [offset for some in out for offset in some] == [
+        piece.filled.plan.offset for piece in late
+    ]
+    sizes = [len(some) for some in out]
+    assert sizes[0] == FIRST_TOGETHER
+    assert all(now == min(2 * before, MOST_TOGETHER) for before, now in pairwise(sizes[:-1])), (
+        "each twice as many, up to a bound"
+    )
+    assert MOST_TOGETHER in sizes[:-1]
+    assert sizes[-1] <= MOST_TOGETHER
     found = torch.cat([piece.filled.block.tensor[: piece.work.nbytes] for piece in late])
-    assert torch.equal(found[-600_000:].view(torch.float32), torch.arange(150_000.0))
+    assert torch.equal(found[-2_400_000:].view(torch.float32), torch.arange(600_000.0))
 
 
 @pytest.mark.parametrize("number", range(6))

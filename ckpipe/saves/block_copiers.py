@@ -33,10 +33,11 @@ from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
-TOGETHER = 4
-"""How many blocks are filled by one call, and leave together, while a trainer runs beside it: each
+FIRST_TOGETHER, MOST_TOGETHER = 2, 16
+"""How many blocks are filled by one call, and leave together, while a trainer runs beside it. Each
 call takes the interpreter from a trainer in Python, and so do the loop for whatever it hears of and
-each write of what came together. Eight took it hardly less often, and keep the store waiting."""
+each write of what came together. But the store waits for the first, and copies outrun it; so each
+call takes twice as many as the one before."""
 
 
 class CopyEnd(Fence, Protocol):
@@ -163,6 +164,7 @@ class BlockCopiers:
         self._ready: deque[Piece] = deque()
         self._loop = asyncio.get_running_loop()
         self._watch: Watch | None = None
+        self._together = FIRST_TOGETHER
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Takes pieces to be worked off by copiers that are started afterwards."""
@@ -246,7 +248,10 @@ class BlockCopiers:
 
     def _next(self) -> list[Piece]:
         """What to work on now: some pieces that are deferred, or one; nothing at the end."""
-        count = 1 if self._watch is None or self._on_devices else TOGETHER
+        count = 1
+        if self._watch is not None and not self._on_devices:
+            count = min(self._together, -(-len(self._ready) // self.threads))
+            self._together = min(2 * self._together, MOST_TOGETHER)
         pieces: list[Piece] = []
         with contextlib.suppress(IndexError):
             while len(pieces) < count:
