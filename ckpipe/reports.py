@@ -55,8 +55,9 @@ class BlockReport:
         offset: Where the block begins in the file, in bytes.
         bytes: Its size.
         copied: When it was filled in host memory.
-        summed: When its checksums were computed; None if that was done while it was copied, as it
-            is of what lies in host memory as the file wants it, where the processor can.
+        summed: When its checksums were computed, or the last of them; None if all were computed
+            while it was copied, as they are of what lies in host memory as the file wants it, where
+            the processor can.
         uploaded: When it was written to the store, new tries included.
         copier: Number of the thread that filled it, from 0.
         lane: Number of the lane that wrote it, from 0.

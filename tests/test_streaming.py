@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from walls import before_a_wall
 
 from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy, streaming_moves
 
@@ -53,7 +54,7 @@ def test_copies_every_byte_and_no_other(
 
 def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None:
     assert copy is not None
-    source, target = _before_a_wall(b"\x11"), _before_a_wall(b"\x22")
+    source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
     for nbytes in (LEAST_BYTES, 1000, mmap.PAGESIZE - 1, 2 * mmap.PAGESIZE):
         copy(target - nbytes, source - nbytes, nbytes)
         assert ctypes.string_at(target - nbytes, nbytes) == b"\x11" * nbytes
@@ -95,28 +96,12 @@ def test_moves_every_byte_of_each_piece_and_no_other(
 
 def test_moves_pieces_up_to_the_last_byte_of_memory_and_no_further() -> None:
     assert move_each is not None
-    source, target = _before_a_wall(b"\x11"), _before_a_wall(b"\x22")
+    source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
     for sizes in ([3], [1000, 0, 1, 63], [64, 65, mmap.PAGESIZE]):
         targets = [target - sum(sizes[n:]) for n in range(len(sizes))]
         sources = [source - nbytes for nbytes in sizes]
         move_each(array("q", targets), array("q", sources), array("q", sizes))
         assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
-
-
-_walls: list[mmap.mmap] = []
-
-
-def _before_a_wall(value: bytes) -> int:
-    """The address behind two pages of memory, where a page begins that nobody may touch."""
-    page = mmap.PAGESIZE
-    memory = mmap.mmap(-1, 3 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.write(value * 2 * page)
-    _walls.append(memory)
-    wall = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 2 * page
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    assert protect(wall, page, 0) == 0
-    return wall
 
 
 STRICT = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from walls import before_a_wall
 
 from ckpipe.format.checksum import crc32c
 from ckpipe.memory.summed_copies import summed_copies
@@ -75,11 +78,22 @@ def test_sums_of_all_small_sizes_at_all_places() -> None:
     source = np.random.default_rng(7).integers(0, 256, 4200, np.uint8)
     target = np.zeros(4200, np.uint8)
     for nbytes, shift in itertools.product((*range(300), 383, 384, 385, 512, 4096), range(32)):
-        to, of = (array("q", [each.ctypes.data + shift]) for each in (target, source))
+        other = 7 * shift % 32
+        to, of = array("q", [target.ctypes.data + shift]), array("q", [source.ctypes.data + other])
         sums = copies(to, of, array("q", [nbytes]))
-        image = source[shift : shift + nbytes].tobytes()
+        image = source[other : other + nbytes].tobytes()
         assert target[shift : shift + nbytes].tobytes() == image
         assert sums.tolist() == [crc32c(image)]
+
+
+def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None:
+    assert copies is not None
+    source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
+    for sizes in ([3], [1000, 0, 1, 63], [255, 256, mmap.PAGESIZE], [2 * mmap.PAGESIZE]):
+        targets = [target - sum(sizes[n:]) for n in range(len(sizes))]
+        sources = [source - nbytes for nbytes in sizes]
+        copies(array("q", targets), array("q", sources), array("q", sizes))
+        assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
 
 
 def test_the_sum_is_of_what_was_written_whoever_writes_to_the_source_meanwhile() -> None:

@@ -41,6 +41,7 @@ from ckpipe.checkpoints.leases import Lease
 from ckpipe.errors import first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.format.cargo import Cargo
+from ckpipe.format.checksum import prepare
 from ckpipe.format.manifest import Structure
 from ckpipe.format.object_names import launch_id
 from ckpipe.retention import from_data
@@ -88,6 +89,8 @@ class Service:
                 beside.start_soon(self._beat, name="heartbeat")
                 beside.start_soon(self._watch, name="watch of the trainer")
                 beside.start_soon(self._step_back, name="priority of the session")
+                # Else the first save has the loop wait for imports.
+                beside.start_soon(anyio.to_thread.run_sync, prepare, name="imports")
                 async with anyio.create_task_group() as jobs:
                     await self._listen(jobs)
                     await self._wind_up(beside)

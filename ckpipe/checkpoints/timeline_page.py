@@ -212,7 +212,9 @@ def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[_Bar]:
         if span is None:
             continue
         seconds = span[1] - span[0]
-        rate = f"\n{rate_text(block.bytes, seconds)}" if seconds > 0 else ""
+        # Of a block that was summed later, some may have been summed while it was copied.
+        told = seconds > 0 and kind != "summed"
+        rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
         where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
         yield _Bar(span, kind, f"{kind}: {_when(span)}\n{where}{rate}")
 

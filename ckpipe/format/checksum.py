@@ -29,12 +29,13 @@ def _runtime() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def prepare() -> None:
-    """Imports what computes the sums, if that has not happened yet.
+    """Imports and makes what computes the sums, if that has not happened yet.
 
     A thread that is in the middle of an import when the program forks leaves the child with a
     lock that nobody gives back, and every sum there would wait for it.
     """
     _runtime()
+    crc_streams()
 
 
 def crc32c(data: bytes | memoryview, previous: int = 0) -> int:

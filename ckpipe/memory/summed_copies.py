@@ -1,4 +1,4 @@
-"""Copies that know the CRC-32C of what they copied, for no more than the copy takes.
+"""Copies that know the CRC-32C of what they copied, in hardly more than the copy takes.
 
 Theory. What a save copies it also sums up. Done one after the other, every byte is fetched twice,
 and beside a trainer that is twice the time in which a processor, or the half of one, is not the

@@ -33,11 +33,15 @@ from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
-FIRST_TOGETHER, MOST_TOGETHER = 2, 16
-"""How many blocks are filled by one call, and leave together, while a trainer runs beside it. Each
+FIRST_TOGETHER = 2
+"""How many blocks the first call fills while a trainer runs beside it; they leave together. Each
 call takes the interpreter from a trainer in Python, and so do the loop for whatever it hears of and
-each write of what came together. But the store waits for the first, and copies outrun it; so each
-call takes twice as many as the one before."""
+each write of what came together. But the store waits for the first, and copies mostly outrun it; so
+each call fills twice as many as the one before, while more than as many again are left."""
+
+MOST_BYTES_TOGETHER = 256 << 20
+"""How many bytes calls fill at the same time, unless a single block is more: a step that has waited
+for as long as it may waits for them too."""
 
 
 class CopyEnd(Fence, Protocol):
@@ -93,8 +97,9 @@ class _Launched:
 class Outlet:
     """Where filled blocks leave for the next two stages.
 
-    Checksums are held back until it is opened: they would take a core from the copy, for which
-    the trainer waits. Uploads, which mostly wait for the store, begin at once if they may overlap.
+    Checksums are held back until it is opened: those that are not known from the copy would take a
+    core from it, for which the trainer waits. Uploads, which mostly wait for the store, begin at
+    once if they may overlap.
 
     Args:
         to_serialize: Where blocks get their checksums.
@@ -250,20 +255,22 @@ class BlockCopiers:
         """What to work on now: some pieces that are deferred, or one; nothing at the end."""
         count = 1
         if self._watch is not None and not self._on_devices:
-            count = min(self._together, -(-len(self._ready) // self.threads))
-            self._together = min(2 * self._together, MOST_TOGETHER)
+            count = min(self._together, -(-len(self._ready) // (2 * self.threads)))
+            self._together *= 2
         pieces: list[Piece] = []
+        left = MOST_BYTES_TOGETHER // self.threads
         with contextlib.suppress(IndexError):
-            while len(pieces) < count:
+            while len(pieces) < count and left > 0:
                 pieces.append(self._ready.popleft())
+                left -= pieces[-1].filled.plan.nbytes
         return pieces
 
     def _fill(self, pieces: Sequence[Piece]) -> Sequence[CopyEnd]:
         def fill() -> None:
             work = [(each.work, each.filled.block) for each in pieces]
             for each, found in zip(pieces, fill_blocks(work, self._state), strict=True):
-                for sums in found:
-                    each.filled.sums.learn(each.work.sums, sums.numbers, sums.values)
+                if found is not None:
+                    each.filled.sums.learn(each.work.sum_count, found.slots, found.values)
 
         for each in pieces:
             each.filled.began = each.filled.began or time.perf_counter()
@@ -297,9 +304,11 @@ class _LateTensors:
     """
 
     def __init__(self, state: Captured, pieces: Sequence[Piece]) -> None:
-        self._leaves, self._pieces, self._numbers = state.tensors, pieces, _numbers(pieces)
+        numbers = np.array(_numbers(pieces), np.int64)
+        numbers = numbers[np.diff(numbers, prepend=-1) != 0]  # the pieces of one are neighbours
+        self._leaves, self._pieces, self._numbers = state.tensors, pieces, numbers.tolist()
         self._tensors = [state.memory[number] for number in self._numbers]
-        self._addresses = state.addresses[np.array(self._numbers, np.int64)].tolist()
+        self._addresses = state.addresses[numbers].tolist()
 
     def held(self) -> list[torch.UntypedStorage]:
         """Their memory, which nobody frees while it is held."""

@@ -3,8 +3,8 @@
 The manifest has a checksum for each mebibyte of each entry, and a store that verifies what it is
 sent wants one of the whole block. That one follows from the others and from the few bytes that lie
 between entries. Most are known since the block was copied. Whoever of the two stages comes first
-computes the others, which are those of bytes that came from a device or were put together by torch,
-or all of them where the processor cannot sum while it copies; the other stage waits.
+computes the others, and the other one waits: those of bytes that came from a device, were copied by
+torch or put together from several tensors, and all where the processor cannot sum while it copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.format.cargo import Cargo
-from ckpipe.format.checksum import Parts, combine, crc32c, crc32c_of_each
+from ckpipe.format.checksum import BlockCuts, Parts, combine, crc32c, crc32c_of_each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,24 +41,29 @@ class BlockSums:
         self.began = self.ended = 0.0
         """When they were computed, by ``time.perf_counter``; 0 if all were known before."""
 
-    def learn(self, count: int, numbers: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
+    def learn(self, count: int, slots: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
         """Takes some that are known since the block was copied.
 
         Args:
             count: How many checksums the block has.
-            numbers: Which of them are known.
+            slots: Which of them are known.
             values: What they are.
         """
         import numpy as np
 
         if self._known is None:
             self._known = np.full(count, _UNKNOWN, np.int64)
-        self._known[numbers] = values
+        self._known[slots] = values
+
+    @property
+    def all_known(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self._known is not None and _UNKNOWN not in self._known
 
     @property
     def learnt(self) -> bytes:
         """All of them, for another process of this machine; empty if one is not known."""
-        if self._known is None or (self._known == _UNKNOWN).any():
+        if self._known is None or not self.all_known:
             return b""
         return self._known.astype(_SENT).tobytes()
 
@@ -69,14 +74,20 @@ class BlockSums:
         if learnt:
             self._known = np.frombuffer(learnt, _SENT).astype(np.int64)
 
-    def unknown(self, count: int) -> NDArray[np.int64]:
-        """The numbers of those that are not known, of so many."""
+    def unknown(self, data: memoryview, cuts: BlockCuts) -> Parts:
+        """What is still to be summed.
+
+        Args:
+            data: The block.
+            cuts: The pieces of it that have checksums.
+        """
+        if self._known is None:
+            return Parts(data, cuts.begins, cuts.ends)
         import numpy as np
 
-        if self._known is None:
-            return np.arange(count)
-        assert len(self._known) == count
-        return np.flatnonzero(self._known == _UNKNOWN)
+        wanted = self._known == _UNKNOWN
+        begins, ends = (np.asarray(each, np.int64)[wanted] for each in (cuts.begins, cuts.ends))
+        return Parts(data, begins.tolist(), ends.tolist())
 
     def claim(self) -> bool:
         """Whether nobody has begun to compute them; who is told so computes them."""
@@ -86,13 +97,11 @@ class BlockSums:
         return True
 
     def complete(self, values: Sequence[int]) -> None:
-        """Takes those that were not known; for any thread."""
-        import numpy as np
-
+        """Takes those that were not known, in their order; for any thread."""
         if self._known is None:
             self.values = [*values]
             return
-        self._known[self._known == _UNKNOWN] = np.asarray(values, np.int64)
+        self._known[self._known == _UNKNOWN] = values
         self.values = self._known.tolist()
 
     def finish(self) -> None:
@@ -120,7 +129,7 @@ async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
     mine = [filled for filled in batch if filled.sums.claim()]
     if mine:
         spans = sum(len(filled.plan.spans) for filled in mine)
-        if spans <= _ON_LOOP_PIECES and all(filled.sums.learnt for filled in mine):
+        if spans <= _ON_LOOP_PIECES and all(filled.sums.all_known for filled in mine):
             _fill(cargo, mine)
         else:
             await anyio.to_thread.run_sync(_fill, cargo, mine)
@@ -131,24 +140,22 @@ async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
 
 
 def _fill(cargo: Cargo, batch: list[Filled]) -> None:
+    for filled in batch:
+        if filled.sums.all_known:
+            filled.sums.complete(())
+    wanting = [filled for filled in batch if not filled.sums.all_known]
+    if not wanting:
+        return
     began = time.perf_counter()
-    parts = [_unknown_parts(cargo, filled) for filled in batch]
+    parts = [filled.sums.unknown(filled.data, cargo.cuts(filled.plan)) for filled in wanting]
     values = crc32c_of_each(parts)
     sizes = [sum(each.ends) - sum(each.begins) for each in parts]
     pace = (time.perf_counter() - began) / max(1, sum(sizes))
-    for filled, found, nbytes in zip(batch, values, sizes, strict=True):
+    for filled, found, nbytes in zip(wanting, values, sizes, strict=True):
         filled.sums.complete(found)
-        if nbytes:  # each is taken to have its part of the time
-            filled.sums.began = began
-            filled.sums.ended = began = began + nbytes * pace
-
-
-def _unknown_parts(cargo: Cargo, filled: Filled) -> Parts:
-    """The pieces of a block whose checksums are not known."""
-    cuts = cargo.cuts(filled.plan)
-    numbers = filled.sums.unknown(len(cuts.begins)).tolist()
-    begins, ends = ([bounds[n] for n in numbers] for bounds in (cuts.begins, cuts.ends))
-    return Parts(filled.data, begins, ends)
+        filled.sums.began = began
+        # Each is taken to have its part of the time.
+        filled.sums.ended = began = began + nbytes * pace
 
 
 async def block_checksum(cargo: Cargo, filled: Filled) -> int:

@@ -12,7 +12,7 @@ that call also computes the checksums of what it moves, so that no byte is fetch
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -60,14 +60,14 @@ class Gather:
         skips: Where it begins, in bytes from the tensor's first element on.
         sizes: How many bytes it has.
         at: Where it goes in the block, in bytes.
-        sums: The number of the checksum among the block's that is its own; -1 if it has none.
+        slots: The number of the checksum among the block's that is its own; -1 if it has none.
     """
 
     tensors: array[int]
     skips: array[int]
     sizes: array[int]
     at: array[int]
-    sums: array[int]
+    slots: array[int]
 
     def of(self, chosen: set[int]) -> Gather:
         """The pieces of some tensors.
@@ -76,7 +76,7 @@ class Gather:
             chosen: Their numbers.
         """
         marks = bytes(number in chosen for number in self.tensors)
-        columns = (self.tensors, self.skips, self.sizes, self.at, self.sums)
+        columns = (self.tensors, self.skips, self.sizes, self.at, self.slots)
         return Gather(*(array("q", compress(column, marks)) for column in columns))
 
 
@@ -119,11 +119,11 @@ class BlockPlan(BlockPlace):
 
     Args:
         steps: What fills it.
-        sums: How many checksums it has.
+        sum_count: How many checksums it has.
     """
 
     steps: tuple[Step, ...]
-    sums: int
+    sum_count: int
 
 
 def plan_blocks(
@@ -150,11 +150,11 @@ def plan_blocks(
                     cutter.fill(start + end, bytes(source.offset - end))
                 cutter.source(source, start)
                 end = source.offset + source.nbytes
-        columns = zip(cutter.steps, cutter.spans, cutter.sums, strict=True)
-        for index, (steps, spans, sums) in enumerate(columns):
+        columns = zip(cutter.steps, cutter.spans, cutter.sum_counts, strict=True)
+        for index, (steps, spans, count) in enumerate(columns):
             offset = index * block_bytes
             nbytes = min(block_bytes, file.size - offset)
-            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), tuple(steps), sums))
+            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), tuple(steps), count))
     return tuple(blocks)
 
 
@@ -163,7 +163,7 @@ class _Cutter:
         self._leaves, self._block_bytes = leaves, block_bytes
         self.steps: list[list[Step]] = [[] for _ in range(blocks)]
         self.spans: list[list[Span]] = [[] for _ in range(blocks)]
-        self.sums = [0] * blocks
+        self.sum_counts = [0] * blocks
         self._gathers: dict[int, Gather] = {}
         self._spans: dict[int, tuple[Span, int]] = {}
 
@@ -186,8 +186,8 @@ class _Cutter:
         for block, at, lo, hi in self._cut(start, nbytes):
             span = Span(entry, lo, hi, at)
             self.spans[block].append(span)
-            self._spans[block] = span, self.sums[block]
-            self.sums[block] += 1 + (hi - 1) // CHUNK_BYTES - lo // CHUNK_BYTES
+            self._spans[block] = span, self.sum_counts[block]
+            self.sum_counts[block] += sum(1 for _ in chunk_spans(lo, hi))
 
     def source(self, source: Source, start: int) -> None:
         """Takes a source of an entry that begins somewhere in the file."""
@@ -230,7 +230,7 @@ class _Cutter:
             gather.skips.append(skip + begin - source.offset)
             gather.sizes.append(end - begin)
             gather.at.append(span.at + begin - span.lo)
-            gather.sums.append(before + chunk - span.lo // CHUNK_BYTES if all(whole) else -1)
+            gather.slots.append(before + chunk - span.lo // CHUNK_BYTES if all(whole) else -1)
 
 
 def tensors_of(plan: BlockPlan) -> array[int]:
@@ -275,29 +275,28 @@ class FoundSums:
     """Checksums of a block that are known once it is copied.
 
     Args:
-        numbers: Which of the block's.
+        slots: Which of the block's.
         values: What they are.
     """
 
-    numbers: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
     values: npt.NDArray[np.uint32]
 
 
-def fill_blocks(work: Iterable[tuple[BlockPlan, Block]], state: Captured) -> list[list[FoundSums]]:
+def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums | None]:
     """Fills blocks; copies from a device may still be on their way when it returns.
 
     What lies in host memory is moved into all of them by one call.
 
     Returns:
-        For each block, the checksums that were computed on the way.
+        For each block, the checksums that were computed on the way, if there are any.
     """
-    moves, found = _Moves(state.addresses), list[list[FoundSums]]()
-    for plan, block in work:
-        found.append([])
+    moves = _Moves(state.addresses)
+    for number, (plan, block) in enumerate(work):
         for step in plan.steps:
             match step:
                 case Gather():
-                    moves.add(step, block, found[-1])
+                    moves.add(number, step, block)
                 case Copy():
                     _copy(step, state.memory[step.tensor], block.tensor)
                 case CopyWindow():
@@ -306,8 +305,8 @@ def fill_blocks(work: Iterable[tuple[BlockPlan, Block]], state: Captured) -> lis
                     target.copy_(window, non_blocking=True)
                 case Fill():
                     block.view[step.at : step.at + len(step.data)] = step.data
-    moves.run()
-    return found
+    found = moves.run()
+    return [found.get(number) for number in range(len(work))]
 
 
 class _Moves:
@@ -320,10 +319,16 @@ class _Moves:
     def __init__(self, addresses: npt.NDArray[np.uint64]) -> None:
         self._addresses = addresses
         self._targets, self._sources, self._sizes = array("q"), array("q"), array("q")
-        self._wanted: list[tuple[Gather, list[FoundSums]]] = []
+        self._slots: dict[int, array[int]] = {}
 
-    def add(self, step: Gather, block: Block, found: list[FoundSums]) -> None:
-        """Takes the pieces of a step; their checksums will go to a list, if there are any."""
+    def add(self, number: int, step: Gather, block: Block) -> None:
+        """Takes the one step of a block that moves pieces.
+
+        Args:
+            number: What the block is called in the result.
+            step: The step.
+            block: Where the pieces go.
+        """
         numbers, skips, sizes, at = (
             np.frombuffer(column, np.int64)
             for column in (step.tensors, step.skips, step.sizes, step.at)
@@ -333,22 +338,23 @@ class _Moves:
         self._targets.frombytes((at + block.address).tobytes())
         self._sources.frombytes((self._addresses[numbers] + skips.view(np.uint64)).tobytes())
         self._sizes.extend(step.sizes)
-        self._wanted.append((step, found))
+        self._slots[number] = step.slots
 
-    def run(self) -> None:
-        """Moves them all."""
-        if not self._sizes:
-            return
+    def run(self) -> dict[int, FoundSums]:
+        """Moves them all; returns the checksums of each block of which some were computed."""
         copy_and_sum = summed_copies()
-        if copy_and_sum is None:
-            copy_each(self._targets, self._sources, self._sizes, lets_go=True)
-            return
+        if copy_and_sum is None or not self._sizes:
+            if self._sizes:
+                copy_each(self._targets, self._sources, self._sizes, lets_go=True)
+            return {}
         sums, done = copy_and_sum(self._targets, self._sources, self._sizes), 0
-        for step, found in self._wanted:
-            numbers, values = np.frombuffer(step.sums, np.int64), sums[done:]
-            done += len(numbers)
-            whole = numbers >= 0
-            found.append(FoundSums(numbers[whole], values[: len(numbers)][whole]))
+        found: dict[int, FoundSums] = {}
+        for number, column in self._slots.items():
+            slots = np.frombuffer(column, np.int64)
+            whole = slots >= 0
+            found[number] = FoundSums(slots[whole], sums[done : done + len(slots)][whole])
+            done += len(slots)
+        return found
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:

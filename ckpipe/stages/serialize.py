@@ -18,7 +18,7 @@ from ckpipe.saves.block_sums import compute
 from ckpipe.saves.delivery import B, Delivery
 
 BATCH_BLOCKS = 16
-"""Blocks that are checksummed in one turn of a thread, if they are there. Every turn costs both
+"""Blocks that are looked at in one turn of a thread, if they are there. Every turn costs both
 threads the interpreter several times; a block that waits for the rest of a few milliseconds of
 work does not matter to who waits for its memory."""
 
@@ -28,13 +28,14 @@ async def run(
     inbox: MemoryObjectReceiveStream[B],
     out: MemoryObjectSendStream[list[int]],
 ) -> None:
-    """Computes the checksum of every mebibyte of every entry, in the order of the entries."""
+    """Passes on the checksum of every mebibyte of every entry, in the order of the entries."""
     sums: ChunkSums | None = None
     async with inbox, out:
         async for filled in inbox:
             sums = sums or _sums_of(save)
             batch = [filled, *_there_already(inbox)]
-            with save.clock.timing("serialize", sum(each.plan.nbytes for each in batch)):
+            unknown = [each.plan.nbytes for each in batch if not each.sums.all_known]
+            with save.clock.timing("serialize", sum(unknown)):
                 await compute(_cargo(save), batch)
             for each in batch:
                 if each.sums.ended:

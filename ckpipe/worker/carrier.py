@@ -2,8 +2,8 @@
 
 Theory. The trainer locks, walks, plans and copies, since that takes the state; what follows takes
 the copied bytes only. They lie in memory that the worker maps as well, so a block that is filled
-is announced by a few numbers, and comes back by as few. The stages in the worker are the very
-functions that run in a thread else.
+is announced by a few numbers and its checksums, and comes back by two numbers. The stages in the
+worker are the very functions that run in a thread else.
 
 *The save belongs to the worker from the moment it is staged.* All that its manifest says is on the
 socket before ``staged`` is told, and the system delivers what is on a socket whether or not its
