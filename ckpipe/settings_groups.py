@@ -154,7 +154,7 @@ class Lock(_Group):
     max_step_wait_seconds: float = Field(1.0, gt=0)
     """How long a guarded step may wait, in seconds, for a copy made beside training
     (``until="captured"``). If it would take longer, the save fails and the step goes on, once what
-    is being copied just then is: 256 MiB at the most, or a block if that is larger."""
+    is being copied just then is: 256 MiB at the most, or a block by each thread if that is more."""
 
 
 class Retention(_Group):

@@ -40,8 +40,8 @@ each write of what came together. But the store waits for the first, and copies 
 each call fills twice as many as the one before, while more than as many again are left."""
 
 MOST_BYTES_TOGETHER = 256 << 20
-"""How many bytes calls fill at the same time, unless a single block is more: a step that has waited
-for as long as it may waits for them too."""
+"""How many bytes all threads fill by one call each, unless a block for each is more: a step that
+has waited for as long as it may waits for them too."""
 
 
 class CopyEnd(Fence, Protocol):
@@ -254,15 +254,15 @@ class BlockCopiers:
     def _next(self) -> list[Piece]:
         """What to work on now: some pieces that are deferred, or one; nothing at the end."""
         count = 1
-        if self._watch is not None and not self._on_devices:
-            count = min(self._together, -(-len(self._ready) // (2 * self.threads)))
-            self._together *= 2
         pieces: list[Piece] = []
-        left = MOST_BYTES_TOGETHER // self.threads
         with contextlib.suppress(IndexError):
-            while len(pieces) < count and left > 0:
+            if self._watch is not None and not self._on_devices:
+                block_bytes = len(self._ready[0].filled.block.view)
+                most = max(1, MOST_BYTES_TOGETHER // (block_bytes * self.threads))
+                count = min(self._together, most, -(-len(self._ready) // (2 * self.threads)))
+                self._together *= 2
+            while len(pieces) < count:
                 pieces.append(self._ready.popleft())
-                left -= pieces[-1].filled.plan.nbytes
         return pieces
 
     def _fill(self, pieces: Sequence[Piece]) -> Sequence[CopyEnd]:
