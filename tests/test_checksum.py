@@ -193,3 +193,9 @@ def test_missing_piece_is_noticed() -> None:
     sums.add(0, 1 << 20, (1 << 20) + 4, 2)
     with pytest.raises(AssertionError, match="never checksummed"):
         sums.finished()
+
+
+def test_sums_of_another_block_are_noticed() -> None:
+    table = SumTable([2 << 20])
+    with pytest.raises(AssertionError, match="other pieces"):
+        ChunkSums(table).add_block(table.cuts([(0, 0, 2 << 20, 0)]), [1])

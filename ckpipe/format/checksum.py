@@ -220,7 +220,13 @@ class ChunkSums:
         self._partial: dict[int, dict[int, tuple[int, int]]] = {}
 
     def add_block(self, cuts: BlockCuts, values: Sequence[int]) -> None:
-        """Takes the sums of a block's pieces, in their order."""
+        """Takes the sums of a block's pieces, in their order.
+
+        Raises:
+            AssertionError: If they are not as many.
+        """
+        if len(values) != len(cuts.begins):  # no assert: this must hold under python -O too
+            raise AssertionError("a block has other pieces than were checksummed")
         for slot, at, count in cuts.runs:
             self._sums[slot : slot + count] = values[at : at + count]
         for at, entry, lo, hi in cuts.parts:
