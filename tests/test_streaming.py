@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from walls import before_a_wall
+from raw_pieces import GUARD, Pieces, before_a_wall, behind_each_other, pieces
 
 from ckpipe.memory.streaming import LEAST_BYTES, streaming_copy, streaming_moves
 
@@ -23,8 +23,6 @@ move_each = streaming_moves()
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="there is none elsewhere"
 )
-
-GUARD = 0xA5
 
 
 def test_there_is_a_copy_on_this_processor() -> None:
@@ -60,47 +58,19 @@ def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None
         assert ctypes.string_at(target - nbytes, nbytes) == b"\x11" * nbytes
 
 
-@given(
-    pieces=st.lists(
-        st.tuples(
-            st.integers(0, 3 * LEAST_BYTES) | st.integers(0, 20_000),
-            st.integers(0, 70),
-            st.integers(0, 70),
-        ),
-        max_size=20,
-    ),
-    data=st.data(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_moves_every_byte_of_each_piece_and_no_other(
-    pieces: list[tuple[int, int, int]], data: st.DataObject, seed: int
-) -> None:
+@given(pieces(st.integers(0, 3 * LEAST_BYTES) | st.integers(0, 20_000)))
+def test_moves_every_byte_of_each_piece_and_no_other(some: Pieces) -> None:
     assert move_each is not None
-    random = np.random.default_rng(seed)
-    sources = [random.integers(0, 256, shift + n, np.uint8)[shift:] for n, shift, _ in pieces]
-    expected = np.full(sum(n + gap for n, _, gap in pieces) + 160, GUARD, np.uint8)
-    places, at = [], 0
-    for source, (nbytes, _, gap) in zip(sources, pieces, strict=True):
-        places.append(at + gap)
-        expected[at + gap : at + gap + nbytes] = source
-        at += gap + nbytes
-    order = data.draw(st.permutations(range(len(pieces))))
-    target = np.full(len(expected), GUARD, np.uint8)
-    move_each(
-        array("q", [target.ctypes.data + places[n] for n in order]),
-        array("q", [sources[n].ctypes.data for n in order]),
-        array("q", [pieces[n][0] for n in order]),
-    )
-    assert (target == expected).all()
+    move_each(*some.arrays())
+    assert (some.target == some.expected).all()
 
 
 def test_moves_pieces_up_to_the_last_byte_of_memory_and_no_further() -> None:
     assert move_each is not None
     source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
     for sizes in ([3], [1000, 0, 1, 63], [64, 65, mmap.PAGESIZE]):
-        targets = [target - sum(sizes[n:]) for n in range(len(sizes))]
-        sources = [source - nbytes for nbytes in sizes]
-        move_each(array("q", targets), array("q", sources), array("q", sizes))
+        sources = array("q", [source - nbytes for nbytes in sizes])
+        move_each(behind_each_other(sizes, target), sources, array("q", sizes))
         assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from walls import before_a_wall
+from raw_pieces import Pieces, before_a_wall, behind_each_other, pieces
 
 from ckpipe.format.checksum import crc32c
 from ckpipe.memory.summed_copies import summed_copies
@@ -29,48 +29,19 @@ pytestmark = pytest.mark.skipif(
     reason="there is none on other processors",
 )
 
-GUARD = 0xA5
-
 
 def test_there_is_one_on_this_processor() -> None:
     assert copies is not None
 
 
-@given(
-    pieces=st.lists(
-        st.tuples(
-            st.integers(0, 20) | st.integers(200, 600) | st.integers(0, 30_000),
-            st.integers(0, 70),
-            st.integers(0, 70),
-        ),
-        max_size=20,
-    ),
-    data=st.data(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_every_byte_of_each_piece_is_moved_and_summed(
-    pieces: list[tuple[int, int, int]], data: st.DataObject, seed: int
-) -> None:
+@given(pieces(st.integers(0, 20) | st.integers(200, 600) | st.integers(0, 30_000)))
+def test_every_byte_of_each_piece_is_moved_and_summed(some: Pieces) -> None:
     assert copies is not None
-    random = np.random.default_rng(seed)
-    sources = [random.integers(0, 256, shift + n, np.uint8)[shift:] for n, shift, _ in pieces]
-    before = [each.tobytes() for each in sources]
-    expected = np.full(sum(n + gap for n, _, gap in pieces) + 160, GUARD, np.uint8)
-    places, at = [], 0
-    for source, (nbytes, _, gap) in zip(sources, pieces, strict=True):
-        places.append(at + gap)
-        expected[at + gap : at + gap + nbytes] = source
-        at += gap + nbytes
-    order = data.draw(st.permutations(range(len(pieces))))
-    target = np.full(len(expected), GUARD, np.uint8)
-    sums = copies(
-        array("q", [target.ctypes.data + places[n] for n in order]),
-        array("q", [sources[n].ctypes.data for n in order]),
-        array("q", [pieces[n][0] for n in order]),
-    )
-    assert (target == expected).all()
-    assert [each.tobytes() for each in sources] == before
-    assert sums.tolist() == [crc32c(before[n]) for n in order]
+    before = [each.tobytes() for each in some.sources]
+    sums = copies(*some.arrays())
+    assert (some.target == some.expected).all()
+    assert [each.tobytes() for each in some.sources] == before
+    assert sums.tolist() == [crc32c(before[n]) for n in some.order]
 
 
 def test_sums_of_all_small_sizes_at_all_places() -> None:
@@ -90,9 +61,8 @@ def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None
     assert copies is not None
     source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
     for sizes in ([3], [1000, 0, 1, 63], [255, 256, mmap.PAGESIZE], [2 * mmap.PAGESIZE]):
-        targets = [target - sum(sizes[n:]) for n in range(len(sizes))]
-        sources = [source - nbytes for nbytes in sizes]
-        copies(array("q", targets), array("q", sources), array("q", sizes))
+        sources = array("q", [source - nbytes for nbytes in sizes])
+        copies(behind_each_other(sizes, target), sources, array("q", sizes))
         assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
 
 
