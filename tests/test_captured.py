@@ -18,6 +18,7 @@ from torch import nn
 import ckpipe
 from ckpipe import errors
 from ckpipe.locking.lock_turns import Turn
+from ckpipe.locking.watching import MANY_TENSORS
 from ckpipe.saves.block_copiers import BlockCopiers
 from ckpipe.saves.saving import Save
 from ckpipe.saves.site import Site
@@ -262,6 +263,23 @@ def test_a_state_that_no_optimizer_owns_is_copied_before_it_returns(store: Store
         tensor.fill_(1)
         handle.wait()
         assert torch.equal(load(pipeline, 0)["mine"], torch.zeros(50_000))
+
+
+def test_many_small_tensors_are_copied_before_it_returns(store: Stores, slow: SlowCopies) -> None:
+    parameters = [torch.zeros(8, requires_grad=True) for _ in range(MANY_TENSORS + 1)]
+    optimizer = torch.optim.SGD(parameters)
+    with ckpipe.SyncPipeline(store.url, guard=optimizer, **PATIENT) as pipeline:
+        for step in range(2):  # the second finds all as it was
+            slow.reached.clear()
+            slow.go_on.clear()
+            handle = pipeline.save({"parameters": parameters}, step=step, until="captured")
+            assert slow.reached.wait(PATIENCE)
+            with torch.no_grad():
+                torch._foreach_add_(parameters, 1)
+            slow.go_on.set()
+            handle.wait()
+            found = torch.stack(load(pipeline, step)["parameters"])
+            assert bool((found == step).all())
 
 
 def test_a_parameter_changed_outside_of_the_step_fails_the_save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.locking.watching import Sample, Watch
+from ckpipe.locking.watching import (
+    LEAST_MEAN_BYTES,
+    MANY_TENSORS,
+    Sample,
+    Watch,
+    worth_watching,
+)
 from ckpipe.memory import raw_memory
 from ckpipe.state.structure import capture
 
@@ -65,3 +72,20 @@ def test_what_lies_between_the_elements_of_a_tensor_is_nobodys() -> None:
     sample, watch = made([base[::2], base.as_strided((3, 3), (1, 1))])
     base.fill_(1)
     assert watch.changed_in(sample) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "device", "worth"),
+    [
+        (MANY_TENSORS, 1, "cpu", True),
+        (MANY_TENSORS + 1, LEAST_MEAN_BYTES - 1, "cpu", False),
+        (MANY_TENSORS + 1, LEAST_MEAN_BYTES, "cpu", True),
+        (MANY_TENSORS + 1, 1, "cuda:0", True),
+    ],
+)
+def test_many_small_tensors_of_host_memory_are_not_worth_it(
+    count: int, nbytes: int, device: str, worth: bool
+) -> None:
+    state = capture([torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)])
+    state.tensors[-1] = replace(state.tensors[-1], device=device)
+    assert worth_watching(state) is worth

@@ -16,7 +16,7 @@ from ckpipe.events import Staged
 from ckpipe.loads.selecting import unmatched
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
-from ckpipe.locking.watching import Sample, Watch
+from ckpipe.locking.watching import Sample, Watch, worth_watching
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams
 from ckpipe.plans.planning import fingerprint
@@ -250,7 +250,8 @@ def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piec
 
 def _division(save: Save, site: Site, captured: Captured, program: Program) -> Division:
     """How a save's work is divided: as the last one's was, if nothing that matters is another."""
-    tensors = owned_tensors(save.request.owners)
+    late = captured.derived(worth_watching)
+    tensors = owned_tensors(save.request.owners) if late else []
     last = site.division
     if last is not None and last.serves(captured, program, tensors):
         return last
