@@ -104,7 +104,8 @@ class Pipeline(PipelineBase):
                 counts no writes through ``.data`` or numpy, nor fused steps of an optimizer that
                 is not guarded, so that on a device they are not noticed, and in host memory by a
                 sample of 64 bytes of each tensor. Swap averaged weights in and out under
-                ``lock.mutating()``. A step's hyperparameters are copied before.
+                ``lock.mutating()``. A step's hyperparameters are copied before, and so are
+                thousands of small tensors, which takes less time than to watch them.
             final: Whether this is the run's final checkpoint.
             include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
                 there is a warning of those that name nothing.

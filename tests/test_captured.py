@@ -255,31 +255,48 @@ def test_is_refused_without_a_guard_and_by_a_small_budget(store: Stores) -> None
             pipeline.save(training.state, until="later")  # type: ignore[arg-type]
 
 
-def test_a_state_that_no_optimizer_owns_is_copied_before_it_returns(store: Stores) -> None:
+def test_a_state_that_no_optimizer_owns_is_copied_before_it_returns(
+    store: Stores, slow: SlowCopies
+) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:
         tensor = torch.zeros(50_000)
         handle = pipeline.save({"mine": tensor, "empty": torch.empty(0)}, step=0, until="captured")
         tensor.fill_(1)
-        handle.wait()
+        handle.wait(PATIENCE)
         assert torch.equal(load(pipeline, 0)["mine"], torch.zeros(50_000))
+    assert not slow.reached.is_set()
 
 
 def test_many_small_tensors_are_copied_before_it_returns(store: Stores, slow: SlowCopies) -> None:
     parameters = [torch.zeros(8, requires_grad=True) for _ in range(MANY_TENSORS + 1)]
     optimizer = torch.optim.SGD(parameters)
     with ckpipe.SyncPipeline(store.url, guard=optimizer, **PATIENT) as pipeline:
+        state = {"parameters": parameters, "average": torch.zeros(32 << 20, dtype=torch.uint8)}
         for step in range(2):  # the second finds all as it was
-            slow.reached.clear()
-            slow.go_on.clear()
-            handle = pipeline.save({"parameters": parameters}, step=step, until="captured")
-            assert slow.reached.wait(PATIENCE)
+            handle = pipeline.save(state, step=step, until="captured")
             with torch.no_grad():
                 torch._foreach_add_(parameters, 1)
-            slow.go_on.set()
-            handle.wait()
+            optimizer.step()  # waits for nothing
+            handle.wait(PATIENCE)
+            assert handle.report.captured_seconds is not None
             found = torch.stack(load(pipeline, step)["parameters"])
             assert bool((found == step).all())
+    assert not slow.reached.is_set()
+
+
+def test_small_tensors_that_nobody_owns_do_not_keep_large_ones_from_being_copied_late(
+    store: Stores, slow: SlowCopies
+) -> None:
+    training = Training()
+    others = [torch.zeros(8) for _ in range(MANY_TENSORS + 1)]
+    with open_pipeline(store, training) as pipeline:
+        handle = pipeline.save(training.state | {"others": others}, step=0, until="captured")
+        assert slow.reached.wait(PATIENCE)
+        assert handle.report.staged_seconds is None
+        slow.go_on.set()
+        handle.wait()
+        assert saved_numbers(load(pipeline, 0)) == {0.0}
 
 
 def test_a_parameter_changed_outside_of_the_step_fails_the_save(

@@ -223,7 +223,7 @@ def test_a_division_serves_until_something_changes(
     division = Division(captured.tensors, program, facts, [], [], [])
     again = trail.follow(state, LabelFilter())
     assert again is not None
-    assert division.serves(again, program, owned_tensors([optimizer]))
+    assert division.serves(again, program, [optimizer])
     change(model, optimizer)
     now = trail.follow(state, LabelFilter())
-    assert now is None or not division.serves(now, program, owned_tensors([optimizer]))
+    assert now is None or not division.serves(now, program, [optimizer])

@@ -88,4 +88,4 @@ def test_many_small_tensors_of_host_memory_are_not_worth_it(
 ) -> None:
     state = capture([torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)])
     state.tensors[-1] = replace(state.tensors[-1], device=device)
-    assert worth_watching(state) is worth
+    assert worth_watching(state.tensors) is worth

@@ -24,20 +24,19 @@ SAMPLE_BYTES = 64
 
 
 MANY_TENSORS = 2_000
-"""How many tensors are copied late whatever their size: to watch them takes a few milliseconds."""
+"""How many tensors are watched whatever their size: it takes a few milliseconds."""
 
 LEAST_MEAN_BYTES = 8 << 10
-"""What more of them must have on average. To watch one and copy it late costs a trainer 1.2 to 1.9
-microseconds, in which a processor copies more than 16 KiB."""
+"""What more of them must have on average. To watch one and copy it late costs a trainer more than a
+microsecond, in which a processor copies 16 KiB."""
 
 
-def worth_watching(state: Captured) -> bool:
-    """Whether a trainer waits longer for a copy of a state than it takes to watch its tensors.
+def worth_watching(leaves: Sequence[TensorLeaf]) -> bool:
+    """Whether a trainer would wait longer for a copy of tensors than it takes to watch them.
 
     Args:
-        state: The state; only its structure is looked at.
+        leaves: The tensors that could be copied late.
     """
-    leaves = state.tensors
     if len(leaves) <= MANY_TENSORS or any(leaf.device != "cpu" for leaf in leaves):
         return True
     return sum(leaf.window for leaf in leaves) >= LEAST_MEAN_BYTES * len(leaves)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
+from torch.optim import Optimizer
 
 from ckpipe.format.cargo import Cargo
-from ckpipe.locking.ownership import OwnedFacts
+from ckpipe.locking.ownership import OwnedFacts, owned_tensors
 from ckpipe.locking.watching import Sample
 from ckpipe.plans.planning import RankPlan
 from ckpipe.saves.copying import BlockPlan
@@ -43,30 +44,36 @@ class Division:
         owned: The numbers of the leaves that are copied later, in order.
         halves: For each block, its work before and after.
         samples: For each block, of what is copied after; it tells if that was changed before.
+        worth: False if all is copied before, whatever optimizers own.
     """
 
     leaves: list[TensorLeaf]
     program: Program
-    facts: OwnedFacts | None
-    owned: list[int]
-    halves: list[tuple[BlockPlan, BlockPlan]]
-    samples: list[Sample]
+    facts: OwnedFacts | None = None
+    owned: list[int] = field(default_factory=list)
+    halves: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    worth: bool = True
 
     @property
     def all_later(self) -> bool:
         """Whether nothing has to be copied before training goes on."""
-        return not any(at_once.steps for at_once, _ in self.halves)
+        return bool(self.owned) and not any(at_once.steps for at_once, _ in self.halves)
 
-    def serves(self, captured: Captured, program: Program, tensors: list[torch.Tensor]) -> bool:
+    def serves(self, captured: Captured, program: Program, owners: Sequence[Optimizer]) -> bool:
         """Whether another save would be divided just so.
 
         Args:
             captured: Its state.
             program: Its program.
-            tensors: What the optimizers own now.
+            owners: The optimizers that own some of it now.
         """
-        same = self.leaves is captured.tensors and self.program is program
-        return same and self.facts is not None and self.facts.hold(tensors, captured.objects)
+        if self.leaves is not captured.tensors or self.program is not program:
+            return False
+        if not self.worth:
+            return True
+        facts = self.facts
+        return facts is not None and facts.hold(owned_tensors(owners), captured.objects)
 
 
 __all__ = ["Division", "Program"]

@@ -159,21 +159,24 @@ async def copy(
             save.take_up(state)
             site.carrier.set_out(save)
             outlet = Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
-            copiers = _copiers(save, state, outlet)
             try:
                 with save.clock.timing("stage", state.program.plan.size), state.turn.in_use():
-                    if save.request.owners:
-                        await _copy_beside_training(save, site, state, copiers)
-                    else:
+                    division = await _division_of(save, site, state)
+                    copiers = _copiers(save, state, outlet, beside=division is not None)
+                    if division is None:
                         await _copy_at_once(save, state, copiers, outlet)
+                    else:
+                        await _copy_beside_training(save, site, state, division, copiers)
             finally:
                 state.turn.end(copied=True)
+            if save.request.owners and division is None:
+                _captured(save)
             outlet.open()
             await site.carrier.hand_over(save)
             _staged(save, site, state)
 
 
-def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
+def _copiers(save: Save, state: PlannedState, outlet: Outlet, *, beside: bool) -> BlockCopiers:
     def out(filled: Sequence[FilledBlock]) -> None:
         for each in filled:
             save.note(each)
@@ -182,7 +185,7 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
     streams = SideStreams(save.request.fences)
     # Copies beside training take no processor that the trainer did not give to torch; for all
     # others it waits, so that its own are free.
-    cores = torch.get_num_threads() if save.request.owners else own_cores()
+    cores = torch.get_num_threads() if beside else own_cores()
     threads = min(MAX_COPIERS, cores)
     return BlockCopiers(state.turn, state.captured, streams, out, threads=threads)
 
@@ -190,15 +193,17 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet) -> BlockCopiers:
 async def _copy_at_once(
     save: Save, state: PlannedState, copiers: BlockCopiers, outlet: Outlet
 ) -> None:
-    """Hands out blocks as the ration has them, to copiers that share what is ready."""
+    """Hands out blocks as they are drawn from the ration, to copiers that share what is ready."""
     ration = save.ration
     assert ration is not None
     plans = deque(state.program.blocks)
     async with anyio.create_task_group() as tasks:
         while plans:
-            if ration.short:
-                outlet.open()  # blocks have to come back while the copy goes on
-            blocks = await ration.take(len(plans))
+            blocks = save.blocks  # there if any of it might have been copied beside training
+            if not blocks:
+                if ration.short:
+                    outlet.open()  # blocks have to come back while the copy goes on
+                blocks = await ration.take(len(plans))
             copiers.add(_whole(plans.popleft(), block) for block in blocks)
             for _ in range(min(len(blocks), copiers.threads)):
                 tasks.start_soon(copiers.copy)
@@ -210,24 +215,17 @@ def _whole(plan: BlockPlan, block: Block) -> Piece:
 
 
 async def _copy_beside_training(
-    save: Save, site: Site, state: PlannedState, copiers: BlockCopiers
+    save: Save, site: Site, state: PlannedState, division: Division, copiers: BlockCopiers
 ) -> None:
     """Copies what anybody may change, lets the caller go, then copies what optimizers own."""
-    captured, program, grace = (
-        state.captured,
-        state.program,
-        site.settings.lock.max_step_wait_seconds,
-    )
+    grace = site.settings.lock.max_step_wait_seconds
+    soon, late = _pieces(save, state.program, division)
     if state.deferral is not None:
-        _, late = _pieces(save, program, state.deferral.division)
         copiers.defer(state.deferral.watch, grace)
     else:
-        division = await anyio.to_thread.run_sync(_division, save, site, captured, program)
-        captured.objects = []
-        soon, late = _pieces(save, program, division)
         copiers.add(soon)
         await copiers.finish()
-        copiers.defer(Watch(captured, division.owned, division.samples), grace)
+        copiers.defer(Watch(state.captured, division.owned, division.samples), grace)
         _captured(save)
     copiers.add(late)
     await copiers.finish()
@@ -248,23 +246,35 @@ def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piec
     return soon, late
 
 
+async def _division_of(save: Save, site: Site, state: PlannedState) -> Division | None:
+    """How a save's work is divided; None if all is to be copied before training goes on."""
+    if state.deferral is not None:
+        return state.deferral.division
+    if not save.request.owners:
+        return None
+    division = await anyio.to_thread.run_sync(_division, save, site, state.captured, state.program)
+    state.captured.objects = []
+    return division if division.owned else None
+
+
 def _division(save: Save, site: Site, captured: Captured, program: Program) -> Division:
     """How a save's work is divided: as the last one's was, if nothing that matters is another."""
-    late = captured.derived(worth_watching)
-    tensors = owned_tensors(save.request.owners) if late else []
-    last = site.division
-    if last is not None and last.serves(captured, program, tensors):
+    last, owners = site.division, save.request.owners
+    if last is not None and last.serves(captured, program, owners):
         return last
+    tensors = owned_tensors(owners)
     owned = owned_leaves(captured.tensors, tensors)
+    if not worth_watching([captured.tensors[number] for number in owned]):
+        site.division = Division(captured.tensors, program, worth=False)
+        return site.division
     halves = [split_block(plan, owned) for plan in program.blocks]
     try:
         facts = OwnedFacts(tensors, captured.objects)
     except RuntimeError:  # such as that there are no strides
         facts = None
     samples = [Sample(captured.tensors, tensors_of(later)) for _, later in halves]
-    made = Division(captured.tensors, program, facts, sorted(owned), halves, samples)
-    site.division = made
-    return made
+    site.division = Division(captured.tensors, program, facts, sorted(owned), halves, samples)
+    return site.division
 
 
 def _staged(save: Save, site: Site, state: PlannedState) -> None:
