@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -284,8 +285,10 @@ class Inherited(torch.utils.data.Dataset[tuple[bool, bool]]):
         return 2
 
     def __getitem__(self, index: int) -> tuple[bool, bool]:
-        folder = Path("/proc/self/fd")
-        links = [os.readlink(each) for each in folder.iterdir() if each.is_symlink()]
+        links = []
+        for each in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another thread may just have closed it
+                links.append(os.readlink(each))
         maps = Path("/proc/self/maps").read_text()
         return self.socket in links, "memfd:ckpipe" in f"{maps}{links}"
 
