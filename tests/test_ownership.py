@@ -15,7 +15,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.locking.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plans.planning import LocalPlanner
 from ckpipe.saves.copying import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
-from ckpipe.saves.programs import Division, Program
+from ckpipe.saves.programs import Program, divide
 from ckpipe.state.structure import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf
 from ckpipe.state.trail import trail_of
@@ -217,10 +217,9 @@ def test_a_division_serves_until_something_changes(
     walked = walk(state, LabelFilter(), pickling=False)
     trail, captured = trail_of(walked, LabelFilter()), walked.captured
     assert trail is not None
-    facts = OwnedFacts(owned_tensors([optimizer]), captured.objects)
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     program = Program(plan, (), Cargo(plan.files, plan.layout, ()), "")
-    division = Division(captured.tensors, program, facts, [], [], [])
+    division = divide(captured, program, [optimizer])
     again = trail.follow(state, LabelFilter())
     assert again is not None
     assert division.serves(again, program, [optimizer])

@@ -22,7 +22,6 @@ from ckpipe.state.tensors import TensorLeaf, is_dense
 SAMPLE_BYTES = 64
 """How much of a tensor is compared, from its middle: one line of the processor's cache."""
 
-
 MANY_TENSORS = 2_000
 """How many tensors are watched whatever their size: it takes a few milliseconds."""
 

@@ -1,4 +1,7 @@
-"""What a plan has become for the copy, kept from one save to the next of the same structure."""
+"""What a plan has become for the copy, kept from one save to the next of the same structure.
+
+With guarded optimizers it is divided: what has to be copied at once, and what beside training.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from ckpipe.format.cargo import Cargo
-from ckpipe.locking.ownership import OwnedFacts, owned_tensors
-from ckpipe.locking.watching import Sample
+from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
+from ckpipe.locking.watching import Sample, worth_watching
 from ckpipe.plans.planning import RankPlan
-from ckpipe.saves.copying import BlockPlan
+from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 
@@ -76,4 +79,25 @@ class Division:
         return facts is not None and facts.hold(owned_tensors(owners), captured.objects)
 
 
-__all__ = ["Division", "Program"]
+def divide(captured: Captured, program: Program, owners: Sequence[Optimizer]) -> Division:
+    """Divides a save's work: what optimizers own is copied later, if that is worth it.
+
+    Args:
+        captured: The state, with the objects that the walk has met.
+        program: Its program.
+        owners: The optimizers.
+    """
+    tensors = owned_tensors(owners)
+    owned = owned_leaves(captured.tensors, tensors)
+    if not worth_watching([captured.tensors[number] for number in owned]):
+        return Division(captured.tensors, program, worth=False)
+    halves = [split_block(plan, owned) for plan in program.blocks]
+    try:
+        facts = OwnedFacts(tensors, captured.objects)
+    except RuntimeError:  # such as that there are no strides
+        facts = None
+    samples = [Sample(captured.tensors, tensors_of(later)) for _, later in halves]
+    return Division(captured.tensors, program, facts, sorted(owned), halves, samples)
+
+
+__all__ = ["Division", "Program", "divide"]

@@ -15,14 +15,13 @@ from ckpipe.errors import UsageError
 from ckpipe.events import Staged
 from ckpipe.loads.selecting import unmatched
 from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
-from ckpipe.locking.watching import Sample, Watch, worth_watching
+from ckpipe.locking.watching import Watch
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams
 from ckpipe.plans.planning import fingerprint
 from ckpipe.saves.block_copiers import BlockCopiers, Outlet, Piece
-from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
-from ckpipe.saves.programs import Division, Program
+from ckpipe.saves.copying import BlockPlan
+from ckpipe.saves.programs import Division, Program, divide
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.saves.site import Site
 from ckpipe.state.captured import Captured, Walked
@@ -161,7 +160,7 @@ async def copy(
             outlet = Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
             try:
                 with save.clock.timing("stage", state.program.plan.size), state.turn.in_use():
-                    division = await _division_of(save, site, state)
+                    division = await _late_division(save, site, state)
                     copiers = _copiers(save, state, outlet, beside=division is not None)
                     if division is None:
                         await _copy_at_once(save, state, copiers, outlet)
@@ -246,7 +245,7 @@ def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piec
     return soon, late
 
 
-async def _division_of(save: Save, site: Site, state: PlannedState) -> Division | None:
+async def _late_division(save: Save, site: Site, state: PlannedState) -> Division | None:
     """How a save's work is divided; None if all is to be copied before training goes on."""
     if state.deferral is not None:
         return state.deferral.division
@@ -260,21 +259,9 @@ async def _division_of(save: Save, site: Site, state: PlannedState) -> Division 
 def _division(save: Save, site: Site, captured: Captured, program: Program) -> Division:
     """How a save's work is divided: as the last one's was, if nothing that matters is another."""
     last, owners = site.division, save.request.owners
-    if last is not None and last.serves(captured, program, owners):
-        return last
-    tensors = owned_tensors(owners)
-    owned = owned_leaves(captured.tensors, tensors)
-    if not worth_watching([captured.tensors[number] for number in owned]):
-        site.division = Division(captured.tensors, program, worth=False)
-        return site.division
-    halves = [split_block(plan, owned) for plan in program.blocks]
-    try:
-        facts = OwnedFacts(tensors, captured.objects)
-    except RuntimeError:  # such as that there are no strides
-        facts = None
-    samples = [Sample(captured.tensors, tensors_of(later)) for _, later in halves]
-    site.division = Division(captured.tensors, program, facts, sorted(owned), halves, samples)
-    return site.division
+    if last is None or not last.serves(captured, program, owners):
+        last = site.division = divide(captured, program, owners)
+    return last
 
 
 def _staged(save: Save, site: Site, state: PlannedState) -> None:
