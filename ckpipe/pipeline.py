@@ -230,7 +230,7 @@ class Pipeline(PipelineBase):
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
     ) -> CheckpointInfo | None:
-        """The complete checkpoint with the best value of a metric; None if none has it.
+        """Finds the complete checkpoint with the best value of a metric; None if there is none yet.
 
         NaN never wins, and of equals the newest does. Costs four delimited lists and the index of
         the winner, however many checkpoints there are; one that has no digest
@@ -242,6 +242,8 @@ class Pipeline(PipelineBase):
             mode: Whether the least or the greatest value is the best.
 
         Raises:
+            CheckpointNotFound: If no complete checkpoint has a number for the metric, as when its
+                name is mistyped; names the metrics that there are.
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """

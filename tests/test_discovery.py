@@ -15,6 +15,7 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
+from ckpipe.checkpoints.discovery import discover
 from ckpipe.format.digests import digest_keys, digest_of
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.object_names import DIGESTS, index_key, pin_key, tombstone_key
@@ -196,7 +197,37 @@ async def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_told(
     assert "other metrics there are: loss." in caplog.text
     async with ckpipe.Pipeline(store.url) as pipeline:
         assert len(await pipeline.steps()) == 4
-        assert await pipeline.best("lss") is None
+        with pytest.raises(errors.CheckpointNotFound, match=r"'lss'.* there are: loss"):
+            await pipeline.best("lss")
+
+
+async def test_the_best_by_a_mistyped_metric_raises_and_names_those_there_are(
+    store: Stores,
+) -> None:
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        assert await pipeline.best("loss") is None, "there is no checkpoint at all"
+        await (await pipeline.save({"w": 0}, step=0))
+        with pytest.raises(errors.CheckpointNotFound, match=r"there are: none\. Give save\(\)"):
+            await pipeline.best("loss")
+        given = {"loss": float("nan"), "accuracy": 0.5}
+        await (await pipeline.save({"w": 1}, step=1, metrics=given))
+        with pytest.raises(errors.CheckpointNotFound, match=r"'acuracy'.*: accuracy, loss"):
+            await pipeline.best("acuracy")
+        with pytest.raises(errors.CheckpointNotFound, match="'loss' is NaN in every checkpoint"):
+            await pipeline.best("loss")
+        best = await pipeline.best("accuracy", mode="max")
+        assert best is not None
+        assert best.step == 1
+
+
+async def test_the_best_of_indexes_that_cannot_be_read_raises(store: Stores) -> None:
+    await save_losses(store.url, [1.0])
+    (info,) = await discover(store.memory)
+    await store.memory.delete([index_key(info.key)])
+    await put(store, index_key(info.key), b"{}")
+    async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
+        with pytest.raises(errors.CheckpointNotFound, match="No index can be read"):
+            await pipeline.best("loss")
 
 
 class Held(WrappedBackend):

@@ -30,7 +30,7 @@ from ckpipe.checkpoints.deleting import Removal, finish_deletions, retire
 from ckpipe.checkpoints.discovery import Listing, check_not_deleted, list_root
 from ckpipe.checkpoints.learning import Facts, Inquiry
 from ckpipe.checkpoints.leases import store_time, under_lease
-from ckpipe.errors import CheckpointIncomplete, ObjectExists
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, ObjectExists
 from ckpipe.format.digests import digest_keys
 from ckpipe.format.object_names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
@@ -169,9 +169,10 @@ async def best(
         facts: What is known of checkpoints already; added to, and rid of those that are gone.
 
     Returns:
-        The checkpoint; None if none has the metric.
+        The checkpoint; None if no checkpoint is complete.
 
     Raises:
+        CheckpointNotFound: If there are complete checkpoints, and none has a number for the metric.
         StoreError: If the store failed.
     """
     complete = [each for each in (await _listed(backend, facts)).infos() if each.complete]
@@ -182,7 +183,30 @@ async def best(
         # That none has the metric is not to be believed unseen either.
         deciding = winner or next((each.id for each in candidates), None)
         if deciding is None or await inquiry.is_sure([deciding]):
-            return next((each for each in complete if each.id == winner), None)
+            break
+    if complete and winner is None:
+        raise _without_metric(metric, candidates)
+    return next((each for each in complete if each.id == winner), None)
+
+
+def _without_metric(metric: str, candidates: Sequence[Candidate]) -> CheckpointNotFound:
+    """The error where no complete checkpoint has a number for a metric."""
+    if not candidates:
+        return CheckpointNotFound(
+            f"No index can be read, so no checkpoint has the metric {metric!r}",
+            hint="verify() says what is wrong with a checkpoint",
+        )
+    known = sorted({name for each in candidates for name in each.metrics})
+    if metric in known:
+        return CheckpointNotFound(
+            f"The metric {metric!r} is NaN in every checkpoint that has it",
+            hint="Name a step, or load the newest checkpoint",
+        )
+    return CheckpointNotFound(
+        f"No complete checkpoint has the metric {metric!r}; the metrics there are: "
+        f"{', '.join(known) or 'none'}",
+        hint="Name one of those" if known else "Give save() metrics",
+    )
 
 
 async def prune(
