@@ -652,3 +652,26 @@ def test_tensors_whose_memory_was_freed_are_refused(tmp_path: Path, kind: str) -
         weight.untyped_storage().resize_(4000)
         assert pipeline.load(state) is not None
         assert weight.eq(1).all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("until", ["staged", "captured"])
+def test_a_tensor_that_has_become_nested_is_refused_by_name(
+    tmp_path: Path, layout: torch.layout, until: Any
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight])
+    state: dict[str, Any] = {"weight": weight, "other": torch.zeros(2, 2)}
+    with ckpipe.SyncPipeline(tmp_path, guard=optimizer) as pipeline:
+        pipeline.save(state, step=0, until=until).wait()
+        state["other"] = torch.nested.nested_tensor(
+            [torch.zeros(2, 2), torch.zeros(1, 2)], layout=layout
+        )
+        with pytest.raises(errors.UnsupportedState, match=r"tensor .*(nested|layout)") as refused:
+            pipeline.save(state, step=1, until=until)
+        assert (refused.value.key, refused.value.step) == ("other", 1)
+        # What the optimizer owns besides is looked at, too.
+        optimizer.state[weight]["lengths"] = state.pop("other")
+        pipeline.save(state, step=2, until=until).wait()
+        pipeline.verify(2)

@@ -18,7 +18,6 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.state.dtensors import is_dtensor_type, local_part
-from ckpipe.state.tensor_looks import Looks
 from ckpipe.state.tensors import PLAIN_TYPES, TensorLeaf, alias_groups, is_dense
 
 
@@ -142,7 +141,7 @@ class OwnedFacts:
         others = _locals([tensors[n] for n in self._others])
         self._parts = len(others)
         self._addresses = list(map(torch.Tensor.data_ptr, others))
-        self._looks, self._facts = Looks(others), _columns(others)
+        self._facts = _columns(others)
 
     def hold(self, tensors: list[torch.Tensor], objects: list[Any]) -> bool:
         """Whether the same leaves are owned as before.
@@ -162,7 +161,7 @@ class OwnedFacts:
                 return False
             if list(map(torch.Tensor.data_ptr, others)) != self._addresses:
                 return False
-            return self._looks.are_those_of(others) or _columns(others) == self._facts
+            return _columns(others) == self._facts
         except RuntimeError:
             return False
 

@@ -1,8 +1,8 @@
-"""What was found out about the tensors of a state, column by column, to be compared in bulk.
+"""Compare the facts about a state's tensors with those of the last save, column by column.
 
 Reading one attribute of a thousand tensors by ``map`` and comparing the list with that of the last
-save runs in C; working out each tensor's leaf anew costs ten times as much. Most of it is asked of
-torch in one call (:mod:`ckpipe.state.tensor_looks`), and read only where that says no.
+save runs in C; working out each tensor's leaf anew costs ten times as much. Only public attributes
+are read: torch's guards of compiled code are faster, and end the process at a nested tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 
 from ckpipe.state.captured import Captured
 from ckpipe.state.dtensors import Shardings, is_dtensor_type
-from ckpipe.state.tensor_looks import Looks
 from ckpipe.state.tensors import PLAIN_TYPES, TensorLeaf, attributes_of, leaf_of
 
 
@@ -84,7 +83,7 @@ class LeafFacts:
             n for n in self._torch if vars(objects[n]) and not attributes_of(objects[n], leaves[n])
         ]
         bases = self._bases(objects)
-        self._looks, self._facts = Looks(bases), _facts(bases)
+        self._facts = _facts(bases)
         self._complex = [place for place, each in enumerate(bases) if each.is_complex()]
         self._conjugated = [bases[place].is_conj() for place in self._complex]
         self._addresses = [leaves[n].address for n in self._bulk]
@@ -94,7 +93,7 @@ class LeafFacts:
             if type(each) is not torch.Tensor or each.requires_grad
         ]
         wrapped = _of(objects, self._wrapped)
-        self._wrapper_looks, self._wrapper_facts = Looks(wrapped), _wrapper_facts(wrapped)
+        self._wrapper_facts = _wrapper_facts(wrapped)
         self._specs = _specs(wrapped)
         self._distinct = list({id(each): each for each in self._specs}.values())
         self._placed, self._placed_distinct = _placed(self._specs), _placed(self._distinct)
@@ -123,9 +122,8 @@ class LeafFacts:
         check(not any(attributes_of(objects[n], self._leaves[n]) for n in self._marked))
         self._check_wrappers(_of(objects, self._wrapped))
         bulk = self._bases(objects)
-        if not self._looks.are_those_of(bulk):
-            check(_facts(bulk) == self._facts)
-            check([bulk[place].is_conj() for place in self._complex] == self._conjugated)
+        check(_facts(bulk) == self._facts)
+        check([bulk[place].is_conj() for place in self._complex] == self._conjugated)
         addresses = list(map(torch.Tensor.data_ptr, bulk))
         moved: dict[int, TensorLeaf] = {}
         if addresses != self._addresses:
@@ -148,8 +146,7 @@ class LeafFacts:
         return _of(bases, self._bulk)
 
     def _check_wrappers(self, wrapped: list[Any]) -> None:
-        if not self._wrapper_looks.are_those_of(wrapped):
-            check(_wrapper_facts(wrapped) == self._wrapper_facts)
+        check(_wrapper_facts(wrapped) == self._wrapper_facts)
         specs = _specs(wrapped)
         # A few serve all DTensors, as a rule the same as before; what they say may be another.
         if _same(specs, self._specs) and _same(_placed(self._distinct), self._placed_distinct):
