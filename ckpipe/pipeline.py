@@ -22,7 +22,8 @@ from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 class Pipeline(PipelineBase):
     """Saves and loads training state while training goes on.
 
-    An async context manager, entered once. Entering opens the store; leaving waits for saves
+    An async context manager, entered once, or opened and closed by :meth:`open` and
+    :meth:`aclose`. Entering opens the store; leaving waits for saves
     under way and raises what failed and was not yet seen. Leaving on an exception still lets
     saves finish whose state is staged, and cancels the others. Everything runs on an event loop
     of the pipeline's own, in a thread of its own, so a coroutine that trains without ever
@@ -40,10 +41,14 @@ class Pipeline(PipelineBase):
         SettingsError: If a setting is unknown or out of range, or there is no url.
     """
 
-    async def __aenter__(self) -> Self:
-        """Opens the store and claims the attempt.
+    async def open(self) -> Self:
+        """Open the store and claim the attempt; return the pipeline, open or opened.
+
+        For objects that hold a pipeline as long as they live; else ``async with`` does it. Opening
+        an open pipeline does nothing; a closed one is not opened again.
 
         Raises:
+            PipelineClosed: If the pipeline was closed before.
             BackendNotFound: If no backend is there for the url.
             AttemptReused: If ``attempt_id`` was used on this root before.
             UnsupportedTopology: If several ranks run and cannot agree on a name for the launch,
@@ -55,20 +60,34 @@ class Pipeline(PipelineBase):
             await anyio.to_thread.run_sync(self._core.open)
         return self
 
+    async def aclose(self) -> None:
+        """Wait until all saves are durable and close, as leaving ``async with`` does.
+
+        Closing a pipeline that is closed, or was never opened, does nothing.
+
+        Raises:
+            CkpipeError: If a save failed and nothing was told of it, unless ``on_error`` is
+                ``"warn"``.
+            UsageError: If a hook of this pipeline calls it, since closing waits for hooks.
+        """
+        await self._leave(failed=False)
+
+    async def __aenter__(self) -> Self:
+        """Open the pipeline; see :meth:`open`."""
+        return await self.open()
+
     async def __aexit__(
         self,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                failures = await anyio.to_thread.run_sync(
-                    lambda: self._core.close(failed=exc is not None)
-                )
-        finally:
-            self._core.unwatch()
-        if exc is None:
+        await self._leave(failed=exc is not None)
+
+    async def _leave(self, *, failed: bool) -> None:
+        with self._core.leaving(), anyio.CancelScope(shield=True):
+            failures = await anyio.to_thread.run_sync(lambda: self._core.close(failed=failed))
+        if not failed:
             raise_or_warn(failures, self._core.settings.on_error)
 
     async def save(

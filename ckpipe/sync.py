@@ -21,6 +21,8 @@ from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 class SyncPipeline(PipelineBase):
     """:class:`~ckpipe.Pipeline` for a plain loop: a context manager whose methods block.
 
+    :meth:`open` and :meth:`close` do what entering and leaving it do.
+
     What a method does, takes, returns and raises is what the method of the same name does there.
 
     Args:
@@ -35,11 +37,19 @@ class SyncPipeline(PipelineBase):
         SettingsError: If a setting is unknown or out of range, or there is no url.
     """
 
-    def __enter__(self) -> Self:
-        """Opens the store and claims the attempt."""
+    def open(self) -> Self:
+        """Open the store and claim the attempt; see :meth:`ckpipe.Pipeline.open`."""
         with self._core.opening():
             self._core.open()
         return self
+
+    def close(self) -> None:
+        """Wait until all saves are durable and close; see :meth:`ckpipe.Pipeline.aclose`."""
+        self._leave(failed=False)
+
+    def __enter__(self) -> Self:
+        """Open the pipeline; see :meth:`open`."""
+        return self.open()
 
     def __exit__(
         self,
@@ -47,11 +57,12 @@ class SyncPipeline(PipelineBase):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            failures = self._core.close(failed=exc is not None)
-        finally:
-            self._core.unwatch()
-        if exc is None:
+        self._leave(failed=exc is not None)
+
+    def _leave(self, *, failed: bool) -> None:
+        with self._core.leaving():
+            failures = self._core.close(failed=failed)
+        if not failed:
             raise_or_warn(failures, self._core.settings.on_error)
 
     def save(

@@ -77,8 +77,20 @@ _HANDLE = {
     "step": "property -> int",
 }
 SIGNATURES: dict[str, dict[str, str]] = {
-    "Pipeline": _PIPELINE | {"save": _SAVE + "SaveHandle", "__aenter__": "(self) -> Self"},
-    "SyncPipeline": _PIPELINE | {"save": _SAVE + "SyncSaveHandle", "__enter__": "(self) -> Self"},
+    "Pipeline": _PIPELINE
+    | {
+        "__aenter__": "(self) -> Self",
+        "open": "(self) -> Self",
+        "aclose": "(self) -> None",
+        "save": _SAVE + "SaveHandle",
+    },
+    "SyncPipeline": _PIPELINE
+    | {
+        "__enter__": "(self) -> Self",
+        "open": "(self) -> Self",
+        "close": "(self) -> None",
+        "save": _SAVE + "SyncSaveHandle",
+    },
     "SaveHandle": _HANDLE
     | {
         "__await__": "(self) -> Generator[Any, Any, CheckpointInfo]",
@@ -228,7 +240,7 @@ def test_functions_are_called_so(name: str) -> None:
 
 def test_both_pipelines_take_the_same() -> None:
     def parameters(cls: type[Any]) -> dict[str, str]:
-        entered = {"__aenter__", "__enter__"}
+        entered = {"__aenter__", "__enter__", "close", "aclose"}
         return {
             name: text.partition(" -> ")[0]
             for name, text in members(cls).items()

@@ -95,6 +95,7 @@ class PipelineCore:
         self._guarded = optimizers_of(guards)
         self._process = os.getpid()
         self._closing = False
+        self._life = threading.RLock()
 
     # Life
 
@@ -116,6 +117,23 @@ class PipelineCore:
                 self.unwatch()
             raise
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Put the handlers of signals back once the pipeline is closed.
+
+        Raises:
+            UsageError: If a hook of this pipeline leaves it, which would wait for itself.
+        """
+        if in_hook() and self.hooks.describe_running():
+            raise UsageError(
+                "A hook cannot close its pipeline, since closing waits for the hook",
+                hint="Close it on the thread that trains",
+            )
+        try:
+            yield
+        finally:
+            self.unwatch()
+
     def unwatch(self) -> None:
         """Puts the handlers of signals back."""
         watch, self._watch = self._watch, None
@@ -124,10 +142,17 @@ class PipelineCore:
 
     def open(self) -> None:
         """Starts the thread, opens the store and claims the attempt; blocking."""
-        if self._engine is not None:
-            raise PipelineClosed(
-                "A pipeline is entered once", hint="Make a new one to go on saving"
-            )
+        with self._life:
+            if self._loop is not None:
+                self._check_process()
+            elif self._engine is not None:
+                raise PipelineClosed(
+                    "A pipeline is opened once", hint="Make a new one to go on saving"
+                )
+            else:
+                self._start()
+
+    def _start(self) -> None:
         checksum.prepare()
         topology = self._topology = ALONE if self.settings.solo else find_topology()
         self._process = os.getpid()
@@ -154,9 +179,18 @@ class PipelineCore:
         Args:
             failed: Whether the caller leaves on an exception: only staged saves finish then.
         """
-        if self._loop is None or self._engine is None or self._served is None or self._forked:
+        if self._forked:
             return []
-        self._closing = True
+        with self._life:
+            if self._loop is None or self._closing:  # by the thread that a signal interrupted
+                return []
+            self._closing = True
+            return self._drain(failed=failed)
+
+    def _drain(self, *, failed: bool) -> list[Exception]:
+        assert self._loop is not None
+        assert self._engine is not None
+        assert self._served is not None
         try:
             within = self.preemption.seconds_left(self.settings.preemption.grace_seconds)
             self.submit(self._engine.drain, staged_only=failed, within=within).result()
