@@ -107,6 +107,18 @@ def test_generators_and_progress_come_back_from_a_checkpoint(tmp_path: Path) -> 
     assert vars(fresh) == {"epoch": 3, "best": 0.5, "seen": [1, 2], "schedule": None}
 
 
+def test_saves_and_loads_draw_nothing(tmp_path: Path) -> None:
+    seed(11)
+    expected = drawn()
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        seed(11)
+        for step in range(3):
+            pipeline.save({"w": torch.zeros(5)}, step=step, until="committed")
+        assert pipeline.load() is not None
+        assert pipeline.load({"w": torch.zeros(5)}, step=2) is not None
+    assert drawn() == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_generators_of_devices_come_back() -> None:

@@ -26,6 +26,9 @@ logger = logging.getLogger("ckpipe")
 
 T = TypeVar("T")
 
+# A generator of its own: what training draws must not depend on what a store answers.
+_jitter = random.Random()
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -54,7 +57,7 @@ class RetryPolicy:
         """Seconds to wait after so many failures, at least what the store asked for."""
         longest = min(self.backoff_max_seconds, self.backoff_seconds * 2 ** (failures - 1))
         asked = error.retry_after if isinstance(error, Throttled) else None
-        return max(random.uniform(0, longest), asked or 0.0)
+        return max(_jitter.uniform(0, longest), asked or 0.0)
 
 
 class Tries:
