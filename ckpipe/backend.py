@@ -77,8 +77,8 @@ class Upload(abc.ABC):
     becomes visible; what it leaves behind costs space only, and is removed by
     :meth:`Backend.remove_stale_uploads`.
 
-    An upload is used by several tasks of one event loop at once. After :meth:`complete` or
-    :meth:`abort` no other method may be called.
+    An upload is used by several tasks of one event loop at once. After :meth:`complete` has
+    returned, or after :meth:`abort`, no other method may be called.
     """
 
     takes_checksums: ClassVar[bool] = False
@@ -150,6 +150,25 @@ class Upload(abc.ABC):
             StoreFull: If the store has no room left.
             StoreError: If the store failed. The object is then absent or whole, never partial.
         """
+
+    async def landed(self) -> bool | None:
+        """Tells whether this upload has made the object, after :meth:`complete` failed.
+
+        The answer to a request that makes an object may be lost after the store has done it: the
+        connection breaks, the try is cancelled because it took too long, or an HTTP client sends
+        the request once more by itself, and the store refuses the repetition. An upload that leaves
+        a mark of its own on the object tells its own object from one of another writer, and frees
+        what it still holds when the object is its own.
+
+        Returns:
+            Whether the object is there and this upload has made it. None, the default, if it
+            cannot tell: then an object of the right size counts as its own, unless the first call
+            of :meth:`complete` has already found the key taken.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        return None
 
     @abc.abstractmethod
     async def abort(self) -> None:

@@ -33,6 +33,8 @@ class Fault(enum.Enum):
     RESET_WITHIN = "the connection is reset in the middle of the request's body"
     HALF = "the server gets half of the request's body, and both connections are reset"
     LOST = "the server does it all, and the answer is lost"
+    LATE = "the server does it all once the client has given up"
+    UNANSWERED = "the server does it all, and no answer comes until the client gives up"
     HANG = "no answer ever, not forwarded"
     RESET_BACK = "the connection is reset in the middle of the answer's body"
     SHORT = "the answer's body ends in the middle"
@@ -164,6 +166,8 @@ class FaultProxy:
         self.port = 0
         self.rule: Rule = lambda request: None
         self.log: list[tuple[str, Fault | None]] = []
+        self.unanswered = threading.Event()
+        """Set once the server has done what the client is not told."""
         self._serving: set[asyncio.Task[Any] | None] = set()
 
     @property
@@ -220,7 +224,9 @@ class FaultProxy:
         elif fault is Fault.RESET_BEFORE:
             reset(writer)
         else:
-            await self._forward(request, first, body, fault, writer)
+            if fault is Fault.LATE:
+                await reader.read()  # until the client gives up
+            await self._forward(request, first, body, fault, reader, writer)
         return None
 
     async def _forward(
@@ -229,6 +235,7 @@ class FaultProxy:
         first: str,
         body: bytes,
         fault: Fault | None,
+        reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         headers = dict(request.headers)
@@ -237,6 +244,10 @@ class FaultProxy:
         head = upstream_head(first, headers)
         body = flipped(body) if fault is Fault.FLIPPED else body
         answer = await self._answer(head + body)
+        if fault is Fault.UNANSWERED:
+            self.unanswered.set()
+            await reader.read()  # until the client gives up
+            return None
         if fault is Fault.LOST:
             return reset(writer)
         head, separator, body = answer.partition(b"\r\n\r\n")

@@ -420,8 +420,16 @@ async def test_many_blocks_are_composed_in_a_tree(seen: Seen, backend: GcsBacken
 
 
 async def test_a_composed_object_is_known_as_ones_own(seen: Seen, backend: GcsBackend) -> None:
+    data = bytes(2 * BLOCK)
+    key = "folder/data"
+    opened = await backend.open_upload(key, size=len(data), block_bytes=BLOCK)
+    for offset in (0, BLOCK):
+        await opened.write(offset, memoryview(data)[:BLOCK])
+    assert not await opened.landed()
     seen.fault["Compose"] = Fault.LOST
-    data = await upload(backend)
+    with pytest.raises(errors.StoreUnavailable):
+        await opened.complete()
+    assert await opened.landed()
     assert await read(backend) == data
     assert await seen.temporary() == []
 

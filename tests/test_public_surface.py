@@ -128,6 +128,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "Upload": {
         "abort": "(self) -> None",
         "complete": "(self) -> None",
+        "landed": "(self) -> bool | None",
         "most_blocks": "1",
         "takes_checksums": "False",
         "write": "(self, offset: int, data: memoryview) -> None",

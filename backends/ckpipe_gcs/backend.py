@@ -10,7 +10,7 @@ from typing import Self
 
 from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
 from ckpipe.errors import UsageError
-from ckpipe.stores.bucket_backend import BucketBackend
+from ckpipe.stores.bucket_backend import BucketBackend, BufferedUpload
 from ckpipe.stores.http_options import check_proxy, flag, positive
 from ckpipe_gcs.access import Access, find_endpoint, open_session
 from ckpipe_gcs.address import Address
@@ -134,7 +134,7 @@ class GcsBackend(BucketBackend):
             raise UsageError(message, key=key, hint=hint)
         await self._check_fitness()
         if size <= min(block_bytes, BUFFERED_BYTES):
-            return self._buffered(key, size)
+            return BufferedUpload(self._objects, key, size)
         return CompositeUpload(
             self._requests, self._objects, self._leftovers, key, size, block_bytes,
             self._resumable_bytes,

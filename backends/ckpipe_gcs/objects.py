@@ -14,6 +14,7 @@ from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from ckpipe.format.checksum import crc32c
 from ckpipe.stores.body_checksums import checksum_of, checksum_text, read_checksum
+from ckpipe.stores.bucket_backend import OWNER
 from ckpipe.stores.http_bodies import fill
 from ckpipe.stores.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
 from ckpipe.tasks.lanes import run_lanes
@@ -50,14 +51,21 @@ class Objects:
         self._address = requests.address
         self._pins: OrderedDict[str, str] = OrderedDict()
 
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        """See :meth:`ckpipe.Backend.put`."""
+    async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None:
+        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
         name = self._address.name(key)
         self._pins.pop(key, None)
         conditional = mode is PutMode.CREATE and self.create_only
         if mode is PutMode.CREATE and not conditional:
             await self._check_free(key)
-        await self.write(name, data, NEW if conditional else {}, {}, key)
+        await self.write(name, data, NEW if conditional else {}, owned_by(owner), key)
+
+    async def owner(self, key: str) -> str | None:
+        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
+        try:
+            return owner_of(await self.resource(self._address.name(key), key))
+        except ObjectNotFound:
+            return None
 
     async def create(self, name: str, data: bytes) -> None:
         """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
@@ -226,6 +234,17 @@ class Objects:
 BYTES = "application/octet-stream"
 NEW: Mapping[str, str] = {"ifGenerationMatch": "0"}
 """The condition that there is no such object."""
+
+
+def owned_by(owner: str | None) -> Mapping[str, Any]:
+    """What the store is told of an object, so that it names the upload that has made it."""
+    return {} if owner is None else {"metadata": {OWNER: owner}}
+
+
+def owner_of(resource: Resource) -> str | None:
+    """The upload that has made an object, by what the store tells of it."""
+    found: str | None = (resource.get("metadata") or {}).get(OWNER)
+    return found
 
 
 def related(metadata: bytes, data: bytes | memoryview) -> MemoryBody:

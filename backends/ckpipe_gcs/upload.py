@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ckpipe.backend import Upload
-from ckpipe.errors import ObjectExists, StoreError, StoreUnavailable, UsageError
+from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable, UsageError
 from ckpipe.stores.body_checksums import checksum_of
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe_gcs.composing import MAX_SOURCES, Piece, joined, request, runs
 from ckpipe_gcs.leftovers import Leftovers
-from ckpipe_gcs.objects import BYTES, NEW, Objects, check_stored
+from ckpipe_gcs.objects import BYTES, NEW, Objects, check_stored, owned_by, owner_of
 from ckpipe_gcs.requests import FIELDS, Requests, Resource, json_body
 from ckpipe_gcs.sessions import Session
 
@@ -29,9 +29,6 @@ logger = logging.getLogger("ckpipe")
 
 COMPOSE_LANES = 8
 """How many requests that compose are under way at a time."""
-
-OWNER = "ckpipe-upload"
-"""The custom metadata of an object that tells which upload made it."""
 
 TEMPORARY = {"storageClass": "STANDARD"}
 """Other classes charge for a month at least, also for what lives for a minute. A composed object
@@ -143,12 +140,8 @@ class CompositeUpload(Upload):
         while len(pieces) > MAX_SOURCES:
             level += 1
             pieces = await self._composed(level, list(runs(pieces)))
-        await self._compose_object(pieces)
-        try:
-            await self._end()
-        except StoreError as error:
-            # The object is whole. Closing the backend tries once more, and so does a sweep.
-            logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
+        resource = {"contentType": BYTES, **owned_by(self._token)}
+        await self._finish(await self._compose(self._name, pieces, resource))
 
     async def _composed(self, level: int, groups: Sequence[Sequence[Piece]]) -> Sequence[Piece]:
         """One temporary object for each group of pieces."""
@@ -171,33 +164,34 @@ class CompositeUpload(Upload):
             made = await self._objects.resource(name, self._key)
         return await self._checked(name, made, value, size)
 
-    async def _compose_object(self, pieces: Sequence[Piece]) -> None:
-        size, value = joined(pieces)
-        resource = {"contentType": BYTES, "metadata": {OWNER: self._token}}
+    async def landed(self) -> bool:
         try:
-            made = await self._compose(self._name, pieces, resource)
-        except (ObjectExists, StoreUnavailable) as error:
-            made = await self._read_back(error)
+            found = await self._objects.resource(self._name, self._key)
+        except ObjectNotFound:
+            return False
+        if owner_of(found) != self._token:
+            return False
+        await self._finish(found)
+        return True
+
+    async def _finish(self, made: Resource) -> None:
+        """Checks the object, and deletes what it was composed of.
+
+        Raises:
+            StoreError: If it is not what was sent; it is removed then.
+        """
+        size, value = joined([self._parts[number] for number in range(self._count)])
         try:
             check_stored(made, value, size, self._where, self._key)
         except StoreUnavailable as error:
             await self._objects.remove({self._name: str(made["generation"])})
             message = f"{self._where} was composed of other bytes than were sent"
             raise StoreError(message, key=self._key, hint="Save again") from error
-
-    async def _read_back(self, cause: StoreError) -> Resource:
-        """The object, if this upload has made it although it was told something else.
-
-        Raises:
-            StoreError: What it was told, if not.
-        """
         try:
-            found = await self._objects.resource(self._name, self._key)
-        except StoreError:
-            raise cause from None
-        if (found.get("metadata") or {}).get(OWNER) != self._token:
-            raise cause
-        return found
+            await self._end()
+        except StoreError as error:
+            # The object is whole. Closing the backend tries once more, and so does a sweep.
+            logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
 
     async def _compose(
         self, name: str, pieces: Sequence[Piece], resource: Mapping[str, object]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -9,12 +10,12 @@ from typing import Literal, Self
 
 from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
 from ckpipe.errors import UsageError
-from ckpipe.stores.bucket_backend import BucketBackend
+from ckpipe.stores.bucket_backend import BucketBackend, BufferedUpload
 from ckpipe.stores.http_options import check_endpoint, check_proxy, flag, positive
 from ckpipe_s3.address import parse_address
 from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.listing import children, objects
-from ckpipe_s3.objects import Objects
+from ckpipe_s3.objects import Objects, owned_by
 from ckpipe_s3.open_uploads import OpenUploads
 from ckpipe_s3.requests import Requests
 from ckpipe_s3.upload import MultipartUpload
@@ -121,16 +122,18 @@ class S3Backend(BucketBackend):
         self._address.name(key)
         await self._check_fitness()
         if size <= min(block_bytes, MIN_PART_BYTES):
-            return self._buffered(key, size)
+            return BufferedUpload(self._objects, key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
             message = f"S3 cannot take {size} bytes in {MAX_PARTS} blocks of {block_bytes} bytes"
             mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
             hint = f'Set staging.block_bytes to "{mebibytes} MiB" or more'
             raise UsageError(message, key=key, hint=hint)
-        upload_id = await self._unfinished.begin(key)
+        token = secrets.token_hex(8)
+        upload_id = await self._unfinished.begin(key, owned_by(token))
         return MultipartUpload(
-            self._requests, self._objects, self._unfinished, key, size, block_bytes, upload_id
-        )
+            self._requests, self._objects, self._unfinished, key, size, block_bytes, upload_id,
+            token,
+        )  # fmt: skip
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         below = self._address.below(prefix)

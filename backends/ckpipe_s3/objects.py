@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import Any
 
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError
 from ckpipe.stores.body_checksums import checksum_of, checksum_text
+from ckpipe.stores.bucket_backend import OWNER
 from ckpipe.stores.http_bodies import fill
 from ckpipe.stores.http_stores import check_range, cut_short, truncated
 from ckpipe_s3.failures import answer_of, refused
@@ -33,27 +35,36 @@ class Objects:
         self._requests, self._writing = requests, writing
         self._address = requests.address
 
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        """See :meth:`ckpipe.Backend.put`."""
+    async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None:
+        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
         name = self._address.name(key)
-        condition: Mapping[str, str] = {}
+        condition: Parameters = {}
         if mode is PutMode.CREATE and self.create_only:
             condition = {"IfNoneMatch": "*"}
         elif mode is PutMode.CREATE:
             await self.check_free(key)
-        await self._write(name, data, condition, key)
+        await self._write(name, data, {**condition, **owned_by(owner)}, key)
+
+    async def owner(self, key: str) -> str | None:
+        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
+        try:
+            head = await self._head(key)
+        except ObjectNotFound:
+            return None
+        found: str | None = head["Metadata"].get(OWNER)
+        return found
 
     async def create(self, name: str, data: bytes) -> None:
         """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
         await self._write(name, data, {"IfNoneMatch": "*"})
 
     async def _write(
-        self, name: str, data: bytes, condition: Mapping[str, str], key: str | None = None
+        self, name: str, data: bytes, more: Parameters, key: str | None = None
     ) -> None:
         checksum = checksum_text(await checksum_of(data))
         await self._requests.ask(
             "write", "put_object", key=key, nbytes=len(data), Key=name, Body=data,
-            ChecksumCRC32C=checksum, **condition, **self._writing,
+            ChecksumCRC32C=checksum, **more, **self._writing,
         )  # fmt: skip
 
     async def check_free(self, key: str) -> None:
@@ -113,9 +124,12 @@ class Objects:
 
     async def stat(self, key: str) -> ObjectInfo:
         """See :meth:`ckpipe.Backend.stat`."""
-        name = self._address.name(key)
-        head = await self._requests.ask("look at", "head_object", key=key, Key=name)
+        head = await self._head(key)
         return ObjectInfo(key, int(head["ContentLength"]), whole_seconds(head["LastModified"]))
+
+    async def _head(self, key: str) -> Any:
+        name = self._address.name(key)
+        return await self._requests.ask("look at", "head_object", key=key, Key=name)
 
     async def delete(self, keys: Iterable[str]) -> None:
         """See :meth:`ckpipe.Backend.delete`."""
@@ -142,6 +156,11 @@ class Objects:
         for name in names:
             key = self._address.key(name)
             await self._requests.ask("delete", "delete_object", key=key, Key=name)
+
+
+def owned_by(owner: str | None) -> Parameters:
+    """Parameters of a request that makes an object, which name the upload that makes it."""
+    return {} if owner is None else {"Metadata": {OWNER: owner}}
 
 
 def _status(error: StoreError) -> int:

@@ -36,8 +36,12 @@ class OpenUploads:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def begin(self, key: str) -> str:
+    async def begin(self, key: str, more: Parameters) -> str:
         """Begins an upload.
+
+        Args:
+            key: The key of its object.
+            more: Further parameters of the request.
 
         Returns:
             The store's name for it.
@@ -48,7 +52,8 @@ class OpenUploads:
         async with self._noted(key):
             answer = await self._requests.ask(
                 "begin an upload of", "create_multipart_upload", key=key,
-                Key=self._requests.address.name(key), ChecksumAlgorithm="CRC32C", **self._writing,
+                Key=self._requests.address.name(key), ChecksumAlgorithm="CRC32C", **more,
+                **self._writing,
             )  # fmt: skip
         upload_id = str(answer["UploadId"])
         self._open[upload_id] = key

@@ -31,6 +31,7 @@ class MultipartUpload(Upload):
         size: Its size in bytes.
         block_bytes: The size of all parts but the last.
         upload_id: The store's name for the upload.
+        token: The upload's own name, which its object carries.
     """
 
     takes_checksums = True
@@ -44,10 +45,11 @@ class MultipartUpload(Upload):
         size: int,
         block_bytes: int,
         upload_id: str,
+        token: str,
     ) -> None:
         self._requests, self._objects, self._unfinished = requests, objects, unfinished
         self._key, self._size, self._block_bytes, self._id = key, size, block_bytes, upload_id
-        self._name = requests.address.name(key)
+        self._name, self._token = requests.address.name(key), token
         self._parts: dict[int, Mapping[str, Any]] = {}
 
     def __repr__(self) -> str:
@@ -93,6 +95,15 @@ class MultipartUpload(Upload):
             Key=self._name, UploadId=self._id,
             MultipartUpload={"Parts": [self._parts[number] for number in range(self._count)]},
         )  # fmt: skip
+        await self._end()
+
+    async def landed(self) -> bool:
+        if await self._objects.owner(self._key) != self._token:
+            return False
+        await self._end()
+        return True
+
+    async def _end(self) -> None:
         self._unfinished.forget(self._id)
         await self._unfinished.settle(self._key)
 

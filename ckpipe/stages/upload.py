@@ -24,7 +24,7 @@ from ckpipe.format.cargo import Cargo
 from ckpipe.format.object_names import data_file_key
 from ckpipe.saves.block_sums import block_checksum
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
-from ckpipe.stores.retrying import retrying, telling
+from ckpipe.stores.retrying import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")
 
@@ -170,33 +170,37 @@ class _Files(Generic[B]):
     async def _complete(self, number: int, upload: Upload) -> None:
         file = self._cargo.files[number]
         key = data_file_key(self._save.id, file.name)
-        failed = False
-        # Before it is complete, since who is cancelled does not get to know.
+        tries, may_be_ours = Tries(self._policy), False
+        # Noted before it is complete: a save that is cancelled meanwhile does not hear of it.
         self._save.stored.append(key)
-
-        async def attempt() -> None:
-            nonlocal failed
+        while True:
             try:
-                await upload.complete()
+                return await tries.once(upload.complete)
             except CkpipeError as error:
-                foreign = isinstance(error, ObjectExists) and not failed
-                failed = True
-                if foreign:  # another writer uses this name: nothing here is ours for sure
+                taken = isinstance(error, ObjectExists)
+                may_be_ours = may_be_ours or not taken
+                if await self._landed(upload, key, file.size if may_be_ours else None):
+                    return None
+                if taken:  # another writer uses this name: nothing here is ours for sure
                     self._save.stored.clear()
-                if foreign or not await self._landed(key, file.size):
-                    raise
+                await tries.wait_after(error)
 
-        await retrying(self._policy, attempt)
+    async def _landed(self, upload: Upload, key: str, size: int | None) -> bool:
+        """Tell whether an upload is complete although completing it failed.
 
-    async def _landed(self, key: str, size: int) -> bool:
-        """Whether an upload is complete although completing it failed.
-
-        The name is ours alone and objects are never partial, so what is there is what we wrote.
+        Args:
+            upload: The upload.
+            key: The key of its object.
+            size: The size of an object that counts as its own if the store knows no better; None
+                if none does.
         """
         try:
-            return (await self._depot.patient.stat(key)).size == size
+            landed = await retrying(self._policy, upload.landed)
+            if landed is None and size is not None:
+                landed = (await self._depot.patient.stat(key)).size == size
         except StoreError:
             return False
+        return bool(landed)
 
     async def abort(self) -> None:
         """Gives up what is not complete; a store that fails in this too keeps its leftovers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import secrets
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -10,10 +11,13 @@ from typing import ClassVar, Protocol
 
 import anyio
 
-from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.backend import Backend, ObjectInfo, PutMode, Upload
+from ckpipe.errors import UsageError
 from ckpipe.stores import fitness
 from ckpipe.stores.bucket_address import PROBE_KEY, BucketAddress
-from ckpipe.stores.buffered_upload import BufferedUpload
+
+OWNER = "ckpipe-upload"
+"""The custom metadata of an object that names the upload that made it."""
 
 
 class BucketObjects(Protocol):
@@ -30,7 +34,18 @@ class BucketObjects(Protocol):
             StoreError: If the store failed.
         """
 
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None: ...
+    async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None: ...
+
+    async def owner(self, key: str) -> str | None:
+        """Reads which upload has made an object, by the metadata :data:`OWNER`.
+
+        Returns:
+            The ``owner`` that the object was put with; None if it has none, or is not there.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        ...
 
     async def get(self, key: str, max_bytes: int) -> bytes: ...
 
@@ -125,14 +140,6 @@ class BucketBackend(Backend, abc.ABC):
         await self._check_fitness()
         await self._objects.put(key, data, mode)
 
-    def _buffered(self, key: str, size: int) -> BufferedUpload:
-        """An upload that is sent whole, by one request, when it is complete."""
-
-        async def create(data: bytes) -> None:
-            await self._objects.put(key, data, PutMode.CREATE)
-
-        return BufferedUpload(create, key, size)
-
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         return await self._objects.get(key, max_bytes)
 
@@ -146,4 +153,36 @@ class BucketBackend(Backend, abc.ABC):
         await self._objects.delete(keys)
 
 
-__all__ = ["BucketBackend", "BucketObjects"]
+class BufferedUpload(Upload):
+    """An object that is kept in memory, and sent whole by one request when it is complete.
+
+    Args:
+        objects: Writes and looks at objects.
+        key: Its key.
+        size: Its size in bytes.
+    """
+
+    def __init__(self, objects: BucketObjects, key: str, size: int) -> None:
+        self._objects, self._key, self._data = objects, key, bytearray(size)
+        self._token = secrets.token_hex(8)
+
+    def __repr__(self) -> str:
+        return f"<BufferedUpload {self._key} {len(self._data)} bytes>"
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        if offset < 0 or offset + len(data) > len(self._data):
+            message = f"A block of {len(data)} bytes at {offset} leaves the {len(self._data)} bytes"
+            raise UsageError(message, key=self._key)
+        memoryview(self._data)[offset : offset + len(data)] = data
+
+    async def complete(self) -> None:
+        await self._objects.put(self._key, bytes(self._data), PutMode.CREATE, self._token)
+
+    async def landed(self) -> bool:
+        return await self._objects.owner(self._key) == self._token
+
+    async def abort(self) -> None:
+        self._data.clear()
+
+
+__all__ = ["OWNER", "BucketBackend", "BucketObjects", "BufferedUpload"]

@@ -123,6 +123,16 @@ class LargeObjectConformance(ConformanceBase):
         await upload.abort()
         assert await self.read(backend, "data/file") == pattern(1000, seed=2)
 
+    async def test_upload_knows_its_own_object(self, backend: Backend) -> None:
+        ours = await self.written(backend, "data/file", pattern(1000))
+        theirs = await self.written(backend, "data/file", pattern(1000))
+        assert await ours.landed() in (False, None)
+        await theirs.complete()
+        with pytest.raises(ObjectExists):
+            await ours.complete()
+        assert await ours.landed() in (False, None)
+        await ours.abort()
+
     async def test_uploads_side_by_side(self, backend: Backend) -> None:
         data = [pattern(self.block_bytes(backend) + number, seed=number) for number in range(1, 5)]
         async with anyio.create_task_group() as tasks:

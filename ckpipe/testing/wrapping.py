@@ -20,8 +20,8 @@ class Operation:
 
     Args:
         verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
-            ``abort``, ``get``, ``read_into``, ``view``, ``list``, ``children``, ``stat``,
-            ``delete`` or ``remove_stale_uploads``.
+            ``landed``, ``abort``, ``get``, ``read_into``, ``view``, ``list``, ``children``,
+            ``stat``, ``delete`` or ``remove_stale_uploads``.
         key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two nothing.
         size: How many bytes the caller sends or asks for, as far as it is known beforehand.
     """
@@ -127,6 +127,9 @@ class WrappedUpload(Upload):
 
     async def complete(self) -> None:
         await self._backend.around(Operation("complete", self._key), self._inner.complete)
+
+    async def landed(self) -> bool | None:
+        return await self._backend.around(Operation("landed", self._key), self._inner.landed)
 
     async def abort(self) -> None:
         await self._backend.around(Operation("abort", self._key), self._inner.abort)
