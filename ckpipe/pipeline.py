@@ -167,7 +167,7 @@ class Pipeline(PipelineBase):
         strict: bool = True,
         cast: bool = False,
         fallback: bool = False,
-        per_rank: PerRankPolicy = "raise",
+        per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Loads a checkpoint, into a state or as a fresh one.
@@ -191,9 +191,14 @@ class Pipeline(PipelineBase):
             cast: Whether tensors may change their dtype on the way.
             fallback: Whether to go on to the next older checkpoint if one is damaged. Of several
                 ranks all call alike, and damage that one finds counts for all.
-            per_rank: What becomes of values that were different on each rank, if the number of
-                ranks is another now: an error, or what the target has, or those of rank 0, or
-                what a function makes of a label and the values in the order of ranks.
+            per_rank: What becomes of values that were different on each rank, and of random
+                generators (:class:`~ckpipe.RngState`), if the number of ranks is another now;
+                None takes the setting ``per_rank``. ``"raise"`` is an error, ``"drop"`` keeps what
+                the target has, and ``"rank0"`` takes the values of rank 0; several ranks cannot
+                take its generators, which is an error. ``"derive"`` makes generators of each
+                rank's own from the saved ones, and is an error for other values. A function makes
+                a value of a label and the values in the order of ranks; it is not asked about
+                generators, which are derived.
             pickle: Whether pickled objects may be loaded, which runs code from the checkpoint.
 
         Returns:

@@ -108,6 +108,10 @@ class Settings(BaseSettings):
     drain_timeout_seconds: float = Field(600.0, ge=0)
     """How long leaving the pipeline on an exception waits for staged saves, in seconds."""
 
+    per_rank: Literal["raise", "drop", "rank0", "derive"] = "raise"
+    """What a load does with values of one rank each, and with random generators, where another
+    number of ranks has saved them; ``load(per_rank=…)`` goes before it and says what each means."""
+
     pickle: Literal["refuse", "allow"] = "refuse"
     """Whether objects of types that ckpipe does not know are saved and loaded by pickle, which
     runs code from the file. Needed at both ends."""

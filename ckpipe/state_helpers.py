@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,10 @@ class RngState:
     Saving reads their states at that moment, loading sets them, so that what is drawn after a
     load is what would have been drawn after the save. Generators of other devices than the saved
     ones are left alone.
+
+    Each rank has generators of its own. A rank that did not save them, as where another number of
+    ranks loads, is refused with ``PerRankValue``; with ``per_rank="derive"`` it gets generators
+    that are derived from those of the lowest rank and from its own rank.
     """
 
     def __repr__(self) -> str:
@@ -56,16 +62,9 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all generators."""
-        version, internal, gauss = random.getstate()
-        state: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "numpy": np.random.get_state(legacy=False),
-            "python": {
-                "version": version,
-                "internal": np.array(internal, dtype=np.uint32),
-                "gauss": gauss,
-            },
-        }
+        state = _saved_form(
+            torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+        )
         if cuda.in_use():
             state["cuda"] = torch.cuda.get_rng_state_all()
         return state
@@ -80,3 +79,60 @@ class RngState:
         if "cuda" in state and torch.cuda.is_available():
             for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(value, device)
+
+
+def _saved_form(
+    in_torch: torch.Tensor, in_numpy: Any, in_python: tuple[Any, ...]
+) -> dict[str, Any]:
+    version, internal, gauss = in_python
+    return {
+        "torch": in_torch,
+        "numpy": in_numpy,
+        "python": {
+            "version": version,
+            "internal": np.array(internal, dtype=np.uint32),
+            "gauss": gauss,
+        },
+    }
+
+
+def derived_generators(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Make the state of new generators from a saved one and a rank, different for each rank.
+
+    Args:
+        state: What ``RngState.state_dict`` returned.
+        rank: The rank that they are for.
+    """
+    common = hashlib.blake2b()
+    for leaf in _leaves(state):
+        common.update(leaf)
+    own = hashlib.blake2b(common.digest() + rank.to_bytes(8, "little")).digest()
+    # torch takes 32 bits of a seed on the CPU, where hashes of many ranks may meet: so it is added.
+    seed = (int.from_bytes(common.digest()[:4], "little") + rank) % 2**32
+    bits = _BIT_GENERATORS[state["numpy"]["bit_generator"]](np.frombuffer(own[:32], np.uint32))
+    made = _saved_form(
+        torch.Generator().manual_seed(seed).get_state(),
+        np.random.RandomState(bits).get_state(legacy=False),
+        random.Random(own[32:]).getstate(),
+    )
+    if "cuda" in state and torch.cuda.is_available():
+        devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+        made["cuda"] = [torch.Generator(each).manual_seed(seed).get_state() for each in devices]
+    return made
+
+
+_BIT_GENERATORS = {each.__name__: each for each in np.random.BitGenerator.__subclasses__()}
+
+
+def _leaves(value: Any) -> Iterator[bytes]:
+    """The leaves of a nested state as bytes."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        yield np.asarray(value).tobytes()
+    else:
+        yield repr(value).encode()

@@ -100,7 +100,7 @@ class SyncPipeline(PipelineBase):
         strict: bool = True,
         cast: bool = False,
         fallback: bool = False,
-        per_rank: PerRankPolicy = "raise",
+        per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Loads a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""

@@ -42,7 +42,7 @@ _PIPELINE = {
         self, into: Any = None, *, step: Which | None = None,
         include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
         strict: bool = True, cast: bool = False, fallback: bool = False,
-        per_rank: PerRankPolicy = 'raise',
+        per_rank: PerRankPolicy | None = None,
         pickle: Literal['refuse', 'allow'] = 'refuse'
     ) -> LoadResult | None""",
     "best": """(
@@ -161,7 +161,7 @@ SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
     incomplete_in_a_row final_format export.part export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
-    drain_timeout_seconds pickle keep_reports read_only
+    drain_timeout_seconds per_rank pickle keep_reports read_only
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds

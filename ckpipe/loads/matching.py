@@ -159,6 +159,8 @@ class Matching:
     def match_mapping(self, target: Any, node: Node, label: str) -> Make:
         if not isinstance(target, dict):
             raise _wrong_kind(f"a {node[0]}", target, label)
+        if self._rebuild.derives(node):
+            return self._rebuild.plan(node, label)
         children = children_of(node, label)
         saved, own_keys = _exact([key for key, _, _ in children], list(target))
         live = dict(zip(own_keys, target, strict=True))

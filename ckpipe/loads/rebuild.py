@@ -30,6 +30,7 @@ from ckpipe.loads.hints import Hint
 from ckpipe.loads.live_tensors import FILLABLE, has_shape, misfit, writable_view
 from ckpipe.loads.making import Changeable, Make, same
 from ckpipe.loads.per_rank import PerRankItems
+from ckpipe.loads.random_state import is_generators
 from ckpipe.loads.selecting import any_selected
 from ckpipe.loads.targets import Targets
 from ckpipe.state.registered_types import registered_as
@@ -106,7 +107,7 @@ class Rebuild:
         if copies is None:
             return self._decoded(self._values[number], label)
         if self._combine is None or not copies:
-            raise self.per_rank.refused(label)
+            raise self.per_rank.refused(label, copies)
         return self._combine(label, [self._decoded(each, label) for each in copies])
 
     def _decoded(self, data: Json, label: str) -> Any:
@@ -163,12 +164,13 @@ class Rebuild:
             PerRankValue: If nothing says how to combine them.
         """
         combine, stored = self._combine, self._targets.stored
-        if combine is None:
-            raise self.per_rank.refused(label)
+        parts = self.per_rank.tensors[number]
+        if combine is None or not parts:
+            raise self.per_rank.refused(label, parts)
         row = stored[number].row
         copies = [
             tensor_object(row, self._targets.filling.fresh(stored.of_part(part, inner)))
-            for part, inner in self.per_rank.tensors[number]
+            for part, inner in parts
         ]
         view = writable_view(live) if isinstance(live, FILLABLE) else None
 
@@ -206,6 +208,8 @@ class Rebuild:
     # Containers that can be changed
 
     def plan_mapping(self, node: Node, label: str, hint: Hint | None) -> Make:
+        if self.derives(node):
+            return self._plan_derived(node, label, hint)
         items = self._items(node, label, hint)
         attributes = None
         if node[0] == "ordered_dict" and len(node) > 3:
@@ -218,6 +222,20 @@ class Rebuild:
                 self._put(vars(made).update, attributes, {})
 
         return Changeable(empty_mapping(node), fill)
+
+    def derives(self, node: Node) -> bool:
+        """Whether a node is random generators, of which this rank gets derived ones."""
+        return self.per_rank.derive is not None and is_generators(node)
+
+    def _plan_derived(self, node: Node, label: str, hint: Hint | None) -> Make:
+        per_rank, self.per_rank = self.per_rank, PerRankItems()
+        try:
+            make = self.plan_mapping(node, label, hint)
+        finally:
+            self.per_rank = per_rank
+        assert per_rank.derive is not None
+        derive = per_rank.derive
+        return lambda: derive(make())
 
     def _items(self, node: Node, label: str, hint: Hint | None) -> list[tuple[Any, Make]]:
         children = children_of(node, label)

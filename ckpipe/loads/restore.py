@@ -30,6 +30,7 @@ from ckpipe.loads.load_planning import Read
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
 from ckpipe.loads.per_rank import PerRankPolicy
+from ckpipe.loads.random_state import keep_generators_apart
 from ckpipe.loads.reading import Destinations, Reader, known, lane_buffers
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.saved_state import fitted, labels_of, lacks, state_for, without
@@ -245,6 +246,7 @@ def _match_all(
 ) -> _Matched:
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
+    saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
     saved = saved if fresh else fitted(saved, request.into)
     first_wins = request.per_rank == "rank0"
     stored = StoredTensors(

@@ -192,7 +192,7 @@ def lacks(node: Node, target: Any, label: str = "") -> bool:
 
 def labels_of(saved: SavedState) -> frozenset[str]:
     """The labels of what belongs to a rank."""
-    return frozenset(_labels(saved.tree, "", saved.per_rank))
+    return frozenset(_labels(saved.tree, "", saved.per_rank)) | saved.per_rank.generators
 
 
 def _labels(node: Node, label: str, items: PerRankItems) -> Iterable[str]:

@@ -75,8 +75,11 @@ def check_load(per_rank: object, pickle: str) -> None:
     """
     if pickle not in ("refuse", "allow"):
         raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
-    if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0"):
-        raise UsageError(f"per_rank is 'raise', 'drop', 'rank0' or a function, not {per_rank!r}")
+    choices = ("raise", "drop", "rank0", "derive")
+    if not callable(per_rank) and per_rank not in choices:
+        raise UsageError(
+            f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
+        )
 
 
 def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:

@@ -394,11 +394,12 @@ class PipelineCore:
         *,
         strict: bool,
         cast: bool,
-        per_rank: PerRankPolicy,
+        per_rank: PerRankPolicy | None,
         pickle: str,
         blocking: bool,
     ) -> LoadRequest:
         """Checks what ``load`` was given, on the caller's thread."""
+        per_rank = self.settings.per_rank if per_rank is None else per_rank
         check_load(per_rank, pickle)
         hold = NoHold() if into is None else LoadHold(self.lock, blocking=blocking)
         return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank, hold)
