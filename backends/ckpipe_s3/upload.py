@@ -95,17 +95,14 @@ class MultipartUpload(Upload):
             Key=self._name, UploadId=self._id,
             MultipartUpload={"Parts": [self._parts[number] for number in range(self._count)]},
         )  # fmt: skip
-        await self._end()
+        self._unfinished.forget(self._id)
+        await self._unfinished.settle(self._key)
 
     async def landed(self) -> bool:
         if await self._objects.owner(self._key) != self._token:
             return False
-        await self._end()
+        self._unfinished.forget(self._id)  # closing settles what else may be open for the key
         return True
-
-    async def _end(self) -> None:
-        self._unfinished.forget(self._id)
-        await self._unfinished.settle(self._key)
 
     async def abort(self) -> None:
         with anyio.CancelScope(shield=True):
