@@ -338,6 +338,8 @@ class Backend(abc.ABC):
             prefix: Empty, or whole parts with a ``/`` at the end.
 
         Raises:
+            LinkRefused: If the store has links, and one stands on the way to the prefix: what is
+                listed may be deleted.
             StoreError: If the store failed.
         """
 
@@ -377,6 +379,7 @@ class Backend(abc.ABC):
         """Deletes objects. A key that no object has is no error; deletions are not atomic together.
 
         Raises:
+            LinkRefused: If the store has links, and one stands on the way to an object.
             StoreError: If the store failed; some of the objects may be gone.
         """
 

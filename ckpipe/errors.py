@@ -48,6 +48,7 @@
         ├── PermissionDenied        the store refuses the operation
         ├── StoreFull               no space or quota is left
         ├── InvalidKey              the store cannot hold this key
+        ├── LinkRefused             a symbolic link stands where something is to be changed
         └── StoreUnavailable        try again later (``transient`` is true)
             └── Throttled           try again later, and slower
 
@@ -289,6 +290,10 @@ class StoreFull(StoreError):
 
 class InvalidKey(StoreError):
     """The store cannot hold an object of this key."""
+
+
+class LinkRefused(StoreError):
+    """A directory is a symbolic link, through which nothing is written or deleted."""
 
 
 class StoreUnavailable(StoreError):

@@ -296,6 +296,7 @@ class Pipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If it is absent.
             UsageError: If it is protected, or this pipeline is writing it, which nothing forces.
+            LinkRefused: If its directory is a symbolic link; it is as it was then.
             StoreError: If the store failed; deleting it again goes on where it stopped.
         """
         await self._core.run(self._core.engine.delete, which(step), force=force)

@@ -645,7 +645,7 @@ def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.M
         direct_io.write_all(descriptor, data, offset)
 
     monkeypatch.setattr("ckpipe_local.partial.write_all", write_late)
-    file = begin_file(str(tmp_path / "f"), str(tmp_path), set(), 3, False)
+    file = begin_file("f", str(tmp_path), set(), 3, False)
     writer = threading.Thread(target=file.write, args=([(0, memoryview(b"abc"))],))
     closer = threading.Thread(target=file.close)
     writer.start()
@@ -655,7 +655,8 @@ def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.M
     assert closer.is_alive()
     release.set()
     closer.join(30)
-    assert Path(file.temporary).read_bytes() == b"abc"
+    (temporary,) = tmp_path.iterdir()
+    assert temporary.read_bytes() == b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.write([(0, memoryview(b"abc"))])
 

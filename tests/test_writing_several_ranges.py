@@ -79,12 +79,13 @@ def refusing(pwritev: Write) -> Write:
     return write
 
 
-def written(file: PartialFile, ranges: Ranges) -> bytes:
+def written(root: str, file: PartialFile, ranges: Ranges) -> bytes:
     """What is in a file once the ranges are, of which it has one half at a time."""
     for half in (ranges[::2], ranges[1::2]):
         file.write(half)
     file.close()
-    return Path(file.temporary).read_bytes()
+    (temporary,) = Path(root).iterdir()
+    return temporary.read_bytes()
 
 
 @pytest.mark.parametrize("kernel", [lambda pwritev: pwritev, short, refusing])
@@ -98,5 +99,5 @@ def test_every_byte_is_written(
     order.shuffle(ranges)
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwritev", kernel(os.pwritev))
-        file = begin_file(f"{root}/f", root, set(), len(image), True)
-        assert written(file, ranges) == image
+        file = begin_file("f", root, set(), len(image), True)
+        assert written(root, file, ranges) == image

@@ -37,7 +37,7 @@ from ckpipe_local.directories import (
 )
 from ckpipe_local.failures import opening, reading, writing
 from ckpipe_local.object_files import check_regular
-from ckpipe_local.partial import PartialFile, begin_file, put_object, put_volatile_object
+from ckpipe_local.partial import PartialFile, begin_file, put_object
 from ckpipe_local.residency import resident_view
 from ckpipe_local.upload import LocalUpload
 
@@ -49,6 +49,9 @@ class LocalBackend(Backend):
     atomic ``link`` or ``rename`` of a temporary file that was synced before; a crash leaves at
     most temporary files behind, which no method shows. Directories that become empty are
     removed. What the page cache holds is read from there, and bulk data goes past it.
+
+    The root may be reached through links. A directory below it that is a link can be read through,
+    while writing, deleting or listing all of it raises :class:`~ckpipe.errors.LinkRefused`.
 
     Args:
         url: ``file:///path`` (percent-encoded), or a plain path, relative to the working
@@ -98,22 +101,22 @@ class LocalBackend(Backend):
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         path = self._path(key)
         with writing(f"write {path}", key):
-            await in_thread(put_object, path, self._root, self._durable, data, mode)
+            await in_thread(put_object, key, self._root, self._durable, data, mode)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with writing(f"write {path}", key):
-            await in_thread(put_volatile_object, path, self._root, self._durable, data)
+            await in_thread(put_object, key, self._root, self._durable, data, PutMode.CREATE, False)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         path = self._path(key)
         with writing(f"write {path}", key):
-            file = await in_thread(self._begin, path, size)
-        return LocalUpload(key, size, file, self._uploads)
+            file = await in_thread(self._begin, key, size)
+        return LocalUpload(key, size, path, file, self._uploads)
 
-    def _begin(self, path: str, size: int) -> PartialFile:
+    def _begin(self, key: str, size: int) -> PartialFile:
         # The file is noted in the thread: a caller that is cancelled now never gets to see it.
-        file = begin_file(path, self._root, self._durable, size, self._direct)
+        file = begin_file(key, self._root, self._durable, size, self._direct)
         self._uploads.add(file)
         return file
 
@@ -158,9 +161,9 @@ class LocalBackend(Backend):
         return object_info(key, found)
 
     async def delete(self, keys: Iterable[str]) -> None:
-        paths = [self._path(key) for key in keys]
+        checked = [self._checked(key) for key in keys]
         with writing(f"delete objects of {self._root}"):
-            await in_thread(delete_files, paths, self._root, self._durable)
+            await in_thread(delete_files, checked, self._root, self._durable)
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         check_prefix(prefix)
@@ -168,9 +171,12 @@ class LocalBackend(Backend):
             return await in_thread(remove_stale, self._root, prefix, before, self._durable)
 
     def _path(self, key: str) -> str:
+        return os.path.join(self._root, self._checked(key))
+
+    def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key).split("/")):
             raise InvalidKey("The key has a part that begins like a temporary file", key=key)
-        return os.path.join(self._root, key)
+        return key
 
 
 def discard_all(files: set[PartialFile]) -> None:

@@ -88,10 +88,19 @@ def _advance(written: int) -> int:
     return written
 
 
-def open_direct(path: str) -> int | None:
-    """Opens a file for writing past the page cache; None where its file system refuses."""
+def open_direct(path: str, directory: int | None = None) -> int | None:
+    """Opens a file for writing past the page cache.
+
+    Args:
+        path: Its path.
+        directory: A descriptor of the directory that the path is relative to.
+
+    Returns:
+        None where its file system refuses.
+    """
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, flags, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return None

@@ -3,6 +3,10 @@
 A directory may be removed at any moment by whoever deletes the last object in it. A writer
 therefore makes the directory and creates its temporary file as one step that is tried again when
 the directory vanished in between; from then on the temporary file keeps the directory alive.
+
+Writes and deletions open one directory after the other, from the root down, each relative to the
+one before and without following a link: a link below the root, put there at whatever moment, leads
+neither of them elsewhere.
 """
 
 from __future__ import annotations
@@ -13,17 +17,20 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from ckpipe.backend import Children, ObjectInfo
-from ckpipe.errors import StoreError
+from ckpipe.errors import LinkRefused, StoreError
 
 TEMPORARY_PREFIX = ".ckpipe-tmp-"
 """How the names of files begin that are not objects yet."""
 
 _ABANDONED_SECONDS = 3600.0
 _CREATE_TRIES = 100
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_temporary(name: str) -> bool:
@@ -33,14 +40,20 @@ def is_temporary(name: str) -> bool:
 
 def sync_directory(directory: str) -> None:
     """Makes the entries of a directory durable, where its file system has a way to."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(directory, _DIRECTORY)
+    try:
+        sync_entries(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_entries(descriptor: int) -> None:
+    """Makes the entries of an open directory durable, where its file system has a way to."""
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def open_root(root: str) -> list[str]:
@@ -52,7 +65,7 @@ def open_root(root: str) -> list[str]:
     made: list[str] = []
     _check_path(root)
     _make_root(root, made)
-    path = temporary_path(root)
+    path = os.path.join(root, temporary_name())
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     os.unlink(path)
     return made
@@ -104,65 +117,117 @@ def _make_root(directory: str, made: list[str]) -> None:
     sync_directory(parent)
 
 
-def temporary_path(directory: str) -> str:
-    """A path in a directory that nobody else uses."""
-    return os.path.join(directory, TEMPORARY_PREFIX + secrets.token_hex(8))
+def temporary_name() -> str:
+    """A name of a temporary file that nobody else uses."""
+    return TEMPORARY_PREFIX + secrets.token_hex(8)
 
 
-def create_temporary(
-    directory: str, root: str, durable: set[str], *, lasting: bool = True
-) -> tuple[int, str]:
+@contextlib.contextmanager
+def directories(
+    root: str, below: str, durable: set[str] | None = None, *, lasting: bool = True
+) -> Iterator[list[int]]:
+    """Opens the root and each directory on the way to one below it, and closes them at the end.
+
+    Args:
+        root: The root, which may be a link, and is never made: when it is gone, writing on would go
+            to another file system.
+        below: The directory, relative to the root; empty for the root itself.
+        durable: The directories known to be durable in their parents, kept up to date here. Those
+            that are missing are made if it is given.
+        lasting: Whether directories that are made have to survive a loss of power. One right below
+            the root always does, since others take it for durable.
+
+    Yields:
+        Their descriptors, the root's first.
+
+    Raises:
+        LinkRefused: If one of them is a link.
+        FileNotFoundError: If one is missing and not to be made, or vanished again.
+    """
+    opened = [os.open(root, _DIRECTORY)]
+    path = ""
+    try:
+        for part in below.split("/") if below else ():
+            path = f"{path}/{part}" if path else part
+            try:
+                opened.append(_enter(opened[-1], part, root, path))
+            except FileNotFoundError:
+                if durable is None:
+                    raise
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=opened[-1])
+                opened.append(_enter(opened[-1], part, root, path))
+            if durable is not None and path not in durable and (lasting or path == part):
+                # One that exists may have been made by a process that has not made it durable yet.
+                sync_entries(opened[-2])
+                durable.add(path)
+        yield opened
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _enter(parent: int, name: str, root: str, path: str) -> int:
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise _refused(root, path) from None
+        raise
+
+
+def _refused(root: str, path: str) -> LinkRefused:
+    full = os.path.join(root, path)
+    try:
+        target = os.readlink(full)
+    except OSError:
+        target = "another place"
+    return LinkRefused(
+        f"{full} is a link to {target}, and nothing is written or deleted through a link",
+        hint="Put the directory itself there, or make a link of the whole root",
+    )
+
+
+@contextlib.contextmanager
+def new_file(
+    root: str, below: str, durable: set[str], *, lasting: bool = True
+) -> Iterator[tuple[int, int, str]]:
     """Creates a temporary file in a directory below the root, which is made if it is missing.
 
     Args:
-        directory: Where to create it.
-        root: Is never made itself: when it is gone, writing on would go to another file system.
-        durable: The directories known to be durable in their parents; kept up to date here.
-        lasting: Whether the directory has to survive a loss of power.
+        root: The root.
+        below: The directory, relative to the root.
+        durable: As for :func:`directories`.
+        lasting: As for :func:`directories`.
 
-    Returns:
-        A descriptor open for writing, and the path.
+    Yields:
+        A descriptor of the directory, which is closed at the end; one of the file, open for
+        writing, which is the caller's to close; and the name of the file.
     """
-    for remaining in reversed(range(_CREATE_TRIES)):
-        path = temporary_path(directory)
-        try:
-            (_make_below if lasting else _make_for_now)(directory, root, durable)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            return os.open(path, flags, 0o666), path
-        except FileNotFoundError:
-            durable.clear()
-            if not remaining:
-                raise
-    raise AssertionError("The last try returned or raised")
-
-
-def _make_for_now(directory: str, root: str, durable: set[str]) -> None:
-    """Makes a directory, durably only right below the root, where others take it for durable."""
-    if os.path.dirname(directory) in ("", root) or directory == root:
-        return _make_below(directory, root, durable)
-    with contextlib.suppress(FileExistsError):
-        try:
-            os.mkdir(directory)
-        except FileNotFoundError:
-            _make_for_now(os.path.dirname(directory), root, durable)
-            os.mkdir(directory)
-    return None
-
-
-def _make_below(directory: str, root: str, durable: set[str]) -> None:
-    if directory == root or directory in durable:
-        return
-    parent = os.path.dirname(directory)
-    _make_below(parent, root, durable)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(directory)
-    # One that exists may have been made by a process that has not made it durable yet.
-    sync_directory(parent)
-    durable.add(directory)
+    name = temporary_name()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        for remaining in reversed(range(_CREATE_TRIES)):
+            try:
+                opened = stack.enter_context(directories(root, below, durable, lasting=lasting))
+                descriptor = os.open(name, flags, 0o666, dir_fd=opened[-1])
+                break
+            except FileNotFoundError:
+                stack.close()
+                durable.clear()
+                if not remaining:
+                    raise
+        yield opened[-1], descriptor, name
 
 
 def list_objects(root: str, prefix: str) -> list[ObjectInfo]:
-    """All objects below a prefix."""
+    """All objects below a prefix, and links that lead to none, which no directory can lose.
+
+    Raises:
+        LinkRefused: If a directory on the way to the prefix is a link: who lists all of it may be
+            about to delete it.
+    """
+    _refuse_links(root, prefix)
     found: list[ObjectInfo] = []
     pending = [prefix]
     while pending:
@@ -170,9 +235,24 @@ def list_objects(root: str, prefix: str) -> list[ObjectInfo]:
         for entry in _entries(os.path.join(root, below)):
             if entry.is_dir(follow_symlinks=False):
                 pending.append(f"{below}{entry.name}/")
-            elif info := _object_info(entry, below):
+            elif info := _object_info(entry, below) or _link_info(entry, below):
                 found.append(info)
     return found
+
+
+def _refuse_links(root: str, prefix: str) -> None:
+    for below in accumulate(prefix.split("/")[:-1], "{}/{}".format):
+        if os.path.islink(os.path.join(root, below)):
+            raise _refused(root, below)
+
+
+def _link_info(entry: os.DirEntry[str], prefix: str) -> ObjectInfo | None:
+    if not entry.is_symlink():
+        return None
+    try:
+        return object_info(prefix + entry.name, entry.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return None
 
 
 def list_children(root: str, prefix: str) -> Children:
@@ -224,26 +304,35 @@ def object_info(key: str, found: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key, found.st_size, datetime.fromtimestamp(found.st_mtime, UTC))
 
 
-def delete_files(paths: list[str], root: str, durable: set[str]) -> None:
-    """Deletes files below the root, and the directories that are empty then."""
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            os.unlink(path)
-    for directory in {os.path.dirname(path) for path in paths}:
-        _prune(directory, root, durable)
+def delete_files(keys: Iterable[str], root: str, durable: set[str]) -> None:
+    """Deletes files below the root, and the directories that are empty then.
+
+    Raises:
+        LinkRefused: If a directory on the way to one is a link; some of the others may be gone.
+    """
+    for below, names in groupby(sorted(map(os.path.split, keys)), itemgetter(0)):
+        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with missing, directories(root, below) as opened:
+            for _, name in names:
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(name, dir_fd=opened[-1])
+            _prune(opened, below, durable)
 
 
-def _prune(directory: str, root: str, durable: set[str]) -> None:
-    while directory != root and _remove_if_empty(directory):
-        durable.discard(directory)
-        directory = os.path.dirname(directory)
+def _prune(opened: list[int], below: str, durable: set[str]) -> None:
+    """Removes a directory and those that it is in, as long as there is nothing else in them."""
+    for parent, directory in zip(opened[-2::-1], opened[:0:-1], strict=True):
+        if not _remove_if_empty(parent, directory, os.path.basename(below)):
+            break
+        durable.discard(below)
+        below = os.path.dirname(below)
 
 
-def _remove_if_empty(directory: str) -> bool:
+def _remove_if_empty(parent: int, directory: int, name: str) -> bool:
     """Whether a directory is gone; one that is in use, or must not be removed, stays."""
     try:
         _remove_abandoned(directory)
-        os.rmdir(directory)
+        os.rmdir(name, dir_fd=parent)
     except FileNotFoundError:
         return True
     except OSError:
@@ -251,7 +340,7 @@ def _remove_if_empty(directory: str) -> bool:
     return True
 
 
-def _remove_abandoned(directory: str) -> None:
+def _remove_abandoned(directory: int) -> None:
     """Removes the temporary files of a directory if there is nothing else and all are old.
 
     A young one may belong to an upload that goes on, in this process or on another machine.
@@ -261,7 +350,7 @@ def _remove_abandoned(directory: str) -> None:
         found = list(entries)
     if all(_is_abandoned(entry, before) for entry in found):
         for entry in found:
-            os.unlink(entry.path)
+            os.unlink(entry.name, dir_fd=directory)
 
 
 def _is_abandoned(entry: os.DirEntry[str], before: float) -> bool:
@@ -269,20 +358,21 @@ def _is_abandoned(entry: os.DirEntry[str], before: float) -> bool:
 
 
 def remove_stale(root: str, prefix: str, before: datetime, durable: set[str]) -> int:
-    """Removes the temporary files below a prefix that were last written before a time."""
-    removed = 0
-    for path in _stale_files(os.path.join(root, prefix), before.timestamp()):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-            removed += 1
-        _prune(os.path.dirname(path), root, durable)
-    return removed
+    """Removes the temporary files below a prefix that were last written before a time.
+
+    Raises:
+        LinkRefused: If a directory on the way to one is a link.
+    """
+    _refuse_links(root, prefix)
+    stale = list(_stale_files(root, prefix, before.timestamp()))
+    delete_files(stale, root, durable)
+    return len(stale)
 
 
-def _stale_files(top: str, before: float) -> Iterator[str]:
-    for directory, _, names in os.walk(top):
+def _stale_files(root: str, prefix: str, before: float) -> Iterator[str]:
+    for directory, _, names in os.walk(os.path.join(root, prefix)):
         for name in filter(is_temporary, names):
             path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path, follow_symlinks=False).st_mtime < before:
-                    yield path
+                    yield os.path.relpath(path, root)

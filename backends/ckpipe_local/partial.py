@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections.abc import Sequence
 
 from ckpipe.backend import PutMode
-from ckpipe.errors import StoreError
+from ckpipe.errors import LinkRefused, StoreError
 from ckpipe_local.direct_io import (
     aligned_part,
     open_direct,
@@ -17,7 +18,7 @@ from ckpipe_local.direct_io import (
     write_all,
     write_direct,
 )
-from ckpipe_local.directories import create_temporary, delete_files, sync_directory
+from ckpipe_local.directories import delete_files, directories, new_file, sync_entries
 from ckpipe_local.failures import unrepeatable
 from ckpipe_local.system_calls import preallocate
 
@@ -31,10 +32,10 @@ class PartialFile:
     """
 
     def __init__(
-        self, buffered: int, temporary: str, final: str, root: str, durable: set[str]
+        self, buffered: int, directory: str, names: tuple[str, str], root: str, durable: set[str]
     ) -> None:
-        self.temporary = temporary
-        self.final = final
+        self._temporary, self._name = names
+        self._directory = directory
         self._root, self._durable = root, durable
         self._buffered = buffered
         self._direct: int | None = None
@@ -44,11 +45,11 @@ class PartialFile:
         self._writers = 0
         self._closed = False
 
-    def prepare(self, size: int, *, direct: bool) -> None:
+    def prepare(self, size: int, directory: int, *, direct: bool) -> None:
         """Reserves the space, and finds out whether the page cache can be passed by."""
         preallocate(self._buffered, size)
         if direct:
-            self._direct = open_direct(self.temporary)
+            self._direct = open_direct(self._temporary, directory)
 
     def write(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Writes ranges; several threads may do so at once."""
@@ -82,16 +83,16 @@ class PartialFile:
                 offset += len(piece)
                 done = max(0, done - len(piece))
 
-    def publish(self, mode: PutMode) -> None:
+    def publish(self) -> None:
         """Makes the data durable, then the name, and closes the file."""
         self._sync()
         self.close()
-        if mode is PutMode.CREATE:
-            link_new(self.temporary, self.final)
-            os.unlink(self.temporary)
-        else:
-            os.rename(self.temporary, self.final)
-        self._sync_name(mode)
+        with directories(self._root, self._directory) as opened:
+            give_name(opened[-1], self._temporary, self._name, PutMode.CREATE)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self._root, self._directory, self._name)
 
     def _sync(self) -> None:
         """Makes the data durable, once, for the kernel reports a loss only once.
@@ -100,21 +101,11 @@ class PartialFile:
         """
         if self._synced is None:
             self._synced = False
-            with unrepeatable(f"make {self.final} durable"):
+            with unrepeatable(f"make {self._path} durable"):
                 os.fsync(self._buffered)
             self._synced = True
         elif not self._synced:
-            raise StoreError(f"Parts of {self.final} were lost on their way to the disk")
-
-    def _sync_name(self, mode: PutMode) -> None:
-        """Makes the name durable, or takes a new one back: what is listed has to stay."""
-        try:
-            sync_directory(os.path.dirname(self.final))
-        except OSError:
-            if mode is PutMode.CREATE:
-                with contextlib.suppress(OSError):
-                    os.rename(self.final, self.temporary)
-            raise
+            raise StoreError(f"Parts of {self._path} were lost on their way to the disk")
 
     def close(self) -> None:
         """Closes both descriptors once no thread writes through them."""
@@ -133,62 +124,99 @@ class PartialFile:
         The published object, if there is one, stays.
         """
         self.close()
-        delete_files([self.temporary], self._root, self._durable)
+        remove_temporary(self._directory, self._temporary, self._root, self._durable)
 
 
-def link_new(temporary: str, final: str) -> None:
-    """Gives a file a second name that nothing has yet; one of any number of racers wins."""
+def remove_temporary(directory: str, name: str, root: str, durable: set[str]) -> None:
+    """Removes a temporary file, unless a link has taken the place of its directory since."""
+    with contextlib.suppress(LinkRefused):
+        delete_files([os.path.join(directory, name)], root, durable)
+
+
+def give_name(
+    directory: int, temporary: str, name: str, mode: PutMode, *, lasting: bool = True
+) -> None:
+    """Gives a temporary file its name; of any number that create one, exactly one wins.
+
+    The name is durable then, or taken back if it was new: what is listed has to stay.
+
+    Args:
+        directory: A descriptor of the directory that it is in.
+        temporary: Its name until now.
+        name: Its name from now on.
+        mode: Whether another file may have the name already, which goes then.
+        lasting: Whether the name has to survive a loss of power.
+    """
+    if mode is PutMode.CREATE:
+        _link_new(directory, temporary, name)
+        os.unlink(temporary, dir_fd=directory)
+    else:
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    if not lasting:
+        return
     try:
-        os.link(temporary, final)
+        sync_entries(directory)
+    except OSError:
+        if mode is PutMode.CREATE:
+            with contextlib.suppress(OSError):
+                os.rename(name, temporary, src_dir_fd=directory, dst_dir_fd=directory)
+        raise
+
+
+def _link_new(directory: int, temporary: str, name: str) -> None:
+    try:
+        os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except FileExistsError as error:
-        if os.path.isdir(final):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
         raise
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        message = f"The file system of {final} has no hard links, which create-only writes need"
+        message = "The file system has no hard links, which create-only writes need"
         raise StoreError(message, hint="Use another file system") from error
 
 
-def put_object(path: str, root: str, durable: set[str], data: bytes, mode: PutMode) -> None:
-    """Writes a small object at once."""
-    descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
-    file = PartialFile(descriptor, temporary, path, root, durable)
-    try:
-        file.write([(0, memoryview(data))])
-        file.publish(mode)
-    except BaseException:
-        file.discard()
-        raise
+def put_object(
+    key: str, root: str, durable: set[str], data: bytes, mode: PutMode, lasting: bool = True
+) -> None:
+    """Writes a small object at once.
 
+    It takes as few system calls as it can, each of which may lose the GIL for a while.
 
-def put_volatile_object(path: str, root: str, durable: set[str], data: bytes) -> None:
-    """Creates a small object at once that need not survive a loss of power.
-
-    It takes as few system calls as it can, each of which may lose the interpreter for a while.
+    Args:
+        key: The object's key.
+        root: The root.
+        durable: The directories known to be durable in their parents; kept up to date here.
+        data: The object.
+        mode: Whether an object of this key may be there already.
+        lasting: Whether it has to survive a loss of power.
     """
-    directory = os.path.dirname(path)
-    descriptor, temporary = create_temporary(directory, root, durable, lasting=False)
-    try:
+    below, name = os.path.split(key)
+    with new_file(root, below, durable, lasting=lasting) as (directory, descriptor, temporary):
         try:
-            write_all(descriptor, memoryview(data), 0)
-        finally:
-            os.close(descriptor)
-        link_new(temporary, path)
-    except BaseException:
-        delete_files([temporary], root, durable)
-        raise
-    os.unlink(temporary)
+            try:
+                write_all(descriptor, memoryview(data), 0)
+                if lasting:
+                    with unrepeatable(f"make {os.path.join(root, key)} durable"):
+                        os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            give_name(directory, temporary, name, mode, lasting=lasting)
+        except BaseException:
+            remove_temporary(below, temporary, root, durable)
+            raise
 
 
-def begin_file(path: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
+def begin_file(key: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
     """Creates a large object's temporary file, with its space reserved."""
-    descriptor, temporary = create_temporary(os.path.dirname(path), root, durable)
-    file = PartialFile(descriptor, temporary, path, root, durable)
-    try:
-        file.prepare(size, direct=direct)
-    except BaseException:
-        file.discard()
-        raise
+    below, name = os.path.split(key)
+    with new_file(root, below, durable) as (directory, descriptor, temporary):
+        file = PartialFile(descriptor, below, (temporary, name), root, durable)
+        try:
+            file.prepare(size, directory, direct=direct)
+        except BaseException:
+            file.discard()
+            raise
     return file

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from ckpipe.backend import PutMode, Upload
+from ckpipe.backend import Upload
 from ckpipe.errors import UsageError
 from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe_local.failures import writing
@@ -25,10 +25,11 @@ class LocalUpload(Upload):
     most_blocks = 16
 
     def __init__(
-        self, key: str, size: int, file: PartialFile, unfinished: set[PartialFile]
+        self, key: str, size: int, path: str, file: PartialFile, unfinished: set[PartialFile]
     ) -> None:
         self._key = key
         self._size = size
+        self._path = path
         self._file = file
         self._unfinished = unfinished
 
@@ -43,15 +44,15 @@ class LocalUpload(Upload):
             if offset < 0 or offset + len(data) > self._size:
                 message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
                 raise UsageError(message, key=self._key)
-        with writing(f"write {self._file.final}", self._key):
+        with writing(f"write {self._path}", self._key):
             await in_thread(self._file.write, blocks)
 
     async def complete(self) -> None:
-        with writing(f"complete {self._file.final}", self._key):
-            await in_thread(self._file.publish, PutMode.CREATE)
+        with writing(f"complete {self._path}", self._key):
+            await in_thread(self._file.publish)
         self._unfinished.discard(self._file)
 
     async def abort(self) -> None:
-        with anyio.CancelScope(shield=True), writing(f"abort {self._file.final}", self._key):
+        with anyio.CancelScope(shield=True), writing(f"abort {self._path}", self._key):
             await in_thread(self._file.discard)
         self._unfinished.discard(self._file)

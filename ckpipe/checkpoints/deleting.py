@@ -2,8 +2,9 @@
 
 Theory. A tombstone is created first, and from then on the checkpoint does not count as complete,
 whoever looks and whatever is still there. Then the index goes, then manifests, then data, until a
-list shows nothing. A crash anywhere leaves a tombstone, by which the next prune finds what is
-left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
+list shows none of ckpipe's names. Other names below the prefix are left alone, and so is all that
+is reached through a link. A crash anywhere leaves a tombstone, by which the next prune finds what
+is left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
 cannot bring it back to life.
 
 A full store has no room for a tombstone, and must not stay full for that: then the checkpoint goes
@@ -27,6 +28,7 @@ nothing without the tombstone either, unless all of its manifests and so all of 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from enum import Enum, auto
@@ -35,9 +37,21 @@ from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.checkpoints.digests import owned_digests
 from ckpipe.checkpoints.discovery import Listing, list_root
 from ckpipe.checkpoints.leases import is_leased
-from ckpipe.errors import ObjectExists, ObjectNotFound, StoreFull
-from ckpipe.format.object_names import index_key, pin_key, prefix, tombstone_id, tombstone_key
+from ckpipe.errors import LinkRefused, ObjectExists, ObjectNotFound, StoreFull
+from ckpipe.format.object_names import (
+    index_key,
+    is_own,
+    pin_key,
+    prefix,
+    tombstone_id,
+    tombstone_key,
+)
 from ckpipe.types import CheckpointId
+
+logger = logging.getLogger("ckpipe")
+
+_SHOWN = 5
+"""So many names that ckpipe did not write are told of a deleted checkpoint."""
 
 
 class Removal(Enum):
@@ -55,17 +69,20 @@ async def delete(backend: Backend, id: CheckpointId) -> None:
     """Deletes a checkpoint, pinned or not; one that is gone or half deleted already is no error.
 
     Raises:
+        LinkRefused: If its directory is a link; it is as it was then.
         StoreError: If the store failed; deleting again goes on where it stopped.
     """
     digests = await _digests_of(backend, id)
+    there = await _keys(backend, id)
     if await _is_pinned(backend, id):
         await backend.delete([pin_key(id)])  # by which others would call the deletion off
     try:
         await _mark(backend, id)
     except StoreFull:
-        await _remove(backend, id, digests)
+        await _remove(backend, id, digests, there)
         await _mark(backend, id)
-    await _remove(backend, id, digests)
+        there = []
+    await _remove(backend, id, digests, there)
 
 
 async def retire(
@@ -82,17 +99,36 @@ async def retire(
         What has become of it. :func:`finish_deletions` removes what waits.
 
     Raises:
+        LinkRefused: If its directory is a link; it is as it was then.
         StoreError: If the store failed; retiring again goes on where it stopped.
     """
     digests = await _digests_of(backend, id) if digests is None else digests
+    there = await _keys(backend, id)
     try:
         await _mark(backend, id)
     except StoreFull:
-        removal = await _remove_unless_held(backend, id, digests)
+        removal = await _remove_unless_held(backend, id, digests, there)
         if removal is not Removal.GONE:
             return removal
         await _mark(backend, id)
-    return await _remove_unless_held(backend, id, digests)
+        there = []
+    return await _remove_unless_held(backend, id, digests, there)
+
+
+async def has_own(backend: Backend, id: CheckpointId) -> bool:
+    """Whether anything of a checkpoint lies below its prefix that deleting it would remove.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    try:
+        return any(is_own(id, key) for key in await _keys(backend, id))
+    except LinkRefused:
+        return False
+
+
+async def _keys(backend: Backend, id: CheckpointId) -> list[str]:
+    return [each.key async for each in backend.list(prefix(id))]
 
 
 async def _digests_of(backend: Backend, id: CheckpointId) -> list[str]:
@@ -105,7 +141,7 @@ async def _mark(backend: Backend, id: CheckpointId) -> None:
 
 
 async def _remove_unless_held(
-    backend: Backend, id: CheckpointId, digests: Iterable[str]
+    backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
 ) -> Removal:
     if await is_leased(backend, str(id)):
         return Removal.WAITS
@@ -115,7 +151,7 @@ async def _remove_unless_held(
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])
         return Removal.PINNED
-    await _remove(backend, id, digests)
+    await _remove(backend, id, digests, there)
     return Removal.GONE
 
 
@@ -127,16 +163,45 @@ async def _is_pinned(backend: Backend, id: CheckpointId) -> bool:
     return True
 
 
-async def _remove(backend: Backend, id: CheckpointId, digests: Iterable[str]) -> None:
+async def _remove(
+    backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
+) -> None:
+    """Removes all that is a checkpoint's own.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        digests: Keys of its digest.
+        there: What a list has shown below its prefix, if one was made.
+    """
     await backend.delete([index_key(id)])
-    below = prefix(id)
-    while keys := [each.key async for each in backend.list(below)]:
-        # What vouches for data goes before the data.
-        manifests = [key for key in keys if key.startswith(f"{below}m/")]
-        data = [key for key in keys if not key.startswith(f"{below}m/")]
-        for each in filter(None, (manifests, data)):
-            await backend.delete(each)
+    removed = False
+    try:
+        while True:
+            own = [key for key in there if is_own(id, key)]
+            # What vouches for data goes before the data.
+            manifests = [key for key in own if key.startswith(f"{prefix(id)}m/")]
+            data = [key for key in own if not key.startswith(f"{prefix(id)}m/")]
+            for each in filter(None, (manifests, data)):
+                await backend.delete(each)
+            removed = removed or bool(own)
+            there = await _keys(backend, id)
+            if not any(is_own(id, key) for key in there):
+                break
+    except LinkRefused as error:
+        logger.warning("%s is deleted, but not what lies behind a link: %s", id, error)
+    else:
+        if removed and there:
+            _tell_foreign(id, there)
     await backend.delete([pin_key(id), *digests])
+
+
+def _tell_foreign(id: CheckpointId, keys: Sequence[str]) -> None:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    logger.warning(
+        "%s is deleted. ckpipe did not write these, and left them there: %s%s",
+        id, ", ".join(sorted(keys)[:_SHOWN]), more,
+    )  # fmt: skip
 
 
 async def finish_deletions(
@@ -184,4 +249,4 @@ async def finish_deletions(
         await backend.delete(forgotten)
 
 
-__all__ = ["Removal", "delete", "finish_deletions", "retire"]
+__all__ = ["Removal", "delete", "finish_deletions", "has_own", "retire"]

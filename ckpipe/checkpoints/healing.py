@@ -25,7 +25,13 @@ from ckpipe.checkpoints.discovery import (
     pick,
     top,
 )
-from ckpipe.errors import CorruptCheckpoint, ObjectNotFound, StoreError, UnsupportedVersion
+from ckpipe.errors import (
+    CorruptCheckpoint,
+    LinkRefused,
+    ObjectNotFound,
+    StoreError,
+    UnsupportedVersion,
+)
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import directory
 from ckpipe.tasks.lanes import run_lanes
@@ -134,15 +140,15 @@ async def find_healed(backend: Backend, which: int | str) -> CheckpointInfo:
 async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
     """How many ranks a checkpoint has, by any manifest of the first directory."""
     prefix = directory(id, 0, 0)
-    key = next(iter(sorted([each.key async for each in backend.list(prefix)])), None)
-    if key is None:
-        return None
     try:
+        key = next(iter(sorted([each.key async for each in backend.list(prefix)])), None)
+        if key is None:
+            return None
         data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
         bundle = await anyio.to_thread.run_sync(
             lambda: decode_bundle(data, key=key, id=id, kind="manifest")
         )
-    except (CorruptCheckpoint, ObjectNotFound, UnsupportedVersion) as error:
+    except (CorruptCheckpoint, LinkRefused, ObjectNotFound, UnsupportedVersion) as error:
         logger.warning("%s cannot be completed: %s", id, error)
         return None
     return bundle.world_size

@@ -30,7 +30,7 @@ from ckpipe.checkpoints.deleting import Removal, finish_deletions, retire
 from ckpipe.checkpoints.discovery import Listing, check_not_deleted, list_root
 from ckpipe.checkpoints.learning import Facts, Inquiry
 from ckpipe.checkpoints.leases import store_time, under_lease
-from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, ObjectExists
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, LinkRefused, ObjectExists
 from ckpipe.format.digests import digest_keys
 from ckpipe.format.object_names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
@@ -39,6 +39,7 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 PINNED = "it is pinned"
 RESUMED = "the newest checkpoint's run resumed from it"
 RUNNING_NEWEST = "it is the newest of a launch that is running"
+BEHIND_LINK = "it can only be deleted by hand"
 UNREAD = "its index cannot be read, so nothing is known of it"
 
 _FEW = 4
@@ -242,27 +243,31 @@ async def prune(
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
     # All at once: who prunes at the same time forgets what it has removed.
     digests = {name: facts.digest(name) for name in decision.remove}
-    pinned = list[str]()
+    stayed: dict[str, str] = {}
     for name, digest in digests.items():
         id = CheckpointId.parse(name)
         assert id is not None
-        removal = await retire(backend, id, digest_keys(id, digest))
+        try:
+            removal = await retire(backend, id, digest_keys(id, digest))
+        except LinkRefused as error:
+            stayed[name] = f"{BEHIND_LINK}: {error}"
+            continue
         if removal is Removal.GONE:
             finished.add(id)
             facts.forget(name)
         elif removal is Removal.PINNED:
-            pinned.append(name)
-    return _with_pinned(pinned, decision, listing) if pinned else decision
+            stayed[name] = PINNED
+    return _without(stayed, decision, listing) if stayed else decision
 
 
-def _with_pinned(pinned: Sequence[str], decision: Decision, listing: Listing) -> Decision:
-    """What was done, where some have been pinned since it was decided."""
-    kept = {*decision.keep, *pinned}
+def _without(stayed: Mapping[str, str], decision: Decision, listing: Listing) -> Decision:
+    """What was done, where some stayed that were to go."""
+    kept = {*decision.keep, *stayed}
     return replace(
         decision,
         keep=tuple(each.id for each in listing.infos() if each.id in kept),
-        remove=tuple(each for each in decision.remove if each not in pinned),
-        reasons={**decision.reasons, **dict.fromkeys(pinned, PINNED)},
+        remove=tuple(each for each in decision.remove if each not in stayed),
+        reasons={**decision.reasons, **stayed},
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.checkpoints.deleting import delete, finish_deletions
+from ckpipe.checkpoints.deleting import delete, finish_deletions, has_own
 from ckpipe.checkpoints.digests import owned_digests
 from ckpipe.checkpoints.discovery import NO_INDEX, discover
 from ckpipe.checkpoints.healing import heal
@@ -35,6 +35,7 @@ from ckpipe.format.object_names import (
     BENCH,
     DELETED,
     LEASES,
+    is_own,
     launch_id,
     prefix,
     tombstone_id,
@@ -194,13 +195,17 @@ async def look_around(backend: Backend) -> Leftovers:
     tombstones = [
         each for each in (await backend.children(DELETED)).objects if tombstone_id(each.key)
     ]
-    incomplete = tuple(each for each in infos if each.reason == NO_INDEX)
+    incomplete = []
     active: dict[str, datetime] = {}
     for info in infos:
         if info.saved_at is not None:
             _note(active, launch_id(info.attempt), [info.saved_at])
         elif info.reason == NO_INDEX:
-            _note(active, launch_id(info.attempt), await _times(backend, f"{info.id}/"))
+            below = [each async for each in backend.list(prefix(info.key))]
+            own = [each.modified for each in below if is_own(info.key, each.key)]
+            _note(active, launch_id(info.attempt), own)
+            if own:  # else somebody keeps files where a deleted one was
+                incomplete.append(info)
     agreed: dict[str, list[str]] = {}
     claims: dict[str, tuple[datetime, datetime]] = {}
     async for each in backend.list(ATTEMPTS):
@@ -213,11 +218,11 @@ async def look_around(backend: Backend) -> Leftovers:
             claims[launch] = min(first, each.modified), max(last, each.modified)
     deleting = [each for each in map(tombstone_id, (one.key for one in tombstones)) if each]
     return Leftovers(
-        incomplete,
+        tuple(incomplete),
         active,
         tuple(await read_leases(backend)),
         tuple(tombstones),
-        tuple([str(id) for id in deleting if await _times(backend, prefix(id))]),
+        tuple([str(id) for id in deleting if await has_own(backend, id)]),
         tuple([each async for each in backend.list(BENCH)]),
         {launch: tuple(keys) for launch, keys in agreed.items()},
         claims,
@@ -237,10 +242,6 @@ def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -
     latest = max([*known, *times], default=None)
     if latest is not None:
         active[launch] = latest
-
-
-async def _times(backend: Backend, below: str) -> list[datetime]:
-    return [each.modified async for each in backend.list(below)]
 
 
 async def sweep(

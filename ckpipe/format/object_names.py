@@ -5,6 +5,8 @@ All names are relative to the root and use ``/``. None is ever overwritten.
 
 from __future__ import annotations
 
+import re
+
 from ckpipe.types import CheckpointId
 
 GROUP_SIZE = 100
@@ -21,6 +23,13 @@ DIGESTS = f"{INTERNAL}digests/"
 
 BENCH = f"{INTERNAL}bench/"
 """Below this lies what a measurement of the store writes, and removes when it ends."""
+
+_OWN = re.compile(
+    r"rank-(?:\d{5}|[1-9]\d{5,})(?:\.[1-9]\d*)?\.safetensors"
+    r"|m/0/(?:\d{3}|[1-9]\d{3,})/rank-(?:\d{5}|[1-9]\d{5,})\.json"
+    r"|m/[1-9]\d*/(?:\d{3}|[1-9]\d{3,})/group-(?:\d{5}|[1-9]\d{5,})\.json",
+    re.ASCII,
+)
 
 LONGEST_NAME = 255
 """The most bytes that a part of a key has which ckpipe makes as long as it may be."""
@@ -65,6 +74,11 @@ def group_key(id: CheckpointId, level: int, number: int) -> str:
 def member_key(id: CheckpointId, level: int, number: int) -> str:
     """A manifest at level 0, a group object above."""
     return group_key(id, level, number) if level else manifest_key(id, number)
+
+
+def is_own(id: CheckpointId, key: str) -> bool:
+    """Whether a key below a checkpoint's prefix is one that these rules make."""
+    return _OWN.fullmatch(key.removeprefix(prefix(id))) is not None
 
 
 def tombstone_key(id: CheckpointId) -> str:

@@ -25,7 +25,7 @@ from ckpipe.checkpoints.leases import (
     store_time,
     time_now,
 )
-from ckpipe.checkpoints.pruning import decide_on, missing_text, prune
+from ckpipe.checkpoints.pruning import BEHIND_LINK, decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
 from ckpipe.format.bundle_texts import SteadyTexts
@@ -183,6 +183,7 @@ class Depot:
         pace: Gives writes of blocks their turns, of all saves together.
         texts: What manifests said last that did not change from the one before.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
+        told_links: Checkpoints that cannot be deleted through links, as was said already.
         respite: How long retention waits after a save.
     """
 
@@ -204,6 +205,7 @@ class Depot:
     pace: Pace = field(default_factory=Pace)
     texts: SteadyTexts = field(default_factory=SteadyTexts)
     told_missing: set[str] = field(default_factory=set)
+    told_links: set[str] = field(default_factory=set)
     respite: Respite = field(default_factory=Respite)
 
     def protected(self) -> dict[str, str]:
@@ -244,7 +246,16 @@ class Depot:
             sweep_after=self.sweep_after, now=now,
         )  # fmt: skip
         self._tell_missing(decision)
+        self._tell_links(decision)
         return decision
+
+    def _tell_links(self, decision: Decision) -> None:
+        """Warns once of each checkpoint that should go and cannot be deleted through a link."""
+        for name in decision.keep:
+            reason = decision.reasons[name]
+            if reason.startswith(BEHIND_LINK) and name not in self.told_links:
+                self.told_links.add(name)
+                logger.warning("Retention leaves %s: %s", name, reason)
 
     def _tell_missing(self, decision: Decision) -> None:
         """Warns once of a metric that no checkpoint has, from the second checkpoint on."""
