@@ -16,7 +16,8 @@ from ckpipe.memory import cuda
 class Progress:
     """Named values of a training run, as attributes: epoch, step, tokens seen.
 
-    Saved and loaded as a whole; loading replaces all attributes by the saved ones.
+    All of them are saved. Loading sets those that were saved and keeps the others, such as one that
+    is newer than the checkpoint: ``LoadResult.missing`` names these.
 
     Args:
         values: The attributes to begin with.
@@ -30,8 +31,7 @@ class Progress:
         return dict(self.__dict__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replaces the attributes."""
-        self.__dict__.clear()
+        """Set the saved attributes."""
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:

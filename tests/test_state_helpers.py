@@ -104,7 +104,8 @@ def test_generators_and_progress_come_back_from_a_checkpoint(tmp_path: Path) -> 
         fresh = Progress(epoch=0, stale=True)
         assert pipeline.load({"rng": RngState(), "progress": fresh}) is not None
         assert drawn() == expected
-    assert vars(fresh) == {"epoch": 3, "best": 0.5, "seen": [1, 2], "schedule": None}
+    saved = {"epoch": 3, "best": 0.5, "seen": [1, 2], "schedule": None}
+    assert vars(fresh) == saved | {"stale": True}
 
 
 def test_saves_and_loads_draw_nothing(tmp_path: Path) -> None:
@@ -138,10 +139,23 @@ def test_attributes_are_the_state() -> None:
     assert repr(progress) == "Progress(epoch=2, tokens=5)"
 
 
-def test_loading_replaces_all_attributes() -> None:
-    progress = Progress(epoch=1, old=2)
-    progress.load_state_dict({"epoch": 7, "new": 8})
-    assert progress.state_dict() == {"epoch": 7, "new": 8}
+def test_an_attribute_that_an_older_checkpoint_lacks_is_kept_and_named(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        older = Progress(epoch=3, dropped="later")
+        pipeline.save({"progress": older, "w": torch.ones(2)}, step=1, until="committed")
+        progress = Progress(epoch=0, tokens=5, seen=[1])
+        state = {"progress": progress, "w": torch.zeros(2)}
+        for chosen, missing in (
+            (None, ("progress.tokens", "progress.seen")),
+            (["w", "progress.epoch"], ()),
+            (["w", "progress.epoch", "progress.tokens"], ("progress.tokens",)),
+        ):
+            progress.epoch = 0
+            result = pipeline.load(state, include=chosen, strict=chosen is None)
+            assert result is not None
+            assert set(result.missing) == set(missing)
+            assert (progress.epoch, progress.tokens, progress.seen) == (3, 5, [1])
+        assert vars(progress) == {"epoch": 3, "tokens": 5, "seen": [1], "dropped": "later"}
 
 
 def test_state_does_not_follow_the_attributes() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, encode_key, join
-from ckpipe.format.trees import Node, children_of, leaf_labels
+from ckpipe.format.trees import MAPPINGS, Node, children_of, leaf_labels
 from ckpipe.loads.live_tensors import FILLABLE, misfit
 from ckpipe.loads.making import Make, same, stays
 from ckpipe.loads.placed_tensors import PLAIN
@@ -53,6 +53,7 @@ class Matching:
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
+        kept: Labels of what objects have and the checkpoint has not; their own strictness applies.
         objects: For each object, what was saved of it, and what it holds now.
     """
 
@@ -68,6 +69,7 @@ class Matching:
         self._alive: list[Any] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.kept: list[str] = []
         self.objects: list[tuple[Node, Any]] = []
 
     def plan(self, target: Any, tree: Node) -> Make:
@@ -257,6 +259,10 @@ class Matching:
         self._alive.append(hint.live)
         self.objects.append((inner, hint.live))
         check_stateful(target, hint, inner, label)
+        if isinstance(hint.live, dict) and inner[0] in MAPPINGS:
+            saved = {key for key, _, _ in children_of(inner, label)}
+            own = ((join(label, key), hint.live[key]) for key in hint.live if key not in saved)
+            self.kept += [where for where, live in own if any_selected(live, where, self._select)]
         make = self._rebuild.plan(inner, label, hint)
         once = self._loaded[id(target)] = _once(partial(_load_object, target, make, label))
         return once

@@ -277,6 +277,7 @@ def _match_all(
         missing, unexpected = [*missing, *matching.missing], matching.unexpected
         if not bundle.whole and (missing or unexpected or _lack(matching)):
             raise Elsewhere
+        missing += matching.kept
     targets.settle()
     as_expected = not targets.first_needs and expected.met_by(targets.needs)
     return _Matched(targets, as_expected, make, tuple(missing), tuple(unexpected))
