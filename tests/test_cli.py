@@ -182,6 +182,35 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged
         assert (done.code, done.out) == (2, "")
 
 
+@pytest.mark.parametrize("moment", ["{}.json", "{}/rank-00000.safetensors"])
+def test_a_checkpoint_whose_tombstone_was_swept_meanwhile_is_not_called_damaged(
+    call: Commands, tmp_path: Path, moment: str
+) -> None:
+    with stores() as made:
+        one, two = save_steps(made.url, 1, 2)
+        objects = made.memory._store.objects
+        kept = dict(objects)
+
+        def delete_and_sweep(_: object) -> None:
+            for key in [key for key in objects if key.startswith(one)]:
+                del objects[key]
+
+        for command in (["verify", made.url, "--all"], ["cp", made.url, tmp_path / "b", "--all"]):
+            objects.update(kept)
+            made.faulty.call(delete_and_sweep, lambda each: each.key == moment.format(one))
+            done = call(*command, "--json")
+            results = done.data.get("results") or done.data["copied"]
+            assert (done.code, [each["id"] for each in results]) == (0, [two])
+            assert done.err == f"{one} was deleted meanwhile and is left out\n"
+        objects.update(kept)
+        made.faulty.call(delete_and_sweep, lambda each: each.key == moment.format(one))
+        with (
+            ckpipe.SyncPipeline(made.url) as pipeline,
+            pytest.raises(errors.CheckpointNotFound),
+        ):
+            pipeline.verify(one)
+
+
 def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_called_damaged(
     call: Commands,
 ) -> None:

@@ -247,7 +247,26 @@ async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:
         await backend.stat(tombstone_key(id))
     except ObjectNotFound:
         return
-    raise CheckpointIncomplete(
+    raise _deleted(id)
+
+
+async def check_still_there(backend: Backend, id: CheckpointId) -> None:
+    """Look again at a checkpoint that was listed as complete, before it is called damaged.
+
+    Its deletion may have gone past a lease that could not be written, and a sweep may have removed
+    the tombstone since. The index is the first to go, and never comes back.
+
+    Raises:
+        CheckpointIncomplete: If it has a tombstone or no index.
+        StoreError: If the store failed.
+    """
+    await check_not_deleted(backend, id)
+    if await _stat(backend, index_key(id)) is None:
+        raise _deleted(id)
+
+
+def _deleted(id: CheckpointId) -> CheckpointIncomplete:
+    return CheckpointIncomplete(
         f"The checkpoint {id} was deleted just now",
         step=id.step,
         hint=f"Name another step{_OR_NONE}",

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
-from ckpipe.checkpoints.discovery import check_not_deleted, discover, read_index
+from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
 from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
@@ -99,7 +99,7 @@ async def _copied(
         report = await reading(origin, info.key, work)
     except CorruptCheckpoint:
         # Should the lease not have been written, it is no wonder that parts are gone.
-        await check_not_deleted(origin, info.key)
+        await check_still_there(origin, info.key)
         raise
     seconds = round(time.perf_counter() - began, 3)
     return {**asdict(report), "step": info.step, "seconds": seconds}

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import check_not_deleted, discover, read_index
+from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
 from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Meter
@@ -69,7 +69,7 @@ async def _verified(
         data |= {"files": done.files, "bytes": done.bytes}
     except CorruptCheckpoint as error:
         # Should the lease not have been written, it is no wonder that parts are gone.
-        await check_not_deleted(backend, info.key)
+        await check_still_there(backend, info.key)
         data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
     finally:
         arena.close()

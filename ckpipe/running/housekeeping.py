@@ -8,7 +8,7 @@ from typing import Literal
 from anyio.abc import TaskGroup
 
 from ckpipe.checkpoints import pruning
-from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
 from ckpipe.checkpoints.healing import find_healed, healed, newest_healed
 from ckpipe.checkpoints.protection import remove
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
@@ -73,6 +73,7 @@ class Housekeeping(abc.ABC):
         try:
             return await site.reading(info.key, work)
         except CorruptCheckpoint as error:
+            await check_still_there(site.patient, info.key)
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__
 
