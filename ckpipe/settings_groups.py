@@ -245,13 +245,10 @@ class Worker(_Group):
     at all, 5 leaves it a quarter of one, 10 a tenth, 19 a hundredth. A processor that nobody else
     wants is all its own."""
 
-    start_seconds: float = Field(60.0, gt=0)
-    """How long the worker process may take to start and open the store, in seconds."""
-
-    heartbeat_seconds: float = Field(0.75, gt=0)
-    """How long a worker process may be silent, in seconds, before it is looked at. One that is
-    stopped or waits for nothing is given up then; one that is busy, or waits for a disk or for a
-    processor, has thirty times as long."""
+    hang_seconds: float = Field(300.0, gt=0)
+    """How long a worker process hangs, in seconds, until it is killed and replaced. It hangs while
+    it says nothing, all its threads sleep and it uses no processor time, each time the trainer
+    looks. One that runs, is stopped or traced, swaps or waits for a disk is never killed."""
 
     stop_seconds: float = Field(5.0, ge=0)
     """How long a worker process has to end on closing, in seconds, until it is killed."""

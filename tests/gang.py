@@ -295,8 +295,7 @@ def train(case: Case) -> None:
 def stage_and_die(case: Case) -> None:
     """Every rank stages a save whose worker sleeps, waits for all others, and dies."""
     rank = dist.get_rank()
-    worker = {"mode": "process", "heartbeat_seconds": 600}
-    pipeline = ckpipe.SyncPipeline(case["root"], worker=worker, **SETTINGS).__enter__()
+    pipeline = ckpipe.SyncPipeline(case["root"], worker="process", **SETTINGS).__enter__()
     pipeline.save(private(rank, 1), step=1).wait_complete(timeout=300)
     process = pipeline._core.engine.site.carrier.process_id  # type: ignore[attr-defined]
     os.kill(process, signal.SIGSTOP)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "drain_timeout_seconds": 300,
 }
 SIZE = 60_000
+STOPPED_SECONDS = 0.5
 """Elements of the model: four blocks of a file."""
 
 
@@ -166,12 +168,11 @@ class Trainer:
         elif trouble == "kill at a moment":
             with soon(case["seconds"], os.getpid(), signal.SIGKILL):
                 yield
-        elif trouble in ("stop the worker", "kill the worker"):
-            signum = signal.SIGKILL
-            if trouble.startswith("stop"):
-                signum = signal.SIGSTOP
-                drain(pipeline)
-            with soon(case["seconds"], worker_of(pipeline), signum):
+        elif trouble == "kill the worker":
+            with soon(case["seconds"], worker_of(pipeline), signal.SIGKILL):
+                yield
+        elif trouble == "stop the worker":
+            with soon(case["seconds"], worker_of(pipeline), signal.SIGSTOP, signal.SIGCONT):
                 yield
         else:
             yield
@@ -197,12 +198,15 @@ def drain(pipeline: ckpipe.SyncPipeline) -> None:
 
 
 @contextmanager
-def soon(seconds: float, process: int | None, signum: int) -> Iterator[None]:
-    """Sends a signal to a process beside what is done inside, and not later."""
+def soon(seconds: float, process: int | None, *signals: int) -> Iterator[None]:
+    """Sends signals to a process, one after the other, beside what is done inside."""
 
     def send() -> None:
+        if process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
-            if process is not None:
+            for number, signum in enumerate(signals):
+                time.sleep(number * STOPPED_SECONDS)
                 os.kill(process, signum)
 
     timer = threading.Timer(seconds, send)

@@ -125,8 +125,7 @@ def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path)
     script = """
 import os, signal, sys
 import ckpipe
-worker = {"mode": "process", "heartbeat_seconds": 600}
-with ckpipe.SyncPipeline(sys.argv[1], worker=worker) as pipeline:
+with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}).wait()
     process = pipeline._core.engine.site.carrier.process_id
     os.kill(process, signal.SIGSTOP)

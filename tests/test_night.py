@@ -88,7 +88,7 @@ class Night:
     def life(self, trouble: str) -> dict[str, Any]:
         """A life with one trouble."""
         chance, self.lives = self._chance, self.lives + 1
-        saves = chance.randint(3, 4) if trouble == "stop the worker" else chance.randint(2, 4)
+        saves = chance.randint(2, 4)
         process = trouble in OF_WORKERS or chance.random() < 0.25
         most = 12 * saves if trouble in OF_WORKERS else 12 + 20 * saves
         dying = chance.randint(1, most) if trouble.endswith("operation") else 0
@@ -102,17 +102,13 @@ class Night:
             "saves": saves,
             "rollback": chance.randrange(1, saves) if chance.random() < 0.25 else -1,
             "trouble": trouble,
-            # A worker that has not brought a save away may be starting, and has a minute for that.
-            "at": chance.randrange(int(trouble == "stop the worker"), saves - 1),
+            "at": chance.randrange(saves - 1),
             "seconds": chance.uniform(0, 0.03),
             # A full disk, or one that takes no more of a file: on one that cannot be filled always.
             "limit": 200_000 if chance.random() < 0.5 or not self.root.is_mount() else None,
             "leave": chance.choice([0, 20_000, 100_000, 300_000]),
             "worker": {
                 "mode": "process" if process else "thread",
-                # Only one that is stopped is to be missed, which its state tells at once; any
-                # other one has thirty times as long, however little the machine lets it do.
-                "heartbeat_seconds": 2 if trouble == "stop the worker" else 600,
                 "stop_seconds": 3,
             },
             "store": {

@@ -169,7 +169,7 @@ SETTINGS = """
     plan.planner plan.timeout_seconds plan.replicated
     retention.keep_last retention.rules retention.sweep_after_seconds
     preemption.enabled preemption.signals preemption.grace_seconds backends
-    worker.mode worker.survive worker.niceness worker.start_seconds worker.heartbeat_seconds
+    worker.mode worker.survive worker.niceness worker.hang_seconds
     worker.stop_seconds worker.resume_wait_seconds worker.log_dir
 """
 _SPECIAL = ("__init__", "__aenter__", "__enter__", "__await__")

@@ -26,8 +26,8 @@ from ckpipe import errors
 from ckpipe.worker import worker_link
 from ckpipe.worker.worker_process import WorkerProcess
 
-BRIEFLY_PATIENT: dict[str, Any] = {"worker": {"mode": "process", "heartbeat_seconds": 2}} | SETTINGS
-PATIENT: dict[str, Any] = {"worker": {"mode": "process", "heartbeat_seconds": 600}} | SETTINGS
+OFTEN_LOOKED_AT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 9}} | SETTINGS
+PATIENT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 6000}} | SETTINGS
 
 
 def idle_worker(pipeline: ckpipe.SyncPipeline) -> int:
@@ -145,7 +145,7 @@ def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
 
 @pytest.mark.usefixtures("soon_left")
 def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path / "run", **BRIEFLY_PATIENT) as pipeline:
+    with ckpipe.SyncPipeline(tmp_path / "run", **OFTEN_LOOKED_AT) as pipeline:
         worker, process = idle_worker(pipeline), process_of(pipeline)
         with kept_from_ending(worker):
             os.kill(worker, signal.SIGSTOP)

@@ -36,7 +36,13 @@ from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
-from ckpipe.worker.worker_state import ProcessState, hangs, parse_state, process_state
+from ckpipe.worker.worker_state import (
+    LOOKS,
+    HangJudge,
+    ProcessState,
+    parse_state,
+    process_state,
+)
 
 ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
 INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))
@@ -222,8 +228,8 @@ def test_state_of_this_process() -> None:
     with open("/proc/self/stat", "rb") as file:
         state = parse_state(file.read())
     assert state.letter == "R"
-    odd = b"12 (a) S 3) T 1 " + b"0 " * 9 + b"7 5 0"
-    assert parse_state(odd) == ProcessState("T", 12)
+    odd = b"12 (a) S 3) T 1 " + b"0 " * 4 + b"1024 0 0 30 0 7 5 0"
+    assert parse_state(odd) == ProcessState("T", 42, killed=True)
 
 
 BUSY_THREAD = """
@@ -251,19 +257,29 @@ def test_a_process_is_awake_while_any_thread_of_it_is() -> None:
     assert process_state(process.pid) is None
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "silent", "expected"),
-    [
-        (None, ProcessState("T", 5), 1.0, True),
-        (None, ProcessState("T", 5), 0.9, False),
-        (None, ProcessState("S", 5), 1.0, False),  # once is no proof
-        (ProcessState("S", 5), ProcessState("S", 5), 1.5, True),
-        (ProcessState("S", 4), ProcessState("S", 5), 1.5, False),
-        (ProcessState("D", 5), ProcessState("D", 5), 29.0, False),
-        (ProcessState("R", 5), ProcessState("R", 5), 30.0, True),
-    ],
-)
-def test_silence_is_judged_by_what_the_process_does(
-    before: ProcessState | None, now: ProcessState, silent: float, expected: bool
-) -> None:
-    assert hangs(before, now, silent, 1.0) is expected
+def still_looks(judge: HangJudge, now: ProcessState | None, *, spoke: bool = False) -> int:
+    """How many more looks it takes until a process that stays as it is now is taken to hang."""
+    judge.hangs(now, spoke=spoke)
+    return next(count for count in range(1, 1000) if judge.hangs(now, spoke=False))
+
+
+@pytest.mark.parametrize("letter", ["R", "D", "T", "t", "Z"])
+def test_a_process_that_does_not_sleep_never_hangs(letter: str) -> None:
+    judge = HangJudge()
+    assert not any(judge.hangs(ProcessState(letter, 5), spoke=False) for _ in range(1000))
+    assert not any(judge.hangs(None, spoke=False) for _ in range(1000))
+
+
+def test_a_process_hangs_that_sleeps_and_does_nothing_in_many_looks() -> None:
+    asleep = ProcessState("S", 5)
+    judge = HangJudge()
+    assert still_looks(judge, asleep) == LOOKS
+    for now, spoke in [
+        (ProcessState("S", 6), False),
+        (ProcessState("D", 6), False),
+        (asleep, True),
+        (None, False),
+    ]:
+        judge.hangs(now, spoke=spoke)
+        assert still_looks(judge, asleep) in (LOOKS - 1, LOOKS)
+    assert not any(judge.hangs(asleep, spoke=True) for _ in range(1000))

@@ -67,7 +67,7 @@ def test_the_log_of_a_dead_worker_is_found_from_another_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    worker = {"mode": "process", "log_dir": "logs", "heartbeat_seconds": 600}
+    worker = {"mode": "process", "log_dir": "logs"}
     with ckpipe.SyncPipeline(tmp_path / "run", worker=worker, **SETTINGS) as pipeline:
         pipeline.save(state_of(1), step=1).wait()
         settle(pipeline)

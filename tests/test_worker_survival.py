@@ -116,8 +116,7 @@ def test_waiting_for_a_worker_is_bounded(tmp_path: Path) -> None:
 
 
 def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) -> None:
-    worker = {"mode": "process", "heartbeat_seconds": 600}
-    opened = ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS)
+    opened = ckpipe.SyncPipeline(tmp_path, worker="process", **SETTINGS)
     opened.__enter__()
     opened.save(state_of(1), step=1).wait()
     process = worker_of(opened)
@@ -166,7 +165,7 @@ def test_ranks_that_start_again_wait_once_for_a_worker_and_not_for_ever(
 
 FORGETFUL = """
 import os, signal, sys, ckpipe
-worker = {"mode": "process", "heartbeat_seconds": 600, "survive": sys.argv[2] == "survives"}
+worker = {"mode": "process", "survive": sys.argv[2] == "survives"}
 pipeline = ckpipe.SyncPipeline(sys.argv[1], worker=worker)
 pipeline.__enter__()
 pipeline.save({"w": 0}, step=0).wait()

@@ -48,7 +48,6 @@ def train(case: dict[str, Any]) -> None:
     sys.path += case.get("path", [])
     worker = {
         "mode": "process",
-        "heartbeat_seconds": 600,
         "survive": case.get("survive", True),
         "log_dir": case["log"],
     }

@@ -10,3 +10,6 @@ import signal
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the trainer may be sent with all its processes; what then becomes of saves, it decides."""
+
+TELL_STACKS = signal.SIGQUIT
+"""Has the worker write to its log where each of its threads is."""

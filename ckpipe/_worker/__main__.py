@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 
 import anyio
 
-from ckpipe._worker import IGNORED
+from ckpipe._worker import IGNORED, TELL_STACKS
 from ckpipe._worker.channel import Channel
 from ckpipe._worker.service import serve
 
@@ -37,6 +38,8 @@ def main() -> int:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which kept them away until now
     go_on_when_the_trainer_dies()
+    faulthandler.enable()
+    faulthandler.register(TELL_STACKS)
     log = logging.StreamHandler(sys.stderr)
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(log)

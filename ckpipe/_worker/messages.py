@@ -51,7 +51,7 @@ class Hello:
         rule: The retention rule in its plain form; None for all.
         keep_reports: Whether manifests keep the reports of their saves.
         survive: Whether to finish what was staged when the trainer is gone.
-        heartbeat: Seconds without a message after which the trainer gives the worker up.
+        heartbeat: Seconds without a message after which the worker says that it is alive.
         niceness: How much the worker gives way to others.
     """
 
@@ -196,11 +196,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker has opened the store."""
-
-
-@dataclass(frozen=True, slots=True)
 class Alive:
     """The worker's loop turns."""
 
@@ -273,7 +268,7 @@ class Ended:
 
 Message = (
     Hello | Segment | Dropped | NewCargo | Begin | Block | NewShape | Handed | GiveUp | Finish
-    | Stop | Ready | Alive | Unable | Free | Told | Logged | Settled | Ended
+    | Stop | Alive | Unable | Free | Told | Logged | Settled | Ended
 )  # fmt: skip
 
 _NESTED: dict[type[Any], dict[str, Any]] = {

@@ -29,7 +29,6 @@ from ckpipe._worker.messages import (
     Message,
     NewCargo,
     NewShape,
-    Ready,
     Segment,
     Stop,
     Told,
@@ -54,9 +53,6 @@ logger = logging.getLogger("ckpipe")
 
 MOST_CARGOES = 4
 """How many of the trainer's plans are remembered; the trainer forgets the same ones."""
-
-BEATS = 4
-"""How often the worker says that it is alive, in the time after which it is given up."""
 
 
 class Service:
@@ -84,7 +80,6 @@ class Service:
             return False
         async with backend:
             self._depot = self._make_depot(backend)
-            self._channel.post(Ready())
             async with anyio.create_task_group() as beside:
                 beside.start_soon(self._beat, name="heartbeat")
                 beside.start_soon(self._watch, name="watch of the trainer")
@@ -179,7 +174,7 @@ class Service:
 
     async def _beat(self) -> None:
         while True:
-            await anyio.sleep(self._hello.heartbeat / BEATS)
+            await anyio.sleep(self._hello.heartbeat)
             if self._channel.idle and not self._channel.has_spoken():
                 self._channel.post(Alive())
 

@@ -134,7 +134,7 @@ class WorkerCarrier:
                 f"No worker process could be started: {error}",
                 hint="Set worker='thread' to do without one",
             ) from error
-        link = Link(process, hello, self._depot, self._settings.start_seconds)
+        link = Link(process, hello, self._depot, self._settings.hang_seconds)
         self._tasks.start_soon(link.run, name=f"worker {process.id}")
         return link
 

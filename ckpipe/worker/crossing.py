@@ -14,6 +14,7 @@ from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError
 from ckpipe.saves.delivery import Depot
 from ckpipe.stores.registry import is_registered_here, scheme_of
+from ckpipe.worker.worker_state import LOOKS
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -113,7 +114,7 @@ def make_hello(settings: Settings, depot: Depot, around: Surroundings) -> Hello:
         rule=None if depot.rule is None else depot.rule.to_data(),
         keep_reports=depot.keep_reports,
         survive=settings.worker.survive,
-        heartbeat=settings.worker.heartbeat_seconds,
+        heartbeat=settings.worker.hang_seconds / LOOKS,
         niceness=settings.worker.niceness,
     )  # fmt: skip
 

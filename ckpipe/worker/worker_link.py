@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-import time
 from copy import copy
 
 import anyio
@@ -24,7 +25,6 @@ from ckpipe._worker.messages import (
     Message,
     NewCargo,
     NewShape,
-    Ready,
     Segment,
     Settled,
     Stop,
@@ -41,13 +41,16 @@ from ckpipe.memory.arena import Segment as ArenaSegment
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
 from ckpipe.worker.worker_process import WorkerProcess
-from ckpipe.worker.worker_state import ProcessState, hangs
+from ckpipe.worker.worker_state import LOOKS, HangJudge
 
 logger = logging.getLogger("ckpipe")
 
 ANNOUNCE_SECONDS = 0.002
 """How long a block that is filled waits for others to be announced with: much less than it takes
 the store to have written those before it."""
+
+STACKS_SECONDS = 0.5
+"""How long a worker that hangs has to write to its log where its threads are."""
 
 REAP_SECONDS = 5.0
 """How long the end of a process that was killed is waited for."""
@@ -81,14 +84,14 @@ class Link:
         process: The process, just started.
         hello: What it is told first.
         depot: Where its events go.
-        start_seconds: How long it may take to be ready.
+        hang_seconds: How long it hangs until it is killed.
     """
 
     def __init__(
-        self, process: WorkerProcess, hello: Hello, depot: Depot, start_seconds: float
+        self, process: WorkerProcess, hello: Hello, depot: Depot, hang_seconds: float
     ) -> None:
-        self.process, self._depot, self._hello = process, depot, hello
-        self._start_seconds = start_seconds
+        self.process, self._depot = process, depot
+        self._hang_seconds = hang_seconds
         self._channel = Channel(process.socket)
         self._errands: dict[int, Errand] = {}
         self._begun = 0
@@ -97,8 +100,7 @@ class Link:
         self._cargo_number = 0
         self._structure: Structure | None = None
         self._shaping = anyio.Lock()
-        self._ready = self._closing = False
-        self._heard = time.monotonic()
+        self._closing = self._heard = self._abandoned = False
         self._failure: Exception | None = None
         self._killed, self._listening = anyio.Event(), anyio.CancelScope()
         self.ending = False
@@ -196,8 +198,9 @@ class Link:
                 tasks.start_soon(self._channel.serve, name="worker channel")
                 tasks.start_soon(self._watch, name="watch of the worker")
                 tasks.start_soon(self._let_go, name="end of the worker")
-                with self._listening:
-                    await self._listen()
+                self._loop = asyncio.get_running_loop()
+                self.process.end.add_done_callback(self._stop_listening_soon)
+                await self._listen()
                 left = False
                 tasks.cancel_scope.cancel()
         finally:
@@ -213,9 +216,11 @@ class Link:
     async def _listen(self) -> None:
         """Hears the worker to its end; kills one that says what cannot be understood."""
         try:
-            while True:
-                message = await self._channel.receive()
-                self._heard = time.monotonic()
+            with self._listening:
+                while True:
+                    self._hear(await self._channel.receive())
+            # It has ended. A child of it may hold its socket open, but says nothing.
+            while (message := self._channel.receive_nowait()) is not None:
                 self._hear(message)
         except anyio.EndOfStream:
             return
@@ -224,7 +229,12 @@ class Link:
             self._failure = WorkerDied(f"it said what cannot be understood ({said}) and was killed")
             self.process.kill()
 
+    def _stop_listening_soon(self, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the worker
+            self._loop.call_soon_threadsafe(self._listening.cancel)
+
     def _hear(self, message: Message) -> None:
+        self._heard = True
         match message:
             case Free():
                 self._free(message)
@@ -240,8 +250,6 @@ class Link:
                 errand.end(message.error)
             case Logged():
                 logger.log(message.level, "The worker says: %s", message.text)
-            case Ready():
-                self._ready = True
             case Unable():
                 self._failure = message.error
 
@@ -262,44 +270,23 @@ class Link:
     # How its end is noticed
 
     async def _watch(self) -> None:
-        """Kills a worker that hangs; one that is gone is noticed by its socket."""
-        before = None
-        while True:
-            limit = self._hello.heartbeat
-            if not self._ready:
-                limit = min(limit, self._start_seconds)
-            silent = time.monotonic() - self._heard
-            if silent < limit:
-                before = None
-                await self._sleep(limit - silent)
-                continue
+        """Kill the worker if it hangs; one that has ended is noticed at once, and not here."""
+        judge, hangs = HangJudge(), False
+        while not hangs:
+            await anyio.sleep(self._hang_seconds / LOOKS)
             now = await anyio.to_thread.run_sync(self.process.state)
-            heard = self._heard
-            silent = time.monotonic() - heard
-            if now is None or silent < limit:
-                await anyio.sleep(limit)  # it is gone, or has spoken while we looked
-            elif self._is_lost(before, now, silent):
-                self._failure = _silent(silent, ready=self._ready)
-                self.kill()
-                return
-            else:
-                before = now
-                await self._sleep(limit / 2)
-
-    def _is_lost(self, before: ProcessState | None, now: ProcessState, silent: float) -> bool:
-        if self._ready:
-            return hangs(before, now, silent, self._hello.heartbeat)
-        # One that starts says nothing, and may sleep until a slow disk has its modules. Whoever
-        # traces it stops it all the time, but it gets on then.
-        return (now.stopped and now == before) or silent >= self._start_seconds
-
-    async def _sleep(self, seconds: float) -> None:
-        """Sleeps; if this loop itself had no time meanwhile, that is not the worker's silence."""
-        began = time.monotonic()
-        await anyio.sleep(seconds)
-        late = time.monotonic() - began - seconds
-        if late > seconds / 2:
-            self._heard += late
+            if now is not None and now.killed:
+                self._killed.set()
+            hangs = judge.hangs(now, spoke=self._heard)
+            self._heard = False
+        self._failure = WorkerDied(
+            f"it hung: each of {LOOKS} times in {self._hang_seconds:g} s that the trainer looked, "
+            "it had said nothing, all its threads slept (S) and it had used no processor time "
+            "(worker.hang_seconds). It was killed"
+        )
+        self.process.tell_stacks()
+        await anyio.sleep(STACKS_SECONDS)
+        self.kill()
 
     def kill(self) -> None:
         """Kills the worker. One that the system does not end is soon left to the system."""
@@ -308,12 +295,13 @@ class Link:
 
     async def _let_go(self) -> None:
         await self._killed.wait()
-        await anyio.sleep(REAP_SECONDS)  # its socket ends with it, unless it waits for a device
+        await anyio.sleep(REAP_SECONDS)  # it ends at once, unless it waits for a device
+        self._abandoned = True
         self._listening.cancel()
 
     async def _bury(self) -> None:
         """Sees to it that the process is gone, and fails what it left undone."""
-        gone = not self._listening.cancel_called and await self._reaped()
+        gone = self.process.end.done() or (not self._abandoned and await self._reaped())
         if not gone:
             logger.error(
                 "The worker process %d was killed and does not end. It will once the device that "
@@ -382,11 +370,6 @@ def _cause(failure: Exception | None) -> str:
     if isinstance(failure, WorkerDied):
         return failure.message
     return f"it failed ({type(failure).__name__}: {failure})"
-
-
-def _silent(seconds: float, *, ready: bool) -> WorkerDied:
-    done = "it hung" if ready else "it did not get ready"
-    return WorkerDied(f"{done} ({seconds:.1f} s without a sign of life) and was killed")
 
 
 __all__ = ["Errand", "Link"]

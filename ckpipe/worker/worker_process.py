@@ -14,11 +14,11 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from socket import socket
 
-from ckpipe._worker import IGNORED
+from ckpipe._worker import IGNORED, TELL_STACKS
 from ckpipe._worker.channel import close_socket, socket_pair
 from ckpipe.worker.worker_state import ProcessState, process_state
 
@@ -48,8 +48,9 @@ class WorkerProcess:
     def __init__(self, log_dir: str | None) -> None:
         self.log = _new_log(log_dir)
         self.socket, theirs = socket_pair()
-        self._gone, self._burying = threading.Event(), threading.Lock()
-        self._exit_code: int | None = None
+        self._burying = threading.Lock()
+        self.end: Future[int | None] = Future()
+        """Its exit code, once it has ended; None if the system does not say."""
         try:
             self.id = self._started(theirs).pid
         except BaseException:
@@ -79,10 +80,10 @@ class WorkerProcess:
             started.set_exception(error)
             return
         started.set_result(process)
-        self._exit_code = _exit_code(process.pid)
+        code = _exit_code(process.pid)
         with self._burying:  # its number is its own until then
             process.wait()
-            self._gone.set()
+            self.end.set_result(code)
 
     def _start(self, theirs: socket) -> subprocess.Popen[bytes]:
         with open(self.log, "wb") as log:
@@ -102,21 +103,28 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends it at once: no instruction of it runs after this, though it may not be gone yet."""
+        self._send(signal.SIGKILL)
+
+    def tell_stacks(self) -> None:
+        """Has it write to its log where its threads are, if it still can."""
+        self._send(TELL_STACKS)
+
+    def _send(self, each: signal.Signals) -> None:
         with self._burying, contextlib.suppress(ProcessLookupError):
-            if not self._gone.is_set():
-                os.kill(self.id, signal.SIGKILL)
+            if not self.end.done():
+                os.kill(self.id, each)
 
     def ended(self, seconds: float) -> bool:
         """Waits for its end for so long; whether it has ended."""
-        return self._gone.wait(seconds)
+        return bool(wait([self.end], seconds).done)
 
     def describe_end(self) -> str:
         """How it ended, as an error says it."""
-        if not self._gone.is_set():
+        if not self.end.done():
             return "the system has not ended it yet"
-        if self._exit_code is None:
+        if (code := self.end.result()) is None:
             return "exit code unknown, since this program ignores SIGCHLD or has waited for it"
-        return f"exit code {self._exit_code}"
+        return f"exit code {code}"
 
     def last_lines(self) -> str:
         """The end of its log."""
