@@ -80,6 +80,18 @@ class S3Server:
 
         asyncio.run(delete())
 
+    def flip_bit(self, bucket: str, name: str) -> None:
+        """Flips a bit in the middle of an object; blocks."""
+
+        async def flip() -> None:
+            async with self.client() as client:
+                answer = await client.get_object(Bucket=bucket, Key=name)
+                data = bytearray(await answer["Body"].read())
+                data[len(data) // 2] ^= 1
+                await client.put_object(Bucket=bucket, Key=name, Body=bytes(data))
+
+        asyncio.run(flip())
+
     def open_uploads(self, bucket: str) -> list[str]:
         """The names of the objects that an upload is open for; blocks."""
 

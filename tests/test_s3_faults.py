@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -382,13 +382,59 @@ def test_a_cancelled_save_leaves_no_upload_open(
     check(url, server, complete=False)
 
 
-def test_a_bit_flipped_on_the_way_back_is_found(
+def of_data_files(fault: Fault) -> Callable[[Request], Fault | None]:
+    """Disturbs every read of a data file."""
+    return lambda request: fault if "range" in request.headers else None
+
+
+def test_a_bit_flipped_once_on_the_way_back_is_read_again(
+    server: S3Server, proxy: FaultProxy, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = {str(n): torch.rand(1000) for n in range(300)}  # so many that they are taken together
+    saved = state() | small
+    with pipeline(url, server.url) as opened:
+        opened.save(state(1), step=1, until="committed")
+        opened.save(saved, step=2, until="committed")
+    for turn in itertools.count():
+        proxy.rule = Once("Get", Fault.FLIPPED_BACK, behind=turn)
+        proxy.log.clear()
+        with pipeline(url, proxy.url) as opened:
+            loaded = opened.load(fallback=True)
+        assert loaded is not None
+        assert loaded.step == 2
+        assert same(loaded.state, saved)
+        if not proxy.faults():
+            break
+        assert "came damaged and was right when it was read again" in caplog.text
+        caplog.clear()
+    assert turn > 2
+
+
+def test_bits_flipped_on_the_way_back_each_time_are_told_from_damage_on_the_store(
     server: S3Server, proxy: FaultProxy, url: str
 ) -> None:
     assert save(url, server.url) is None
-    proxy.rule = Once("Get", Fault.FLIPPED_BACK, times=10_000)
-    with pipeline(url, proxy.url) as opened, pytest.raises(errors.CorruptCheckpoint):
+    proxy.rule = of_data_files(Fault.FLIPPED_BACK)
+    with (
+        pipeline(url, proxy.url) as opened,
+        pytest.raises(
+            errors.CorruptCheckpoint,
+            match=r"Chunk .* came differently.* damaged on the way.*network",
+        ),
+    ):
         opened.load(step=1)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_damage_on_the_store_is_told_as_that(server: S3Server, url: str, suffix: str) -> None:
+    assert save(url, server.url) is None
+    root = url.removeprefix(f"s3://{BUCKET}/")
+    [name] = [each for each in server.names(BUCKET, f"{root}/step-") if each.endswith(suffix)]
+    server.flip_bit(BUCKET, name)
+    with pipeline(url, server.url) as opened:
+        for look in (opened.load, opened.verify):
+            with pytest.raises(errors.CorruptCheckpoint, match=r"twice .* the store has it"):
+                look(step=1)
 
 
 @pytest.mark.parametrize("turn", sample(zip(range(LOAD_TURNS), strict=True), 1))

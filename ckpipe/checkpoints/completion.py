@@ -29,6 +29,7 @@ from ckpipe.format.manifest_checks import check_owners, known_facts
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import GROUP_SIZE, group_key, index_key, member_key, tombstone_key
+from ckpipe.stores.second_reading import read_decoded
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -210,14 +211,12 @@ async def read_member(
         StoreError: If the store failed.
     """
     key = member_key(id, level, number)
+    kind: BundleKind = "group" if level else "manifest"
+    decode = partial(_decoded, key, id, kind)
     try:
-        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+        bundle, size = await read_decoded(backend, key, MAX_STORED_BYTES, decode)
     except ObjectNotFound as error:
         raise MissingObject("A part of the checkpoint is gone", step=id.step, key=key) from error
-    kind = "group" if level else "manifest"
-    bundle = await anyio.to_thread.run_sync(
-        partial(_decoded, data, key, id, "group" if level else "manifest")
-    )
     place = bundle.group if level else (0, bundle.parts[0].rank)
     if bundle.world_size != world_size:
         raise InvalidManifest(
@@ -229,13 +228,13 @@ async def read_member(
         )
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
-    return bundle, len(data)
+    return bundle, size
 
 
-def _decoded(data: bytes, key: str, id: CheckpointId, kind: BundleKind) -> Bundle:
+def _decoded(key: str, id: CheckpointId, kind: BundleKind, data: bytes) -> tuple[Bundle, int]:
     with collector_paused():
         # Its layouts are merged as they stand, so that no rows are needed.
-        return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0)
+        return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0), len(data)
 
 
 def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundle, bytes]:

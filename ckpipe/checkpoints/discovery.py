@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
-import anyio
-
 from ckpipe.backend import Backend, Children, ObjectInfo
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
 from ckpipe.format.manifest import Bundle
@@ -24,6 +22,7 @@ from ckpipe.format.object_names import (
     tombstone_id,
     tombstone_key,
 )
+from ckpipe.stores.second_reading import read_decoded
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.lanes import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -284,12 +283,11 @@ async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
     """
     key = index_key(id)
     try:
-        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+        return await read_decoded(backend, key, MAX_STORED_BYTES, partial(_decode, key, id))
     except ObjectNotFound as error:
         raise MissingObject("The index is gone", step=id.step, key=key) from error
-    return await anyio.to_thread.run_sync(_decode, data, key, id)
 
 
-def _decode(data: bytes, key: str, id: CheckpointId) -> Bundle:
+def _decode(key: str, id: CheckpointId, data: bytes) -> Bundle:
     with collector_paused():
         return decode_bundle(data, key=key, id=id, kind="index")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import anyio.to_thread
+from functools import partial
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.discovery import read_index
@@ -13,6 +12,7 @@ from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import manifest_key
 from ckpipe.reports import RankReport, save_report_from_data
+from ckpipe.stores.second_reading import read_decoded
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointId
 
@@ -58,13 +58,11 @@ async def read_reports(
 
 async def _read_manifest(backend: Backend, id: CheckpointId, rank: int) -> Bundle:
     key = manifest_key(id, rank)
+    decode = partial(decode_bundle, key=key, id=id, kind="manifest")
     try:
-        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+        return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
     except ObjectNotFound as error:
         raise MissingObject("A manifest is gone", step=id.step, rank=rank, key=key) from error
-    return await anyio.to_thread.run_sync(
-        lambda: decode_bundle(data, key=key, id=id, kind="manifest")
-    )
 
 
 def _report(bundle: Bundle) -> RankReport:

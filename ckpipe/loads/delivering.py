@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio.from_thread
@@ -97,50 +97,52 @@ class Delivery:
     Args:
         destinations: Who takes the bytes of an entry.
         tally: Is told that something was delivered.
+        read_again: Reads a chunk that came damaged once more, given its damaged bytes; raises
+            :class:`~ckpipe.errors.ChecksumMismatch` if it comes damaged again.
     """
 
-    def __init__(self, destinations: Mapping[int, Sequence[Destination]], tally: ReadTally) -> None:
+    def __init__(
+        self,
+        destinations: Mapping[int, Sequence[Destination]],
+        tally: ReadTally,
+        read_again: Callable[[Piece, memoryview], memoryview],
+    ) -> None:
         self._destinations, self._tally, self._seams = destinations, tally, Seams()
+        self._read_again = read_again
 
-    def put(self, arrived: Arrived) -> Piece | None:
+    def put(self, arrived: Arrived) -> None:
         """Verifies the chunks of what arrived and delivers each; blocks.
 
         Args:
             arrived: What arrived, of which others may deliver a part meanwhile.
 
-        Returns:
-            The first bad chunk, behind which nothing is delivered; None if there is none.
+        Raises:
+            ChecksumMismatch: If a chunk is damaged; nothing behind it is delivered.
         """
         address = address_of(arrived.source)
         with torch.no_grad():
             for shift, pieces, fragments in arrived.runs:
                 anyio.from_thread.check_cancelled()
                 for batch in _batches(pieces):
-                    if len(batch) > 1:
-                        bad = self._take_small(batch, arrived.source, shift, address)
-                        if bad is not None:
-                            return bad
+                    if len(batch) > 1 and self._take_small(batch, arrived.source, shift, address):
                         continue
-                    (piece,) = batch
-                    begin = shift + piece.at
-                    chunk = arrived.source[begin : begin + piece.hi - piece.lo]
-                    if not self._take(piece, chunk, address + begin):
-                        return piece
+                    for piece in batch:
+                        begin = shift + piece.at
+                        self._take(piece, arrived.source[begin : begin + piece.hi - piece.lo])
                 for fragment in fragments:
-                    if not self._join(fragment, address + shift + fragment.at):
-                        return fragment.piece
-        return None
+                    self._join(fragment, address + shift + fragment.at)
 
     def _take_small(
         self, pieces: Sequence[Piece], source: memoryview, shift: int, address: int
-    ) -> Piece | None:
-        """Verifies chunks together and hands them on up to the first bad one, which it returns."""
+    ) -> bool:
+        """Verify chunks together and hand them on; False, with nothing done, if one is damaged."""
         begins = [shift + at for _, _, _, at, _ in pieces]
         ends = [shift + at + hi - lo for _, lo, hi, at, _ in pieces]
         (sums,) = crc32c_of_each([Parts(source, begins, ends)])
-        bad = next((n for n, piece in enumerate(pieces) if sums[n] != piece.checksum), None)
+        if any(sums[n] != piece.checksum for n, piece in enumerate(pieces)):
+            return False
         targets, sources, sizes = array("q"), array("q"), array("q")
-        for entry, lo, hi, at, _ in pieces[:bad]:
+        for entry, lo, hi, at, _ in pieces:
             for destination in self._destinations.get(entry, ()):
                 self._tally.delivered = True
                 if type(destination) is RawBytes:
@@ -152,25 +154,23 @@ class Delivery:
                         continue
                 destination.put(address + shift + at, lo, hi)
         copy_each(targets, sources, sizes, lets_go=False)
-        return None if bad is None else pieces[bad]
+        return True
 
-    def _join(self, fragment: Fragment, source: int) -> bool:
+    def _join(self, fragment: Fragment, source: int) -> None:
         """Takes the chunk of a fragment, if the rest of it is there."""
         chunk = self._seams.add(fragment, source)
-        if chunk is None:
-            return True
-        taken = self._take(fragment.piece, chunk, address_of(chunk))
-        self._seams.give_back(chunk)
-        return taken
+        if chunk is not None:
+            self._take(fragment.piece, chunk)
+            self._seams.give_back(chunk)
 
-    def _take(self, piece: Piece, chunk: memoryview, address: int) -> bool:
-        """Verifies a chunk and hands it on; whether it is what was saved."""
+    def _take(self, piece: Piece, chunk: memoryview) -> None:
+        """Verifies a chunk and hands it on."""
         if crc32c(chunk) != piece.checksum:
-            return False
+            chunk = self._read_again(piece, chunk)
+        address = address_of(chunk)
         for destination in self._destinations.get(piece.entry, ()):
             self._tally.delivered = True
             destination.put(address, piece.lo, piece.hi)
-        return True
 
 
 __all__ = ["Arrived", "Delivery", "ReadTally", "shown"]

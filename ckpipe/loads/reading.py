@@ -52,6 +52,7 @@ from ckpipe.loads.lane_threads import LaneThreads
 from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.memory.arena import Arena
+from ckpipe.stores.second_reading import told, warn
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.awaited_threads import in_thread, on_loop
 from ckpipe.tasks.collector import collector_paused
@@ -134,11 +135,11 @@ class Reader:
             return
         lanes, deliverers = min(self._lanes, len(reads)), min(DELIVERERS, len(reads))
         handover = Handover(self._buffers, lanes, deliverers)
-        delivery = Ahead(partial(self._delivery, destinations))
+        delivery = Ahead(partial(self._delivery, data, destinations))
         threads = LaneThreads(
             handover,
             partial(self._lane, data, handover),
-            partial(self._deliverer, data, handover, delivery),
+            partial(self._deliverer, handover, delivery),
         )
         async with delivery.started():
             # Lanes may be reading for long when it turns out that this was in vain.
@@ -154,11 +155,14 @@ class Reader:
             self.tally.bytes -= sum(map(len, self.views))
             await anyio.to_thread.run_sync(self.views.clear)
 
-    async def _delivery(self, destinations: Callable[[], Awaitable[Destinations]]) -> Delivery:
+    async def _delivery(
+        self, data: EntryTable, destinations: Callable[[], Awaitable[Destinations]]
+    ) -> Delivery:
         """What can be delivered with, once that is allowed."""
         self._idle_since = time.perf_counter()
         try:
-            delivery = Delivery(await destinations(), self.tally)
+            found = await destinations()
+            delivery = Delivery(found, self.tally, partial(self._read_again, data))
         finally:
             if not self._under_way:
                 self.tally.waited += time.perf_counter() - self._idle_since
@@ -190,10 +194,9 @@ class Reader:
             run = (0, read.pieces, read.fragments)
             handover.arrive(Arrived(read.file, source, iter([run]), buffer))
 
-    def _deliverer(self, data: EntryTable, handover: Handover, delivery: Ahead[Delivery]) -> None:
+    def _deliverer(self, handover: Handover, delivery: Ahead[Delivery]) -> None:
         while (arrived := handover.next_arrived()) is not None:
-            put = on_loop(delivery.get).put
-            self._check(data, arrived.file, put(arrived))
+            on_loop(delivery.get).put(arrived)
             if arrived.buffer is not None:
                 handover.give_back(arrived.buffer)
 
@@ -204,16 +207,21 @@ class Reader:
             As :meth:`deliver` does.
         """
         row, rank = data.files[file], data.ranks[file]
-        header = Ahead(partial(in_thread, self._header_sum, row, rank))
+        header = Ahead(partial(in_thread, self._check_header, row, rank))
         async with header.started():  # so that being cancelled in any way reaches the thread
-            found = await header.get()
-        if found != row.header_crc32c:
-            raise ChecksumMismatch(
-                "The header of a data file is not what was saved",
-                step=self._id.step,
-                rank=rank,
-                key=data_file_key(self._id, row.name),
-            )
+            await header.get()
+
+    def _check_header(self, row: FileRow, rank: int) -> None:
+        first = self._header_sum(row, rank)
+        if first == row.header_crc32c:
+            return
+        key = data_file_key(self._id, row.name)
+        second = self._header_sum(row, rank)
+        if second != row.header_crc32c:
+            message = "The header of a data file is not what was saved"
+            error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
+            raise told(error, same=first == second)
+        warn(f"The header of {key}")
 
     def _header_sum(self, row: FileRow, rank: int) -> int:
         found = at = 0
@@ -283,18 +291,27 @@ class Reader:
                 self._under_way -= 1
                 self._idle_since = time.perf_counter()
 
-    def _check(self, data: EntryTable, file: int, piece: Piece | None) -> None:
-        if piece is None:
-            return
-        entry = data.entries[piece.entry]
-        name = data.files[file].name
-        raise ChecksumMismatch(
-            f"Chunk {piece.lo // CHUNK_BYTES} of {entry.name!r:.200} (bytes {piece.lo} to "
-            f"{piece.hi} of it) in {name} is not what was saved",
-            step=self._id.step,
-            rank=data.ranks[file],
-            key=data_file_key(self._id, name),
+    def _read_again(self, data: EntryTable, piece: Piece, damaged: memoryview) -> memoryview:
+        """Read a chunk that came damaged once more; to be called in a thread.
+
+        Raises:
+            ChecksumMismatch: If it comes damaged again.
+        """
+        file, name = data.entry_files[piece.entry], data.entries[piece.entry].name
+        rank, file_name = data.ranks[file], data.files[file].name
+        at = data.begins[piece.entry] + piece.lo
+        chunk = self._filled(rank, file_name, at, memoryview(bytearray(len(damaged))))
+        what = (
+            f"Chunk {piece.lo // CHUNK_BYTES} of {name!r:.200} (bytes {piece.lo} to {piece.hi} of "
+            f"it) in {file_name}"
         )
+        key = data_file_key(self._id, file_name)
+        if crc32c(chunk) != piece.checksum:
+            message = f"{what} is not what was saved"
+            error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
+            raise told(error, same=chunk == damaged)
+        warn(f"{what} of step {self._id.step}, rank {rank},")
+        return chunk
 
 
 def known(destinations: Destinations) -> Callable[[], Awaitable[Destinations]]:
