@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ckpipe.events import BlockUploaded, Event
+from ckpipe.format.keys import encode_float
 from ckpipe.reports import SaveReport
 
 logger = logging.getLogger("ckpipe")
@@ -35,7 +36,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, SaveReport):
         return {key: each for key, each in value.to_data().items() if key != "blocks"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key: _plain(each) for key, each in dataclasses.asdict(value).items()}
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, float):
+        return encode_float(value)  # as JSON has no word for NaN
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     return value.isoformat() if isinstance(value, datetime) else value

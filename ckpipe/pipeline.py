@@ -93,8 +93,8 @@ class Pipeline(PipelineBase):
     async def save(
         self,
         state: Any,
-        *,
         step: int | None = None,
+        *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
         until: Literal["captured", "staged", "committed"] = "staged",
@@ -160,8 +160,8 @@ class Pipeline(PipelineBase):
     async def load(
         self,
         into: Any = None,
-        *,
         step: Which | None = None,
+        *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         strict: bool = True,
@@ -229,22 +229,27 @@ class Pipeline(PipelineBase):
         chosen = None if step is None else which(step)
         return await self._core.run(self._core.engine.load, chosen, request, fallback=fallback)
 
-    async def steps(self) -> list[CheckpointInfo]:
-        """All checkpoints of the root, complete or not, the oldest first.
+    async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
+        """List all checkpoints of the root, complete or not, the oldest first.
 
-        Costs three delimited lists at the same time, however many checkpoints there are, and one
-        more for each that has no index. One that lacks nothing else is completed.
+        Costs four delimited lists, however many checkpoints there are, and one more for each that
+        has no index. One that lacks nothing else is completed.
+
+        Args:
+            metadata: Whether to read the index of each complete checkpoint, once in a process, for
+                its ``metadata``; and for its ``metrics``, ``bytes`` and ``world_size`` too where
+                the lists do not tell these.
 
         Raises:
             StoreError: If the store failed.
         """
-        return await self._core.run(self._core.engine.steps)
+        return await self._core.run(self._core.engine.steps, metadata=metadata)
 
     async def latest(self) -> CheckpointInfo | None:
-        """The newest complete checkpoint; None if there is none.
+        """Find the newest complete checkpoint; None if there is none.
 
-        Costs one delimited list, and two looks at the same time for the newest and for each that
-        is newer and not complete.
+        Costs one delimited list, two looks at the same time for the newest and for each that
+        is newer and not complete, and its index, once as long as it is the newest.
 
         Raises:
             StoreError: If the store failed.

@@ -68,8 +68,8 @@ class SyncPipeline(PipelineBase):
     def save(
         self,
         state: Any,
-        *,
         step: int | None = None,
+        *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
         until: Literal["captured", "staged", "committed"] = "staged",
@@ -93,8 +93,8 @@ class SyncPipeline(PipelineBase):
     def load(
         self,
         into: Any = None,
-        *,
         step: Which | None = None,
+        *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         strict: bool = True,
@@ -116,9 +116,9 @@ class SyncPipeline(PipelineBase):
         chosen = None if step is None else which(step)
         return self._core.call(self._core.engine.load, chosen, request, fallback=fallback)
 
-    def steps(self) -> list[CheckpointInfo]:
-        """All checkpoints of the root, complete or not, the oldest first."""
-        return self._core.call(self._core.engine.steps)
+    def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
+        """List all checkpoints, the oldest first. See :meth:`ckpipe.Pipeline.steps`."""
+        return self._core.call(self._core.engine.steps, metadata=metadata)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint; None if there is none."""

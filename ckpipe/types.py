@@ -77,7 +77,10 @@ def attempt_parts(attempt: str) -> tuple[datetime, str]:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What is known of one checkpoint on the store.
+    """What is known of one checkpoint on the store. Two of the same checkpoint are equal.
+
+    What was saved in it is None as long as it is not known: of one that is not complete, or whose
+    index cannot be read, and of what :meth:`ckpipe.Pipeline.steps` does not ask for.
 
     Args:
         id: Its exact name; accepted wherever a step is.
@@ -88,16 +91,24 @@ class CheckpointInfo:
         reason: Why it is not complete; empty if it is.
         pinned: Whether it is protected from retention.
         saved_at: When its index was written, by the store's clock, in UTC; None if there is none.
+        metrics: What ``save`` was given as metrics.
+        metadata: What ``save`` was given as metadata.
+        bytes: The size of its data files, of all ranks together.
+        world_size: How many ranks saved it.
     """
 
     id: str
     step: int
     attempt: str
     count: int
-    complete: bool
-    reason: str = ""
-    pinned: bool = False
-    saved_at: datetime | None = None
+    complete: bool = field(compare=False)
+    reason: str = field(default="", compare=False)
+    pinned: bool = field(default=False, compare=False)
+    saved_at: datetime | None = field(default=None, compare=False)
+    metrics: Mapping[str, float] | None = field(default=None, compare=False)
+    metadata: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    bytes: int | None = field(default=None, compare=False)
+    world_size: int | None = field(default=None, compare=False)
 
     @property
     def key(self) -> CheckpointId:

@@ -75,6 +75,28 @@ def test_a_run_goes_on_at_the_marks_after_a_resume(tmp_path: Path) -> None:
     assert run(11, 21) == [20]
 
 
+def test_the_last_step_is_saved_once_if_it_is_told(tmp_path: Path) -> None:
+    for again, (last, expected) in enumerate([(23, [10, 20, 23]), (40, [30, 40]), (40, [])]):
+        with ckpipe.SyncPipeline(tmp_path, save_every_steps=10) as pipeline:
+            loaded = pipeline.load()
+            saves = []
+            for step in range(loaded.step + 1 if loaded else 0, last + 1):
+                if pipeline.should_save(step, last=last):
+                    pipeline.save({"step": step}, step, until="committed")
+                    saves.append(step)
+                    assert not pipeline.should_save(step, last=last), "it is being saved"
+            assert saves == expected, again
+
+
+def test_without_another_policy_the_last_step_alone_is_saved(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        asked = [pipeline.should_save(step, last=2) for step in range(3)]
+        assert asked == [False, False, True]
+        assert pipeline.should_save(0, last=0)
+        with pytest.raises(errors.UsageError, match="A step is"):
+            pipeline.should_save(1, last=-1)
+
+
 async def test_the_awaiting_pipeline_is_asked_without_awaiting(tmp_path: Path) -> None:
     async with ckpipe.Pipeline(tmp_path, save_every_seconds=1e6) as pipeline:
         assert pipeline.should_save(1) is False

@@ -31,7 +31,7 @@ _OPEN = """(
     state_lock: StateLock | None = None, settings: Settings | None = None, **fields: Any
 ) -> None"""
 _SAVE = """(
-    self, state: Any, *, step: int | None = None, metrics: Mapping[str, float] | None = None,
+    self, state: Any, step: int | None = None, *, metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
     until: Literal['captured', 'staged', 'committed'] = 'staged',
     final: bool = False, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
@@ -39,7 +39,7 @@ _SAVE = """(
 _PIPELINE = {
     "__init__": _OPEN,
     "load": """(
-        self, into: Any = None, *, step: Which | None = None,
+        self, into: Any = None, step: Which | None = None, *,
         include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
         strict: bool = True, cast: bool = False, fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
@@ -56,12 +56,12 @@ _PIPELINE = {
     "preempted": "property -> bool",
     "prune": "(self, *, dry_run: bool = False) -> Decision",
     "sweep": "(self, *, dry_run: bool = False) -> SweepReport",
-    "steps": "(self) -> list[CheckpointInfo]",
+    "steps": "(self, *, metadata: bool = False) -> list[CheckpointInfo]",
     "on_committed": "(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]",
     "on_complete": "(self, hook: Hook[Completed]) -> Hook[Completed]",
     "on_failed": "(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]",
     "on_staged": "(self, hook: Hook[Staged]) -> Hook[Staged]",
-    "should_save": "(self, step: int) -> bool",
+    "should_save": "(self, step: int, *, last: int | None = None) -> bool",
     "statistics": "(self) -> Statistics",
     "unpin": "(self, step: Which) -> None",
     "verify": "(self, step: Which) -> VerifyResult",

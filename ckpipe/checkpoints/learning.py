@@ -12,8 +12,8 @@ are read. Then it is decided again. Every round knows more than the one before, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ckpipe.checkpoints.digests import list_digests
 from ckpipe.checkpoints.discovery import read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.digests import Digest, digest_of
+from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
 from ckpipe.retention import Candidate
 from ckpipe.tasks.lanes import run_lanes
@@ -39,10 +40,12 @@ class Known(NamedTuple):
     Args:
         digest: Its metrics, whether it is a run's final checkpoint, and its size.
         resumed_from: Id of the checkpoint that its run had loaded.
+        metadata: What ``save`` was given as metadata.
     """
 
     digest: Digest
     resumed_from: str | None = None
+    metadata: Mapping[str, Json] | None = None
 
 
 def known_of(index: Bundle) -> Known:
@@ -51,7 +54,8 @@ def known_of(index: Bundle) -> Known:
     Raises:
         InvalidManifest: If its metrics are not numbers.
     """
-    return Known(digest_of(index), index.parts[0].resumed_from)
+    first = index.parts[0]
+    return Known(digest_of(index), first.resumed_from, first.metadata)
 
 
 @dataclass(slots=True)
@@ -98,6 +102,33 @@ class Facts:
         return self.known[name].digest if name in self.known else self.told[name]
 
 
+def described(info: CheckpointInfo, facts: Facts) -> CheckpointInfo:
+    """Fill in what is known of what was saved in a complete checkpoint."""
+    if not info.complete or info.id not in facts:
+        return info
+    digest, known = facts.digest(info.id), facts.known.get(info.id)
+    return replace(
+        info,
+        metrics=dict(digest.metrics),
+        metadata=None if known is None else known.metadata,
+        bytes=digest.bytes,
+        world_size=digest.world_size,
+    )
+
+
+async def inspected(
+    backend: Backend, infos: Sequence[CheckpointInfo], facts: Facts
+) -> list[CheckpointInfo]:
+    """Fill in what the indexes of complete checkpoints say, each of which is read once.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    complete = [each for each in infos if each.complete]
+    await Inquiry(backend, complete, facts, few=0).is_sure({each.id for each in complete})
+    return [described(each, facts) for each in infos]
+
+
 class Inquiry:
     """One question about the complete checkpoints of a root.
 
@@ -121,12 +152,21 @@ class Inquiry:
         Raises:
             StoreError: If the store failed.
         """
-        if self._facts.trusting and len(self._open()) > self._few:
+        if len(self._open()) > self._few:
+            await self.hear()
+        await self._read(self._open())
+        return [_candidate(each, self._facts) for each in self._complete if each.id in self._facts]
+
+    async def hear(self) -> None:
+        """Ask digests of what is not known, by one delimited list.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        if self._facts.trusting and self._open():
             digests = await list_digests(self._backend)
             told = {each.id: digests.get(each.key) for each in self._open()}
             self._facts.told.update({name: each for name, each in told.items() if each})
-        await self._read(self._open())
-        return [_candidate(each, self._facts) for each in self._complete if each.id in self._facts]
 
     async def is_sure(self, names: Collection[str]) -> bool:
         """Whether all of this was known from indexes; what was not is now, and may be different.
@@ -175,4 +215,4 @@ def _candidate(info: CheckpointInfo, facts: Facts) -> Candidate:
     )
 
 
-__all__ = ["Facts", "Inquiry", "Known", "known_of"]
+__all__ = ["Facts", "Inquiry", "Known", "described", "inspected", "known_of"]

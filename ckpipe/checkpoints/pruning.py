@@ -28,7 +28,7 @@ from typing import Literal
 from ckpipe.backend import Backend, PutMode
 from ckpipe.checkpoints.deleting import Removal, finish_deletions, retire
 from ckpipe.checkpoints.discovery import Listing, check_not_deleted, list_root
-from ckpipe.checkpoints.learning import Facts, Inquiry
+from ckpipe.checkpoints.learning import Facts, Inquiry, described
 from ckpipe.checkpoints.leases import store_time, under_lease
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, LinkRefused, ObjectExists
 from ckpipe.format.digests import digest_keys
@@ -77,7 +77,7 @@ async def decide_on(
     Raises:
         StoreError: If the store failed.
     """
-    listing = await _listed(backend, facts) if listing is None else listing
+    listing = await listed(backend, facts) if listing is None else listing
     infos = listing.infos()
     complete = [each for each in infos if each.complete]
     keep = dict(protected) | {each.id: PINNED for each in complete if each.pinned}
@@ -176,7 +176,7 @@ async def best(
         CheckpointNotFound: If there are complete checkpoints, and none has a number for the metric.
         StoreError: If the store failed.
     """
-    complete = [each for each in (await _listed(backend, facts)).infos() if each.complete]
+    complete = [each for each in (await listed(backend, facts)).infos() if each.complete]
     inquiry = Inquiry(backend, complete, facts, few=1)
     while True:
         candidates = await inquiry.candidates()
@@ -187,7 +187,7 @@ async def best(
             break
     if complete and winner is None:
         raise _without_metric(metric, candidates)
-    return next((each for each in complete if each.id == winner), None)
+    return next((described(each, facts) for each in complete if each.id == winner), None)
 
 
 def _without_metric(metric: str, candidates: Sequence[Candidate]) -> CheckpointNotFound:
@@ -238,7 +238,7 @@ async def prune(
         StoreError: If the store failed; pruning again goes on where it stopped.
     """
     now = await store_time(backend) if now is None else now
-    listing = await _listed(backend, facts)
+    listing = await listed(backend, facts)
     await finish_deletions(backend, finished, forget_before=now - sweep_after, listing=listing)
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
     # All at once: who prunes at the same time forgets what it has removed.
@@ -271,7 +271,7 @@ def _without(stayed: Mapping[str, str], decision: Decision, listing: Listing) ->
     )
 
 
-async def _listed(backend: Backend, facts: Facts) -> Listing:
+async def listed(backend: Backend, facts: Facts) -> Listing:
     """The names of a root; forgets what is known of checkpoints that others have removed."""
     # What is learned meanwhile may be of a checkpoint that is newer than the list.
     before = facts.names()

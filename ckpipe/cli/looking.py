@@ -70,7 +70,8 @@ def _row(each: Summary) -> tuple[object, ...]:
 
 
 def _summary_data(each: Summary) -> dict[str, Any]:
-    return {**asdict(each.info), **{k: v for k, v in asdict(each).items() if k != "info"}}
+    data = {**asdict(each.info), **asdict(each)}
+    return {name: value for name, value in data.items() if name not in ("info", "metadata")}
 
 
 def info(

@@ -17,6 +17,8 @@ class Cadence:
     **Seconds.** A save is due when so much time has passed since the last save or load, or since
     the beginning.
 
+    **The last step** of a run, if it is told, is due too, unless that state is saved already.
+
     Asking changes nothing: a save stays due until one has begun. It may be asked in any thread.
 
     Args:
@@ -33,6 +35,7 @@ class Cadence:
     ) -> None:
         self._steps, self._seconds, self._clock = steps, seconds, clock
         self._last = (0, clock())
+        self._begun = False
 
     @property
     def is_set(self) -> bool:
@@ -46,6 +49,10 @@ class Cadence:
     def is_marked(self, step: int) -> bool:
         """Whether a mark has been reached or passed."""
         return self._steps is not None and step // self._steps > self._last[0] // self._steps
+
+    def is_last(self, step: int, last: int | None) -> bool:
+        """Whether this is the run's last step, and its state is neither saved nor loaded."""
+        return last is not None and step >= last and not (self._begun and self._last[0] == step)
 
     def is_overdue(self) -> bool:
         """Whether the longest time between saves is over."""
@@ -63,6 +70,7 @@ class Cadence:
     def begin_at(self, step: int) -> None:
         """Notes that the state of a step is being saved, or has been loaded."""
         self._last = (step, self._clock())
+        self._begun = True
 
 
 __all__ = ["Cadence"]

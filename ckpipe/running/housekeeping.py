@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+from dataclasses import replace
 from typing import Literal
 
 from anyio.abc import TaskGroup
 
 from ckpipe.checkpoints import pruning
-from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
+from ckpipe.checkpoints.discovery import check_still_there, read_index
 from ckpipe.checkpoints.healing import find_healed, healed, newest_healed
+from ckpipe.checkpoints.learning import Facts, Inquiry, described, inspected
 from ckpipe.checkpoints.protection import remove
 from ckpipe.checkpoints.sweeping import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
@@ -27,6 +29,7 @@ class Housekeeping(abc.ABC):
     """Discovery and housekeeping of one pipeline, on its loop."""
 
     _tasks: TaskGroup
+    _last: Facts = Facts()
 
     @property
     def serves(self) -> bool:
@@ -46,18 +49,33 @@ class Housekeeping(abc.ABC):
     def is_writing(self, id: CheckpointId) -> bool:
         """Whether a save of this checkpoint is under way here."""
 
-    async def steps(self) -> list[CheckpointInfo]:
+    async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """All checkpoints, the oldest first."""
-        patient = self.site.patient
-        return list(reversed(await healed(patient, await discover(patient))))
+        patient, facts = self.site.patient, self.site.facts
+        listing = await pruning.listed(patient, facts)
+        infos = list(reversed(await healed(patient, listing.infos())))
+        if metadata:
+            return await inspected(patient, infos, facts)
+        await Inquiry(patient, [each for each in infos if each.complete], facts, few=0).hear()
+        return [replace(described(each, facts), metadata=None) for each in infos]
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
-        return await newest_healed(self.site.patient)
+        info = await newest_healed(self.site.patient)
+        return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
         """Looks until a checkpoint that this rank has committed is complete."""
-        return await until_complete(self.site, info, timeout)
+        return await self._inspected(await until_complete(self.site, info, timeout))
+
+    async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
+        """Fill in what the index says; of the last one asked for it is remembered."""
+        if info.id in self.site.facts.known:
+            return described(info, self.site.facts)
+        if info.id not in self._last:
+            self._last = Facts()
+        (found,) = await inspected(self.site.patient, [info], self._last)
+        return found
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Reads and checks every byte of a checkpoint."""

@@ -30,7 +30,7 @@ class PipelineBase:
     ) -> None:
         self._core = PipelineCore(location(url), guard, state_lock, settings, fields)
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: int, *, last: int | None = None) -> bool:
         """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
 
         Once :attr:`preempted`, it is True until a save has begun, and False from then on.
@@ -45,12 +45,14 @@ class PipelineBase:
 
         Args:
             step: The step that has just been taken.
+            last: The last step of the run, at which it is True too until a save has begun; the
+                same on all ranks.
 
         Raises:
-            SettingsError: If neither is set, and preemption is not either.
+            SettingsError: If neither is set, preemption is not either, and ``last`` is not given.
             PipelineClosed: If the pipeline is not open.
         """
-        return self._core.should_save(step)
+        return self._core.should_save(step, last)
 
     @property
     def preempted(self) -> bool:

@@ -358,20 +358,24 @@ class PipelineCore:
             )
         return owners
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: int, last: int | None) -> bool:
         """Whether the settings ask for a save at a step."""
         engine, together = self.engine, self._topology.world_size > 1
         check_step(step)
+        if last is not None:
+            check_step(last)
         called = engine.diary.ask(step) if together else frozenset()
         if END in called:
             self.preemption.arrive()
         if self.preemption.told:
             return self.preemption.wants_save
-        if not engine.cadence.is_set and not self.settings.preemption.enabled:
+        if engine.cadence.is_last(step, last):
+            return True
+        if last is None and not engine.cadence.is_set and not self.settings.preemption.enabled:
             raise SettingsError(
                 "Nothing says when to save",
                 step=step,
-                hint="Set save_every_steps, save_every_seconds or preemption",
+                hint="Set save_every_steps, save_every_seconds or preemption, or pass last",
             )
         if together:  # whose clocks count only as all have agreed
             return bool(called) or engine.cadence.is_marked(step)

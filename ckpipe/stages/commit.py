@@ -11,7 +11,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.backend import PutMode
 from ckpipe.checkpoints.completion import ascend
-from ckpipe.checkpoints.learning import known_of
+from ckpipe.checkpoints.learning import described, known_of
 from ckpipe.errors import (
     CkpipeError,
     CommitConflict,
@@ -71,12 +71,13 @@ async def run(
 def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int) -> CheckpointInfo:
     """Tells everybody that this rank's part is durable."""
     info = _info(save, depot)
-    save.durable_seconds = save.elapsed
-    size = metadata_bytes + (save.cargo.size if save.cargo else 0)
     if depot.world_size == 1:
         depot.facts.learn(info.id, known_of(bundle))
+        info = described(info, depot.facts)
     else:
         save.unsettled = info
+    save.durable_seconds = save.elapsed
+    size = metadata_bytes + (save.cargo.size if save.cargo else 0)
     save.settle(info)
     where = (save.name, save.id.step, save.rank)
     depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
@@ -93,11 +94,11 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
     outcome = await ascend(depot.patient, save.id, save.rank, depot.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
-    if outcome.complete:
-        whole = replace(info, complete=True, reason="")
-        depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
     if outcome.index is not None:
         depot.facts.learn(info.id, known_of(outcome.index))
+    if outcome.complete:
+        whole = described(replace(info, complete=True, reason=""), depot.facts)
+        depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
     return outcome.complete
 
 
