@@ -11,5 +11,8 @@ import signal
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the trainer may be sent with all its processes; what then becomes of saves, it decides."""
 
+MARK = "_CKPIPE_WORKER"
+"""The variable of the environment by which a process knows that it was started as a worker."""
+
 TELL_STACKS = signal.SIGQUIT
 """Has the worker write to its log where each of its threads is."""

@@ -47,6 +47,7 @@ from ckpipe.saves.caller import Caller
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.tasks.loop_thread import LoopThread
+from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)
@@ -153,6 +154,7 @@ class PipelineCore:
                 self._start()
 
     def _start(self) -> None:
+        refuse_to_train_as_worker()
         checksum.prepare()
         topology = self._topology = ALONE if self.settings.solo else find_topology()
         self._process = os.getpid()

@@ -8,10 +8,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpipe._worker import MARK
 from ckpipe._worker.forms import is_plain, plain
 from ckpipe._worker.messages import Hello
 from ckpipe.backend import Backend
-from ckpipe.errors import SettingsError
+from ckpipe.errors import SettingsError, UsageError
 from ckpipe.saves.delivery import Depot
 from ckpipe.stores.registry import is_registered_here, scheme_of
 from ckpipe.worker.worker_state import LOOKS
@@ -20,6 +21,24 @@ if TYPE_CHECKING:
     from ckpipe.settings import Settings
 
 logger = logging.getLogger("ckpipe")
+
+
+def refuse_to_train_as_worker() -> None:
+    """Stop a program that was started in place of the interpreter of a worker process.
+
+    Where ``sys.executable`` is the program itself, each worker would be the program once more,
+    with a worker of its own. Worker processes take over the environment of their trainer, without
+    the mark, before they do anything else.
+
+    Raises:
+        UsageError: If this process is such a program.
+    """
+    if trainer := os.environ.get(MARK):
+        raise UsageError(
+            f"This program was started as a worker process by process {trainer}, since "
+            f"sys.executable names no Python interpreter there, but {sys.executable}",
+            hint="Set worker='thread'",
+        )
 
 
 def uses_process(settings: Settings, backend: Backend) -> bool:
@@ -43,8 +62,13 @@ def uses_process(settings: Settings, backend: Backend) -> bool:
             f"worker='process' cannot be had: {reason}",
             hint="Set worker='thread', or 'auto' to have a process where there can be one",
         )
-    logger.info("Saves are brought to the store by a thread: %s", reason)
+    level = logging.WARNING if _is_frozen() else logging.INFO
+    logger.log(level, "Saves are brought to the store by a thread: %s", reason)
     return False
+
+
+def _is_frozen() -> bool:
+    return bool(getattr(sys, "frozen", False))
 
 
 def obstacle(settings: Settings) -> str | None:
@@ -54,6 +78,8 @@ def obstacle(settings: Settings) -> str | None:
         return "this system has no memory that processes can share by a descriptor"
     if not sys.executable:
         return "this program does not know its own interpreter"
+    if _is_frozen():
+        return "this program is frozen (sys.frozen), so there is no interpreter to start"
     if is_registered_here(url):
         return (
             f"the backend for {scheme_of(url)!r} was registered in this process only, "

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from socket import socket
 
-from ckpipe._worker import IGNORED, TELL_STACKS
+from ckpipe._worker import IGNORED, MARK, TELL_STACKS
 from ckpipe._worker.channel import close_socket, socket_pair
 from ckpipe.worker.worker_state import ProcessState, process_state
 
@@ -94,7 +94,7 @@ class WorkerProcess:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=first_environment(),
+                env=first_environment() | {MARK: str(os.getpid())},
             )
 
     def state(self) -> ProcessState | None:
