@@ -8,6 +8,10 @@ An element of an array that is long is compressed by itself, so that who writes 
 need not compress it again. Deflate (RFC 1951) allows that: a piece that refers to nothing before it
 and ends on a byte may stand between any two others, and a zlib stream (RFC 1950) is such pieces
 between two bytes of head and the Adler-32 of what they hold.
+
+Deflate packs up to a thousand to one, and a JSON value of two characters takes 64 bytes once
+parsed. So text and values are counted while they are unpacked, before any is kept, and both are
+bounded by the stored size. A writer whose object packs better stores empty deflate blocks with it.
 """
 
 from __future__ import annotations
@@ -40,6 +44,25 @@ _LEVEL = 2
 _ZLIB_HEAD = b"\x78\x5e"
 """Deflate with a window of 32 KiB, at a fast level, without a dictionary; by RFC 1950."""
 
+TEXT_BYTES_PER_BYTE = 64
+"""Bytes of text that one stored byte may unpack to; indexes of models unpack to 6 to 10."""
+
+SIGNS_PER_BYTE = 16
+"""Signs that one stored byte may unpack to; indexes of models unpack to 0.8 to 2.5."""
+
+ALWAYS_TEXT_BYTES = 8 << 20
+ALWAYS_SIGNS = 1 << 19
+"""As much an object of any stored size may unpack to."""
+
+_SIGNS = b",:[{"
+"""In front of every value but the first stands one of these."""
+
+_EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"
+"""A deflate block of no bytes, as it stands behind a full flush."""
+
+_SLICE_BYTES = 4 << 10
+"""Stored bytes that are unpacked at once: at most 4 MiB come of them."""
+
 _ADLER_OF_NOTHING = 1
 _ADLER_BASE = 65521
 
@@ -50,12 +73,14 @@ class Pressed(NamedTuple):
     Args:
         data: A piece of a deflate stream that refers to nothing before it and ends on a byte.
         size: The length of the text, in bytes.
+        signs: How many signs it has.
         crc: Its CRC-32C.
         adler: Its Adler-32.
     """
 
     data: bytes
     size: int
+    signs: int
     crc: int
     adler: int
 
@@ -67,7 +92,11 @@ def pressed(text: str) -> str | Pressed:
     data = text.encode("ascii")
     stream = _deflate()
     piece = stream.compress(data) + stream.flush(zlib.Z_FULL_FLUSH)
-    return Pressed(piece, len(data), crc32c(data), zlib.adler32(data))
+    return Pressed(piece, len(data), _signs(data), crc32c(data), zlib.adler32(data))
+
+
+def _signs(text: bytes) -> int:
+    return len(text) - len(text.translate(None, _SIGNS))
 
 
 def _deflate() -> Any:
@@ -133,12 +162,12 @@ class _Packed:
         self._stream: Any = None
         self._packed: list[bytes] = []
         self._adler = _ADLER_OF_NOTHING
-        self.size = self.crc = 0
+        self.size = self.signs = self.crc = 0
 
     def add(self, piece: bytes) -> None:
         self.crc = crc32c(piece, self.crc)
         self._adler = zlib.adler32(piece, self._adler)
-        self._count(len(piece))
+        self._count(len(piece), _signs(piece))
         if self._stream is not None:
             self._packed.append(self._stream.compress(piece))
             return
@@ -149,7 +178,7 @@ class _Packed:
     def add_pressed(self, piece: Pressed) -> None:
         self.crc = combine(self.crc, piece.crc, piece.size)
         self._adler = _joined_adler(self._adler, piece.adler, piece.size)
-        self._count(piece.size)
+        self._count(piece.size, piece.signs)
         if self._stream is None:
             self._compress()
         # What comes behind the piece must not refer to what stands before it either.
@@ -160,8 +189,9 @@ class _Packed:
         self._packed = [_ZLIB_HEAD, *map(self._stream.compress, self._plain)]
         self._plain = []
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, nbytes: int, signs: int) -> None:
         self.size += nbytes
+        self.signs += signs
         if self._max_bytes is not None and self.size > self._max_bytes:
             raise OversizedMetadata(
                 f"The metadata of the checkpoint has more than {self._max_bytes} bytes",
@@ -171,9 +201,19 @@ class _Packed:
     def finished(self) -> bytes:
         if self._stream is None:
             return b"".join(self._plain)
+        self._packed.append(self._stream.flush(zlib.Z_FULL_FLUSH))
+        lacking = _least_stored(self.size, self.signs) - sum(map(len, self._packed))
+        padding = _EMPTY_BLOCK * -(-lacking // len(_EMPTY_BLOCK))
         adler = self._adler.to_bytes(_SUM_BYTES, "big")
-        stream = b"".join([*self._packed, self._stream.flush(), adler])
+        stream = b"".join([*self._packed, padding, self._stream.flush(), adler])
         return stream + crc32c(stream).to_bytes(_SUM_BYTES, "big")
+
+
+def _least_stored(size: int, signs: int) -> int:
+    """How many bytes a stream must have at least to hold a text of this size and so many signs."""
+    for_text = -(-size // TEXT_BYTES_PER_BYTE) if size > ALWAYS_TEXT_BYTES else 0
+    for_signs = -(-signs // SIGNS_PER_BYTE) if signs > ALWAYS_SIGNS else 0
+    return max(for_text, for_signs)
 
 
 Element = Callable[[Json, str], Any]
@@ -194,7 +234,7 @@ def unseal(
     Raises:
         TruncatedObject: If it is empty or ends before its checksum.
         ChecksumMismatch: If a bit differs from what was sealed.
-        OversizedMetadata: If it is larger than ``max_bytes``.
+        OversizedMetadata: If it is larger than ``max_bytes``, or more than its stored size allows.
         DuplicateName: If a JSON object in it has a name twice.
         InvalidManifest: If it is not a sealed JSON object.
     """
@@ -206,7 +246,9 @@ def unseal(
         raise ChecksumMismatch("The object is not what was written: its checksum differs")
     del body
     try:
-        document = _parsed(plain.decode(), elements or {})
+        text = plain.decode("ascii")
+        del plain
+        document = _parsed(text, elements or {})
     except RecursionError:
         raise InvalidManifest("The object is nested too deeply") from None
     except ValueError as error:
@@ -274,7 +316,8 @@ def opened(data: bytes, max_bytes: int) -> bytes:
     Raises:
         TruncatedObject: If it is empty, or the stream ends early.
         ChecksumMismatch: If the compressed bytes differ from what was sealed.
-        OversizedMetadata: If the text is longer than ``max_bytes``.
+        OversizedMetadata: If the text is longer than ``max_bytes``, or more than the stored size
+            allows.
         InvalidManifest: If it is neither JSON nor a zlib stream.
     """
     if not data:
@@ -292,16 +335,30 @@ def _decompressed(data: memoryview, max_bytes: int) -> bytes:
     stream, total = data[:-_SUM_BYTES], bytes(data[-_SUM_BYTES:])
     if crc32c(stream) != int.from_bytes(total, "big"):
         raise ChecksumMismatch("The compressed object is not what was written, or is cut off")
-    inflate = zlib.decompressobj()
+    inflate, size, signs = zlib.decompressobj(), 0, 0
     try:
-        plain = inflate.decompress(stream, max_bytes + 1)
+        for at in range(0, len(stream), _SLICE_BYTES):
+            text = inflate.decompress(stream[at : at + _SLICE_BYTES])
+            size += len(text)
+            signs += _signs(text)
+            _check_amount(size, signs, len(stream), max_bytes)
+            if inflate.unused_data:
+                break
+        if not inflate.eof or inflate.unused_data:
+            raise TruncatedObject("The zlib stream does not end where the object does")
+        return zlib.decompress(stream, bufsize=size)
     except zlib.error as error:
         raise InvalidManifest(f"The object is no zlib stream: {error}") from None
-    if len(plain) > max_bytes:
+
+
+def _check_amount(size: int, signs: int, stored: int, max_bytes: int) -> None:
+    if size > max_bytes:
         raise OversizedMetadata(f"The object has more than {max_bytes} bytes once decompressed")
-    if not inflate.eof or inflate.unused_data:
-        raise TruncatedObject("The zlib stream does not end where the object does")
-    return plain
+    if _least_stored(size, signs) > stored:
+        raise OversizedMetadata(
+            f"The object has {stored} bytes and unpacks to more text or values than any of its "
+            "size that ckpipe wrote"
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
