@@ -1,147 +1,143 @@
 """Models and optimizers of distributed programs as one object of a state.
 
-Names are those of the bare model whatever it is wrapped in: FSDP2, DDP, tensor parallel, compiled
-or nothing. So what one saves, any other loads.
+Names are those of the bare model whatever it is wrapped in: FSDP, DDP, tensor parallel, pipeline
+stages, compiled or nothing. So what one saves, any other loads.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpipe.format.keys import label_part
+from ckpipe.format.keys import join
+from ckpipe.loads.stateful_objects import LoadTargets, SavedObject, fill_from
+from ckpipe.training.loading import load_targets
+from ckpipe.training.names import ModelNames, names_of
+from ckpipe.training.optimizers import (
+    NamedOptimizer,
+    is_fsdp1,
+    model_state_dict,
+    named_optimizers,
+)
+from ckpipe.training.saving import optimizers_state, private_state
 
 __all__ = ["TrainingState", "training_state"]
 
 
-def training_state(model: torch.nn.Module, *optimizers: Optimizer) -> TrainingState:
-    """A model and its optimizers, to be put into the state that is saved and loaded.
+def training_state(model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> TrainingState:
+    """Makes a model and its optimizers one object of a state, for any way to distribute them.
+
+    A load is right to the bit, or raises a :class:`~ckpipe.errors.CkpipeError` that names the key
+    before anything is touched.
 
     Args:
-        model: The model, sharded or wrapped or not: FSDP2 (``fully_shard``), DDP, tensor
-            parallel, ``torch.compile``, or a bare module.
+        model: The model, sharded or wrapped or not: FSDP2 (``fully_shard``), DDP, tensor parallel,
+            ``torch.compile``, activation checkpointing, FSDP1 with a device mesh, or a bare
+            module. Or a list of the pipeline stages that this rank has, whose names must differ.
         optimizers: Those that step its parameters, if they are to be saved.
 
     Returns:
-        An object with ``state_dict`` and ``load_state_dict``, which call no collective.
+        An object with ``state_dict`` and ``load_state_dict``. They call no collective, but with
+        FSDP1, whose flat parameters torch gathers.
     """
     return TrainingState(model, optimizers)
 
 
 class TrainingState:
-    """What :func:`training_state` makes.
+    """Holds a model and its optimizers, as :func:`training_state` is given them.
 
     Sharded tensors are saved by those who hold them. Of plain tensors, the parameters and what
     optimizers keep for them count as the same on all ranks, as data-parallel and tensor-parallel
     training keeps them, and are written once. Buffers count as each rank's own, since a forward
-    pass changes them: those that turn out the same on all ranks load into any number of ranks.
-    A model that keeps different plain parameters under one name on different ranks is not for
-    this class; put its ``state_dict`` into the state itself.
+    pass changes them, and so does plain state of sharded parameters, and all that is plain in a
+    list of stages: values that turn out the same on all ranks load into any number of ranks. A
+    model that keeps different plain parameters under one name on different ranks is not for this
+    class; put its ``state_dict`` into the state itself.
 
-    An optimizer that has not stepped yet has no state. Its tensors are made for the checkpoint,
-    so that names and shards are always the same, and the optimizer is left as it was. Which
-    optimizers had stepped is saved as ``begun``: to load optimizers without their model, include
-    ``optimizer`` and ``begun``; to load the model alone, include ``model``. A load of one without
-    the other is refused, since an optimizer would be reset, or go on from a state made up for it.
+    Nothing is made up: an optimizer that has not stepped is saved without state, and is without
+    state after a load. A parameter without saved state, such as one that never had a gradient, has
+    none after the load, and is named in ``missing``. Param groups are matched by the names of
+    their parameters; saved options replace those of the target, except ``foreach``, ``fused``,
+    ``capturable`` and ``differentiable``. State has the dtype that was saved.
+
+    To load the model alone, include its ``model``; to load the optimizers alone, ``optimizer``.
 
     Args:
-        model: The model.
+        model: The model, or a list of stages of it.
         optimizers: Its optimizers.
     """
 
-    __ckpipe_together__ = (("optimizer", "state"), ("begun",))
-
-    def __init__(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = model, tuple(optimizers)
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._modules = [model] if isinstance(model, nn.Module) else list(model)
+        self._stages = not isinstance(model, nn.Module)
+        self._optimizers = tuple(optimizers)
         self._own: frozenset[str] = frozenset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The model under ``model``; optimizers under ``optimizer`` by parameter names."""
-        if not self._optimizers:
-            model = get_model_state_dict(self._model)
-            self._note_buffers(model)
-            return {"model": model}
-        begun = self._begun()
-        with _gradients_aside(self._optimizers):
-            model, optimizer = get_state_dict(self._model, self._optimizers)
-            self._forget(begun)
-        self._note_buffers(model)
-        return {"model": model, "optimizer": optimizer, "begun": begun}
+        """Takes the state: the model under ``model``, optimizers under ``optimizer``, by name.
+
+        Raises:
+            UsageError: If two tensors of a list of stages have the same name.
+            UnsupportedState: If an optimizer steps what is not the model's, or keeps sharded state
+                that no other world could take up; and with FSDP1 without a device mesh.
+        """
+        model, optimizers = self._look()
+        # Sharded tensors are detached as plain ones are, so that nobody trains through a state.
+        tensors = {
+            name: value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in model.tensors()
+        }
+        state: dict[str, Any] = {"model": tensors, "versions": model.versions}
+        if optimizers:
+            state["optimizer"] = optimizers_state(optimizers)
+        self._own = self._own_labels(model, optimizers)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, here or under another wrapper."""
-        # Torch renames entries of what it is given.
-        model = dict(state["model"])
-        if not self._optimizers:
-            set_model_state_dict(self._model, model)
-            return
-        optimizer = {name: _copied(value) for name, value in state["optimizer"].items()}
-        with _gradients_aside(self._optimizers):
-            set_state_dict(
-                self._model,
-                self._optimizers,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
-            )
-            self._forget(state.get("begun", []))
+        """Loads what :meth:`state_dict` returned, here or under another wrapper.
+
+        A pipeline's ``load`` reads straight into the model and the optimizers; this is for states
+        that are in memory. Tensors are copied.
+
+        Raises:
+            TargetMismatch: If it does not fit; nothing is touched.
+        """
+        fill_from(self, state)
+
+    def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets:
+        model, optimizers = self._look()
+        return load_targets(saved, self._modules, model, optimizers, stages=self._stages)
 
     def __ckpipe_replicated__(self, label: str) -> bool:
-        return label not in self._own
+        return not self._stages and label not in self._own
 
-    def _begun(self) -> list[bool]:
-        return [bool(optimizer.state) for optimizer in self._optimizers]
+    def _look(self) -> tuple[ModelNames, list[NamedOptimizer]]:
+        # The state comes first, since it makes sharded modules put sharded parameters in place.
+        flat = [is_fsdp1(each) for each in self._modules]
+        states = [model_state_dict(*each) for each in zip(self._modules, flat, strict=True)]
+        model = names_of(self._modules, states)
+        return model, named_optimizers(self._modules, model, self._optimizers, fsdp1=any(flat))
 
-    def _forget(self, begun: Sequence[bool]) -> None:
-        """Takes from optimizers that have not stepped what torch has made up for them."""
-        for optimizer, has_stepped in zip(self._optimizers, begun, strict=False):
-            if not has_stepped:
-                optimizer.state.clear()
-
-    def _note_buffers(self, model: dict[str, Any]) -> None:
-        buffers = {_place(buffer) for buffer in self._model.buffers()}
-        self._own = frozenset(
-            f"model.{label_part(name)}"
-            for name, value in model.items()
+    def _own_labels(
+        self, model: ModelNames, optimizers: Sequence[NamedOptimizer]
+    ) -> frozenset[str]:
+        """The labels of plain tensors that may differ between ranks."""
+        buffers = {_place(each) for module in self._modules for each in module.buffers()}
+        paths: list[tuple[str, ...]] = [
+            ("model", name)
+            for name, value in model.tensors()
             if isinstance(value, torch.Tensor) and _place(value) in buffers
-        )
-
-
-@contextlib.contextmanager
-def _gradients_aside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Takes gradients away meanwhile; torch makes no optimizer state where it finds any."""
-    parameters = [
-        parameter
-        for optimizer in optimizers
-        if not optimizer.state
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-
-def _copied(value: Any) -> Any:
-    """A copy of the containers of an optimizer's state; tensors stay the same."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+        ]
+        paths += [("optimizer", "state", *path) for path in private_state(optimizers)]
+        return frozenset(reduce(join, path, "") for path in paths)
 
 
 def _place(tensor: torch.Tensor) -> object:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gang import gang, told
-from old_training_states import CONTENTS, DATA, RANKS
+from old_training_states import CONTENTS, DATA, RANKS, made
+
+from ckpipe import SyncPipeline
+from ckpipe.distributed import training_state
+from ckpipe.errors import StructureMismatch
 
 TARGETS = [("plain", 1), *((wrapper, n) for wrapper in ("ddp", "fsdp2") for n in (1, 2, 4))]
-UNLOADABLE = pytest.mark.xfail(
-    strict=True, reason="A parameter without optimizer state cannot be loaded."
-)
-
 Failures = dict[str, dict[int, list[Any]]]
 
 
@@ -38,10 +39,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         yield failures_of
 
 
-@pytest.mark.parametrize(
-    "content",
-    [pytest.param(each, marks=UNLOADABLE if each == "unused" else ()) for each in CONTENTS],
-)
+@pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("saved", RANKS)
 @pytest.mark.parametrize(("wrapper", "ranks"), TARGETS)
 def test_old_checkpoint_loads_to_the_bit(
@@ -49,3 +47,17 @@ def test_old_checkpoint_loads_to_the_bit(
 ) -> None:
     found = failures(wrapper, ranks)[f"{saved} {content}"]
     assert found == {rank: [None] for rank in range(ranks)}
+
+
+def test_state_is_not_taken_without_what_says_whether_it_was_made_up(tmp_path: Path) -> None:
+    with tarfile.open(DATA / "plain.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    content = CONTENTS["unstepped"]
+    model, _, optimizers = made("plain", content)
+    state = {"training": training_state(model, *optimizers)}
+    with (
+        SyncPipeline(tmp_path) as pipeline,
+        pytest.raises(StructureMismatch, match=r"Include 'training.begun' as well"),
+    ):
+        pipeline.load(state, step=content.step, include=["training.optimizer"])
+    assert not any(optimizer.state for optimizer in optimizers)

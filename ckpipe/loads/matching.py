@@ -34,7 +34,14 @@ from ckpipe.loads.refilling import (
     remake_tuple,
 )
 from ckpipe.loads.selecting import any_selected
-from ckpipe.loads.stateful_objects import check_stateful, hint_for, mismatch
+from ckpipe.loads.stateful_objects import (
+    LoadTargets,
+    SavedObject,
+    SavedTensor,
+    check_stateful,
+    hint_for,
+    mismatch,
+)
 from ckpipe.loads.targets import Targets
 from ckpipe.state.containers import is_stateful
 from ckpipe.state.registered_types import registered_as, registered_for
@@ -49,18 +56,26 @@ class Matching:
         targets: Where live tensors are noted.
         select: What of the target is to be loaded.
         strict: Whether plain containers must have the keys that were saved, and no others.
+        common: The labels that all ranks had, if not all had the same ones.
 
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
         kept: Labels of what objects have and the checkpoint has not; their own strictness applies.
+        left: Labels that the checkpoint has and objects do without, which is no error.
         objects: For each object, what was saved of it, and what it holds now.
     """
 
     def __init__(
-        self, rebuild: Rebuild, targets: Targets, select: LabelFilter, *, strict: bool
+        self,
+        rebuild: Rebuild,
+        targets: Targets,
+        select: LabelFilter,
+        *,
+        strict: bool,
+        common: frozenset[str] | None = None,
     ) -> None:
-        self._rebuild, self._targets = rebuild, targets
+        self._rebuild, self._targets, self._common = rebuild, targets, common
         self._own_of_ranks = rebuild.per_rank.tensors
         self._select, self._strict = select, strict
         self._known: dict[tuple[int, int], Make] = {}
@@ -70,6 +85,8 @@ class Matching:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.kept: list[str] = []
+        self.left: list[str] = []
+        self._offered: dict[int, Any] = {}
         self.objects: list[tuple[Node, Any]] = []
 
     def plan(self, target: Any, tree: Node) -> Make:
@@ -255,6 +272,8 @@ class Matching:
         if id(target) in self._loaded:
             self._fill_again(target, inner, label)
             return self._loaded[id(target)]
+        if hasattr(type(target), "__ckpipe_targets__"):
+            return self._match_itself(target, inner, label)
         hint = hint_for(target, self._select)
         self._alive.append(hint.live)
         self.objects.append((inner, hint.live))
@@ -267,8 +286,53 @@ class Matching:
         once = self._loaded[id(target)] = _once(partial(_load_object, target, make, label))
         return once
 
+    def _match_itself(self, target: Any, node: Node, label: str) -> Make:
+        """An object that says what of it is to be filled."""
+        state = self._described(node, label)
+        saved = SavedObject(state, label, self._select, self._common, self._targets.cast)
+        with user_code("__ckpipe_targets__", label):
+            found: LoadTargets = target.__ckpipe_targets__(saved)
+        self.kept += found.missing
+        self.left += found.unexpected
+        self._offered[id(target)] = found.tree
+        self._alive.append(found.tree)
+        make = self._match_offered(found.tree, node, label)
+        once = self._loaded[id(target)] = _once(partial(_attach, target, make, found, label))
+        return once
+
+    def _match_offered(self, tree: Any, node: Node, label: str) -> Make:
+        names = len(self.missing), len(self.unexpected)
+        make = self.match(tree, node, label)
+        del self.missing[names[0] :], self.unexpected[names[1] :]
+        return make
+
+    def _described(self, node: Node, label: str) -> Any:
+        """A saved tree as objects, with a description in the place of each tensor."""
+        tag = node[0]
+        if tag == "tensor":
+            stored = self._targets.stored[node[1]]
+            return SavedTensor(stored.dtype, tuple(stored.shape))
+        if tag == "value":
+            return self._rebuild.value(node, label)
+        if tag in ("shared", "ref"):
+            return self._described(self._rebuild.definitions[node[1]], label)
+        if tag in ("stateful", "registered"):
+            return self._described(node[-1], label)
+        children = [
+            (key, self._described(child, where))
+            for key, child, where in children_of(node, label)
+            if child[0] != "absent" or tag not in _STATES
+        ]
+        if tag in _STATES:
+            return dict(children)
+        values = [value for _, value in children]
+        return tuple(values) if tag == "tuple" else values
+
     def _fill_again(self, target: Any, node: Node, label: str) -> None:
         """One object of the target that was saved as several: their tensors must agree."""
+        if id(target) in self._offered:
+            self._match_offered(self._offered[id(target)], node, label)
+            return
         self._rebuild.plan(node, label, hint_for(target, self._select))
 
     def _match_shared(self, target: Any, node: Node, label: str) -> Make:
@@ -361,6 +425,17 @@ def _wrong_kind(saved: str, target: Any, label: str) -> StructureMismatch:
 def _with_attributes(target: Any, attributes: Make) -> Any:
     if isinstance(target, torch.Tensor):
         vars(target).update(attributes())
+    return target
+
+
+def _attach(target: Any, make: Make, found: LoadTargets, label: str) -> Any:
+    make()
+    try:
+        with torch.no_grad(), user_code("load_state_dict", label):
+            found.attach()
+    except Exception as error:
+        error.add_note(f"raised while the state of {label!r} was put in place")
+        raise
     return target
 
 

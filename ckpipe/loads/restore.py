@@ -272,12 +272,14 @@ def _match_all(
     if request.into is None:
         make = rebuild.plan(tree, "")
     else:
-        matching = Matching(rebuild, targets, select, strict=request.strict)
+        matching = Matching(rebuild, targets, select, strict=request.strict, common=saved.common)
         make = matching.plan(request.into, tree)
-        missing, unexpected = [*missing, *matching.missing], matching.unexpected
+        missing = [*missing, *matching.missing]
+        unexpected = matching.unexpected
         if not bundle.whole and (missing or unexpected or _lack(matching)):
             raise Elsewhere
         missing += matching.kept
+        unexpected = [*unexpected, *matching.left]
     targets.settle()
     as_expected = not targets.first_needs and expected.met_by(targets.needs)
     return _Matched(targets, as_expected, make, tuple(missing), tuple(unexpected))

@@ -156,6 +156,8 @@ def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node
     if tag in ("shared", "stateful"):
         return [*node[:-1], _fitted(node[-1], target, label, common)]
     if is_stateful(target) and not isinstance(target, type):
+        if hasattr(type(target), "__ckpipe_targets__"):
+            return node  # It is told itself what all ranks had.
         target = live_state(target)
     if tag in MAPPINGS and isinstance(target, Mapping):
         kept = [

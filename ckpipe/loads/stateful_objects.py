@@ -4,23 +4,178 @@
 changed. What can be foreseen is therefore checked before: shapes, dtypes, the keys of modules
 that load as torch does by default, the groups of optimizers.
 
-Parts of a state may have a meaning only together. An object says which by an attribute of its
-class, ``__ckpipe_together__``: paths of keys in its state, of which a load takes all from the
-checkpoint or leaves all as they are.
+An object that can do better than ``load_state_dict`` says so by a method::
+
+    def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets: ...
+
+It is asked what is to be filled, before a byte is read: it finds out whether all fits, makes what
+tensors it needs, and touches nothing. Once all bytes are there and verified, ``attach`` of its
+answer is called, and ``load_state_dict`` is not.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 
-from ckpipe.errors import StructureMismatch
+from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.trees import Node, children_of
 from ckpipe.loads.hints import Hint
+from ckpipe.loads.placed_tensors import is_placed, local_tensor
 from ckpipe.loads.selecting import any_selected
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint before it is read.
+
+    Args:
+        dtype: Its dtype.
+        shape: Its shape; of a sharded tensor that of all shards together.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedObject:
+    """An object of a checkpoint before its tensors are read.
+
+    Args:
+        state: What its ``state_dict`` returned, with a :class:`SavedTensor` for each tensor, and
+            without what ``include`` and ``exclude`` leave out.
+        label: Where it stands in the state.
+        select: Which labels are to be loaded.
+        common: The labels that all ranks had, if not all had the same ones.
+        cast: Whether values may be converted to the dtype of a target tensor.
+    """
+
+    state: Any
+    label: str = ""
+    select: LabelFilter = field(default_factory=LabelFilter)
+    common: frozenset[str] | None = None
+    cast: bool = False
+
+    def at(self, *path: Any) -> str:
+        """The label of a part."""
+        return reduce(join, path, self.label)
+
+    def selects(self, *path: Any) -> bool:
+        """Whether a part is to be loaded."""
+        return self.select.selects_all or self.select(self.at(*path))
+
+    def is_everywhere(self, label: str) -> bool:
+        """Whether all ranks that saved had something of a label."""
+        return self.common is None or label in self.common
+
+
+@dataclass(slots=True)
+class LoadTargets:
+    """What a load is to fill of an object.
+
+    Args:
+        tree: Containers like those of the saved state, with a tensor in each place that is to be
+            filled, and None for what is made anew. What it has no key for is left in the store.
+        attach: Puts what was loaded in place. By then all of ``tree`` is filled, each None
+            replaced.
+        missing: Labels that the object has and the checkpoint has not.
+        unexpected: Labels that the checkpoint has and the object does without.
+    """
+
+    tree: Any
+    attach: Callable[[], None]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def fill_from(obj: Any, state: Any) -> None:
+    """Has an object that has ``__ckpipe_targets__`` load a state that is in memory.
+
+    Raises:
+        TargetMismatch: If it does not fit; nothing is touched.
+    """
+    found: LoadTargets = obj.__ckpipe_targets__(SavedObject(_described(state)))
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _match_in_memory(found.tree, state, "", copies)
+    with torch.no_grad():
+        for target, value in copies:
+            target.copy_(value)
+        _put_in_memory(found.tree, state)
+        found.attach()
+
+
+def _described(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return SavedTensor(state.dtype, tuple(state.shape))
+    if isinstance(state, Mapping):
+        return {key: _described(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)([_described(value) for value in state])
+    return state
+
+
+def _match_in_memory(
+    target: Any, value: Any, label: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Notes what is to be copied where.
+
+    Raises:
+        TargetMismatch: If something does not fit.
+    """
+    if isinstance(target, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
+        if value.shape != target.shape:
+            shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
+            raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)
+        if value.dtype != target.dtype:
+            raise DtypeMismatch(
+                f"The tensor is {value.dtype}, and the target {target.dtype}",
+                key=label,
+                hint="Convert it, or load from a checkpoint with cast=True",
+            )
+        copies.append(_local_copy(target.detach(), value.detach(), label))
+    elif isinstance(target, dict):
+        for key, inner in target.items():
+            _match_in_memory(inner, value[key], join(label, key), copies)
+    elif isinstance(target, list):
+        for number, inner in enumerate(target):
+            _match_in_memory(inner, value[number], join(label, number), copies)
+
+
+def _local_copy(
+    target: torch.Tensor, value: torch.Tensor, label: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of this process that is copied, of tensors that may be sharded."""
+    if not is_placed(target) and not is_placed(value):
+        return target, value
+    if is_placed(target) and is_placed(value):
+        same = target.placements == value.placements  # type: ignore[attr-defined]
+        if same and target.device_mesh == value.device_mesh:  # type: ignore[attr-defined]
+            return local_tensor(target), local_tensor(value)
+    raise StructureMismatch(
+        "The tensor is not sharded like the target",
+        key=label,
+        hint="Save it to a checkpoint and load that, which shards anew",
+    )
+
+
+def _put_in_memory(target: Any, value: Any) -> None:
+    """Puts copies of what is made anew into the containers of the targets."""
+    if isinstance(target, dict | list):
+        keys = list(target) if isinstance(target, dict) else range(len(target))
+        for key in keys:
+            if target[key] is None:
+                target[key] = copy.deepcopy(value[key])
+            else:
+                _put_in_memory(target[key], value[key])
 
 
 def live_state(obj: Any) -> Any:
@@ -57,61 +212,23 @@ def check_stateful(obj: Any, hint: Hint, node: Node, label: str) -> None:
     Raises:
         StructureMismatch: If it cannot.
     """
-    _check_together(obj, hint, node, label)
     if isinstance(obj, torch.nn.Module) and _loads_as_torch_does(obj):
         _check_module(hint, node, label)
     elif isinstance(obj, torch.optim.Optimizer):
         _check_optimizer(obj, node, label)
 
 
-def _check_together(obj: Any, hint: Hint, node: Node, label: str) -> None:
-    paths: tuple[tuple[str, ...], ...] = getattr(type(obj), "__ckpipe_together__", ())
-    if hint.select.selects_all or not paths:
-        return
-    taken = [path for path in paths if _is_taken(node, path)]
-    kept = [path for path in paths if _is_kept(hint, path, label)]
-    if taken and kept:
-        one, other = _label(taken[0], label), _label(kept[0], label)
-        raise StructureMismatch(
-            f"{one!r} is to be loaded and {other!r} is not, and one without the other would be "
-            "misread",
-            key=label or None,
-            hint=f"Include {other!r} as well, or leave both out",
-        )
-
-
-def _label(path: tuple[str, ...], top: str) -> str:
-    return reduce(join, path, top)
-
-
-def _is_taken(node: Node, path: tuple[str, ...]) -> bool:
-    """Whether anything is to be loaded at a path; empty containers are there in any case."""
-    for step in path:
-        found = [child for key, child, _ in children_of(_inside(node), "") if key == step]
-        if not found:
-            return False
-        (node,) = found
-    return _holds_any(node)
-
-
-def _holds_any(node: Node) -> bool:
-    if node[0] in ("tensor", "value"):
-        return True
-    return any(_holds_any(child) for _, child, _ in children_of(_inside(node), ""))
-
-
-def _is_kept(hint: Hint, path: tuple[str, ...], label: str) -> bool:
-    """Whether an object has something at a path, and keeps it because it was not selected."""
-    live = hint.live
-    for step in path:
-        live = live.get(step) if isinstance(live, dict) else None
-    return bool(live) and not any_selected(live, _label(path, label), hint.select)
+# They add a counter that checkpoints of old versions lack, and refuse one that is not theirs.
+_NORMALIZATIONS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
 
 def _loads_as_torch_does(module: torch.nn.Module) -> bool:
     base = torch.nn.Module
     return type(module).load_state_dict is base.load_state_dict and all(
-        type(each)._load_from_state_dict is base._load_from_state_dict
+        (
+            type(each)._load_from_state_dict is base._load_from_state_dict
+            or type(each)._load_from_state_dict.__module__ in _NORMALIZATIONS
+        )
         and not each._load_state_dict_pre_hooks
         and not each._load_state_dict_post_hooks
         for each in module.modules()
@@ -124,7 +241,9 @@ def _check_module(hint: Hint, node: Node, label: str) -> None:
     missing = [
         join(label, key)
         for key in live
-        if key not in saved and any_selected(live[key], join(label, key), hint.select)
+        if key not in saved
+        and not key.endswith("num_batches_tracked")
+        and any_selected(live[key], join(label, key), hint.select)
     ]
     unexpected = [join(label, key) for key in saved if key not in live]
     if missing or unexpected:
@@ -162,6 +281,13 @@ def mismatch(
     missing: list[str], unexpected: list[str], label: str = "", *, hint: str
 ) -> StructureMismatch:
     """The error for labels that only one side has."""
+    bare = {_unwrapped(each) for each in missing} & {_unwrapped(each) for each in unexpected}
+    if bare:
+        hint = (
+            "The names on one side have a prefix of a wrapper, such as DDP or torch.compile: save "
+            "and load ckpipe.distributed.training_state(model, optimizer), which has the names of "
+            "the bare model"
+        )
     parts = [
         f"{title}: {_some(labels)}"
         for title, labels in (
@@ -173,6 +299,14 @@ def mismatch(
     return StructureMismatch(
         "The checkpoint does not fit the target; " + "; ".join(parts), key=label or None, hint=hint
     )
+
+
+_WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def _unwrapped(label: str) -> str:
+    """A label without the names under which wrappers hold a module."""
+    return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])
 
 
 def _some(labels: list[str], most: int = 8) -> str:

@@ -1,0 +1,1 @@
+"""How models and optimizers become a state that fits any wrapper, and are filled from one."""

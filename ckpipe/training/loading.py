@@ -1,0 +1,580 @@
+"""What a load fills: the saved state of a model and its optimizers matched with live ones.
+
+All is matched, and new tensors are made, before a byte is read, so that a misfit leaves everything
+as it was. New state of optimizers is attached once all bytes are verified.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
+from ckpipe.loads.stateful_objects import LoadTargets, SavedObject, SavedTensor, mismatch
+from ckpipe.state.values import class_path
+from ckpipe.training.names import ModelNames
+from ckpipe.training.optimizers import (
+    NO_OPTIONS,
+    OWN_OPTIONS,
+    NamedOptimizer,
+    attach,
+    load_model_state_dict,
+)
+from ckpipe.training.saving import is_placed_like
+
+
+def load_targets(
+    saved: SavedObject,
+    modules: Sequence[nn.Module],
+    model: ModelNames,
+    optimizers: Sequence[NamedOptimizer],
+    *,
+    stages: bool,
+) -> LoadTargets:
+    """Matches what was saved with a model and its optimizers.
+
+    Args:
+        saved: What was saved, in the form of :mod:`ckpipe.training.saving` or an earlier one.
+        modules: The model, or stages of it.
+        model: What the modules hold, by name.
+        optimizers: The optimizers.
+        stages: Whether other ranks may have other stages of the model, with names of their own.
+
+    Raises:
+        TargetMismatch: If they do not fit; nothing is touched.
+    """
+    if not isinstance(saved.state, Mapping):
+        raise StructureMismatch("What was saved here is no training state", key=saved.label or None)
+    elsewhere = stages and dist.is_initialized() and dist.get_world_size() > 1
+    tree: dict[str, Any] = {}
+    found = LoadTargets(tree, lambda: None)
+    steps: list[Callable[[], None]] = []
+    if "model" in saved.state:
+        tree["model"] = _match_model(saved, model, found, elsewhere=elsewhere)
+        if "versions" in saved.state:
+            tree["versions"] = dict.fromkeys(saved.state["versions"])
+        versions = saved.state.get("versions")
+        steps.append(partial(_load_model, modules, model, tree["model"], versions))
+    elif any(saved.selects("model", name) for name, _ in model.tensors()):
+        raise mismatch(
+            [saved.at("model")], [], saved.label, hint="Load it into a state of the same form"
+        )
+    if "optimizer" in saved.state and not optimizers:
+        found.unexpected.append(saved.at("optimizer"))
+    elif "optimizer" in saved.state:
+        matching = _OptimizerMatch(saved, model, optimizers, found, elsewhere=elsewhere)
+        tree["optimizer"] = matching.tree
+        steps.append(matching.attach)
+    elif _wants_optimizers(saved, optimizers):
+        raise StructureMismatch(
+            "The checkpoint has no optimizer",
+            key=saved.at("optimizer"),
+            hint=f"To load the model alone, pass include=[{saved.at('model')!r}]",
+        )
+
+    def attach_all() -> None:
+        for step in steps:
+            step()
+
+    found.attach = attach_all
+    return found
+
+
+def _wants_optimizers(saved: SavedObject, optimizers: Sequence[NamedOptimizer]) -> bool:
+    return any(
+        saved.selects("optimizer", "state", names[0]) for each in optimizers for names in each.names
+    )
+
+
+# The model
+
+
+def _match_model(
+    saved: SavedObject, model: ModelNames, found: LoadTargets, *, elsewhere: bool
+) -> dict[str, Any]:
+    """The tensors of a model that take what was saved.
+
+    Raises:
+        StructureMismatch: If one side has names that the other has not, or a tensor is on the
+            ``meta`` device.
+    """
+    live, there = dict(model.tensors()), saved.state["model"]
+    missing = [
+        saved.at("model", name)
+        for name in live
+        if name not in there and saved.selects("model", name)
+    ]
+    unexpected = [saved.at("model", n) for n in there if n not in live]
+    if elsewhere:
+        found.unexpected += unexpected
+        unexpected = []
+    else:
+        unexpected = [label for label in unexpected if saved.is_everywhere(label)]
+    if missing or unexpected:
+        raise mismatch(
+            missing, unexpected, saved.label, hint="Load it into a model of the same layers"
+        )
+    for name in there:
+        _refuse_meta(live.get(name), saved.at("model", name))
+    return {
+        name: live[name] if isinstance(live[name], torch.Tensor) else None
+        for name in there
+        if name in live
+    }
+
+
+def _refuse_meta(tensor: Any, label: str) -> None:
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        raise StructureMismatch(
+            "The target is on the meta device and has no memory to load into",
+            key=label,
+            hint="Call model.to_empty(device=...) first, and make the optimizer after that",
+        )
+
+
+def _load_model(
+    modules: Sequence[nn.Module],
+    model: ModelNames,
+    made: Mapping[str, Any],
+    versions: Mapping[str, int] | None,
+) -> None:
+    """Has modules load tensors that are mostly their own, so that hooks and extra state count."""
+    every = zip(modules, model.states, model.names, model.modules, strict=True)
+    for module, state, names, inner in every:
+        new = OrderedDict((key, made[name]) for key, name in names.items() if name in made)
+        if versions is not None:
+            new._metadata = {  # type: ignore[attr-defined]
+                path: {**facts, "version": versions.get(inner.get(path, path), 1)}
+                for path, facts in getattr(state, "_metadata", {}).items()
+            }
+        load_model_state_dict(module, new, strict=len(new) == len(names))
+
+
+# Optimizers
+
+
+@dataclass(slots=True)
+class _SavedGroup:
+    """A group of parameters that was saved.
+
+    Args:
+        label: Where it stands in the state.
+        kind: The class of its optimizer; empty if that was not saved.
+        options: Its options.
+        shapes: The shapes of its parameters by their names; None where that was not saved.
+        targets: What takes the options, where the tree of targets has it.
+    """
+
+    label: str
+    kind: str
+    options: Mapping[str, Any]
+    shapes: Mapping[str, Any]
+    targets: dict[str, Any] = field(default_factory=dict)
+
+    def compared(self) -> dict[str, Any]:
+        """The options that must agree where several groups become one."""
+        skipped = (*OWN_OPTIONS, *NO_OPTIONS)
+        return {key: value for key, value in self.options.items() if key not in skipped}
+
+
+class _OptimizerMatch:
+    """Matches saved optimizers with live ones, by the names of parameters.
+
+    Attributes:
+        tree: What takes what was saved: of the same form, with tensors to fill, and None for what
+            is made anew.
+    """
+
+    def __init__(
+        self,
+        saved: SavedObject,
+        model: ModelNames,
+        optimizers: Sequence[NamedOptimizer],
+        found: LoadTargets,
+        *,
+        elsewhere: bool,
+    ) -> None:
+        self._saved, self._optimizers, self._found = saved, optimizers, found
+        self._there = saved.state["optimizer"]
+        self.tree: dict[str, Any] = {}
+        self._states: list[dict[int, dict[str, Any] | None]] = [{} for _ in optimizers]
+        self._options: list[list[tuple[dict[str, Any], dict[str, Any]]]] = [[] for _ in optimizers]
+        self._together: dict[int, dict[str, Any]] = {}
+        self._kept = self._there.get("state", {})
+        self._with_joint_state: set[int] = set()
+        for each in optimizers:
+            for parameter, names in zip(each.parameters, each.names, strict=True):
+                _refuse_meta(parameter, saved.at("optimizer", "state", names[0]))
+        groups = self._saved_groups()
+        self._forget_made_up_state()
+        ours = frozenset(name for names in model.parameters.values() for name in names)
+        self._match_groups(groups)
+        self._match_joint(ours, elsewhere=elsewhere)
+        if "state" in self._there:
+            self.tree["state"] = {}
+            self._match_state(groups)
+            self._find_dropped(groups, ours, elsewhere=elsewhere)
+
+    def attach(self) -> None:
+        """Gives the optimizers what was loaded, once it is all there."""
+        for number, each in enumerate(self._optimizers):
+            states: dict[int, dict[str, Any] | None] = {}
+            for place, state in self._states[number].items():
+                device = each.parameters[place].device
+                states[place] = state and {
+                    key: value if isinstance(value, torch.Tensor) else _moved(value, device)
+                    for key, value in state.items()
+                }
+            together = self._together.get(number)
+            if together is not None:
+                together = _moved(together, each.parameters[0].device)
+            attach(each, states, self._options[number], together)
+
+    # Groups
+
+    def _saved_groups(self) -> list[_SavedGroup]:
+        at = self._saved.at
+        if "param_groups" in self._there:  # as ckpipe 0.1 before November 2026 saved them
+            found = [
+                _SavedGroup(
+                    at("optimizer", "param_groups", number),
+                    "",
+                    {key: value for key, value in group.items() if key not in NO_OPTIONS},
+                    dict.fromkeys(group.get("params", ())),
+                )
+                for number, group in enumerate(self._there["param_groups"])
+            ]
+            self.tree["param_groups"] = [each.targets for each in found]
+            return found
+        found = []
+        self.tree["groups"] = {}
+        for first, group in self._there.get("groups", {}).items():
+            found.append(
+                _SavedGroup(
+                    at("optimizer", "groups", first),
+                    group.get("optimizer", ""),
+                    group.get("options", {}),
+                    group.get("params", {first: None}),
+                )
+            )
+            if "options" in group:
+                self.tree["groups"][first] = {"options": found[-1].targets}
+        return found
+
+    def _match_groups(self, groups: Sequence[_SavedGroup]) -> None:
+        """Maps each saved group into one live group.
+
+        Raises:
+            StructureMismatch: If one would be divided, or if several with different options would
+                become one.
+            ShapeMismatch: If a parameter has another shape.
+        """
+        of_name: defaultdict[str, list[int]] = defaultdict(list)
+        for number, saved in enumerate(groups):
+            for name in saved.shapes:
+                of_name[name].append(number)
+        homes: dict[int, tuple[dict[str, Any], str]] = {}
+        for number, each in enumerate(self._optimizers):
+            for live, _, places in each.groups:
+                into: dict[int, str] = {}
+                for place in places:
+                    for name in each.names[place]:
+                        for saved_number in of_name.get(name, ()):
+                            self._check_shape(groups[saved_number], name, each.parameters[place])
+                            into.setdefault(saved_number, name)
+                for saved_number, name in into.items():
+                    home = homes.setdefault(saved_number, (live, name))
+                    if home[0] is not live:
+                        raise _divided(groups[saved_number], home[1], name)
+                self._match_options([groups[n] for n in into], live, each, number)
+
+    def _check_shape(self, group: _SavedGroup, name: str, parameter: torch.Tensor) -> None:
+        shape = group.shapes[name]
+        if shape is not None and tuple(shape) != tuple(parameter.shape):
+            raise ShapeMismatch(
+                f"The optimizer's parameter has the shape {list(parameter.shape)} here and "
+                f"{list(shape)} in the checkpoint",
+                key=self._saved.at("optimizer", "state", name),
+                hint="Load it into a model of the same layers",
+            )
+
+    def _match_options(
+        self,
+        groups: Sequence[_SavedGroup],
+        live: dict[str, Any],
+        each: NamedOptimizer,
+        number: int,
+    ) -> None:
+        kind = class_path(type(each.optimizer))
+        for group in groups:
+            lacks = each.optimizer.defaults.keys() - {*OWN_OPTIONS, *group.options}
+            if group.kind and group.options and group.kind != kind and lacks:
+                raise StructureMismatch(
+                    f"The state of a {group.kind.rpartition(':')[2]} does not fit a "
+                    f"{kind.rpartition(':')[2]}: it has no {', '.join(sorted(lacks))}",
+                    key=group.label,
+                    hint="Load it into an optimizer of the same kind, or leave the optimizer out "
+                    f"with include=[{self._saved.at('model')!r}]",
+                )
+            if not _same(group.compared(), groups[0].compared()):
+                raise _differing(groups[0], group)
+            for key, value in group.compared().items():
+                takes = isinstance(value, SavedTensor) and isinstance(live.get(key), torch.Tensor)
+                group.targets[key] = live[key] if takes else None
+                if isinstance(value, SavedTensor) and not takes and len(groups) > 1:
+                    raise _differing(groups[0], group)
+        if groups and groups[0].targets:
+            self._options[number].append((live, groups[0].targets))
+
+    # State
+
+    def _forget_made_up_state(self) -> None:
+        """Leaves out state that was made for the checkpoint, as was once done before first steps.
+
+        Raises:
+            StructureMismatch: If the optimizers are not as many as were saved, or nothing says
+                which had stepped.
+        """
+        begun = self._saved.state.get("begun")
+        if begun is None and "param_groups" in self._there and self._kept:
+            raise StructureMismatch(
+                "This checkpoint says in 'begun' which optimizers had stepped, without which their "
+                "state would be misread",
+                key=self._saved.at("optimizer"),
+                hint=f"Include {self._saved.at('begun')!r} as well",
+            )
+        if begun is None or all(begun):
+            return
+        if not any(begun):
+            self._kept = {}
+            return
+        if len(begun) != len(self._optimizers):
+            raise StructureMismatch(
+                f"The checkpoint has {len(begun)} optimizers, the target {len(self._optimizers)}",
+                key=self._saved.at("begun"),
+                hint="Load it into the same optimizers in the same order",
+            )
+        unstepped = {
+            name
+            for each, has_begun in zip(self._optimizers, begun, strict=True)
+            if not has_begun
+            for names in each.names
+            for name in names
+        }
+        self._kept = {name: s for name, s in self._kept.items() if name not in unstepped}
+
+    def _match_state(self, groups: Sequence[_SavedGroup]) -> None:
+        plain, model = self._there.get("plain", {}), self._saved.state.get("model", {})
+        for number, each in enumerate(self._optimizers):
+            self._check_units(each)
+            for _, taken, places in each.groups:
+                for place in places:
+                    names, parameter = each.names[place], each.parameters[place]
+                    there = [name for name in names if name in self._kept]
+                    if not there:
+                        self._go_without(number, place, names)
+                        continue
+                    live = each.taken["state"].get(each.numbers[place], {})
+                    first = self._kept[there[0]]
+                    lies_plain = plain.get(there[0], ())
+                    state = {
+                        key: _tensor_for(
+                            key,
+                            self._cast(key, value, model.get(there[0]), parameter),
+                            parameter,
+                            live.get(key),
+                            taken,
+                            is_plain=key in lies_plain,
+                        )
+                        for key, value in first.items()
+                    }
+                    for key in live.keys() - first.keys():
+                        if not self._saved.selects("optimizer", "state", there[0], key):
+                            state[key] = live[key]
+                    for name in there:
+                        if not _same(self._kept[name], first):
+                            raise SharingConflict(
+                                f"The target ties {name!r} and {there[0]!r}, for which the "
+                                "checkpoint holds different state",
+                                key=self._saved.at("optimizer", "state", name),
+                                hint="Load into a model whose parameters are not tied",
+                            )
+                        # Of several names each has a dict in the tree, with the same tensors.
+                        self.tree["state"][name] = dict(state)
+                    self._states[number][place] = self.tree["state"][there[0]]
+
+    def _check_units(self, each: NamedOptimizer) -> None:
+        """Makes sure that parameters which FSDP1 has made one have all state, or none.
+
+        Raises:
+            StructureMismatch: If some have and some have not.
+        """
+        for unit in each.units:
+            without = [name for name in unit if name not in self._kept]
+            if without and len(without) < len(unit):
+                raise StructureMismatch(
+                    "The checkpoint has no optimizer state for this parameter, which FSDP1 has "
+                    "made one with others that have some",
+                    key=self._saved.at("optimizer", "state", without[0]),
+                    hint="Wrap the model with use_orig_params=True, or use fully_shard",
+                )
+
+    def _cast(self, key: str, value: Any, saved: Any, parameter: torch.Tensor) -> Any:
+        """State that had the dtype of its parameter goes with that where it may be cast."""
+        if not (self._saved.cast and isinstance(value, SavedTensor)):
+            return value
+        had_its_dtype = isinstance(saved, SavedTensor) and value.dtype == saved.dtype
+        if had_its_dtype and is_placed_like(key, value.shape, parameter):
+            return SavedTensor(parameter.dtype, value.shape)
+        return value
+
+    def _go_without(self, number: int, place: int, names: Sequence[str]) -> None:
+        """Notes that a parameter has no saved state, if its state was to be loaded."""
+        if number in self._with_joint_state:
+            return
+        if self._saved.selects("optimizer", "state", names[0]):
+            self._states[number][place] = None
+            self._found.missing.append(self._saved.at("optimizer", "state", names[0]))
+
+    def _find_dropped(
+        self, groups: Sequence[_SavedGroup], ours: frozenset[str], *, elsewhere: bool
+    ) -> None:
+        """Makes sure that no saved state is left behind.
+
+        Raises:
+            StructureMismatch: If there is state for a parameter that no optimizer has.
+        """
+        held = {name for each in self._optimizers for names in each.names for name in names}
+        for name in self._kept:
+            if name in held:
+                continue
+            label = self._saved.at("optimizer", "state", name)
+            if name not in ours and (elsewhere or not self._saved.is_everywhere(label)):
+                continue
+            raise StructureMismatch(
+                "The checkpoint has optimizer state for a parameter that no optimizer here has",
+                key=label,
+                hint="Give the parameter to an optimizer, frozen or not, or drop its state with "
+                f"exclude=[{label!r}]",
+            )
+        known = {name for group in groups for name in group.shapes} - set(self._kept)
+        self._found.unexpected += [
+            self._saved.at("optimizer", "state", name) for name in known if name not in held
+        ]
+
+    def _match_joint(self, ours: frozenset[str], *, elsewhere: bool) -> None:
+        """Finds the optimizer of each state that belongs to all its parameters together.
+
+        Raises:
+            StructureMismatch: If it has other parameters, or the same in another order.
+        """
+        if "joint" not in self._there:
+            return
+        tree = self.tree["joint"] = {}
+        for first, together in self._there["joint"].items():
+            ordered = list(together.get("params", ()))
+            label = self._saved.at("optimizer", "joint", first)
+            if ours.isdisjoint(ordered) and (elsewhere or not self._saved.is_everywhere(label)):
+                continue  # Another rank's stage has them.
+            for number, each in enumerate(self._optimizers):
+                if len(ordered) == len(each.names) and all(
+                    name in names for name, names in zip(ordered, each.names, strict=True)
+                ):
+                    parts = together.keys() & {"state", "extra"}
+                    tree[first] = self._together[number] = dict.fromkeys(parts)
+                    if together.get("state"):
+                        self._with_joint_state.add(number)
+                    break
+            else:
+                raise StructureMismatch(
+                    "The checkpoint has state of an optimizer for all its parameters together, "
+                    f"which are {_some(ordered)} in this order, and no optimizer here has them so",
+                    key=label,
+                    hint="Make the optimizer over the same parameters in the same order",
+                )
+
+
+def _tensor_for(
+    key: str,
+    value: Any,
+    parameter: torch.Tensor,
+    live: Any,
+    group: Mapping[str, Any],
+    *,
+    is_plain: bool,
+) -> torch.Tensor | None:
+    """The tensor that takes a part of the state of a parameter; None for what is no tensor.
+
+    It is the one that is there, if that fits, so that nothing is held twice.
+    """
+    if not isinstance(value, SavedTensor):
+        return None
+    like = is_placed_like(key, value.shape, parameter) and not is_plain
+    placed = hasattr(parameter, "placements") and like
+    if (
+        isinstance(live, torch.Tensor)
+        and live.dtype == value.dtype
+        and live.shape == value.shape
+        and hasattr(live, "placements") == placed
+        and not live.is_meta
+    ):
+        return live
+    if like:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    device = parameter.device if on_device else "cpu"
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value of an optimizer's state with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_moved(each, device) for each in value])
+    return value
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[key] == other[key] or repr(one[key]) == repr(other[key]) for key in one
+    )
+
+
+def _divided(group: _SavedGroup, one: str, other: str) -> StructureMismatch:
+    return StructureMismatch(
+        f"A param group of the checkpoint has {one!r} and {other!r}, which are in two groups here",
+        key=group.label,
+        hint="Make the optimizer's groups as they were saved, or leave the options out with "
+        f"exclude=[{group.label!r}]",
+    )
+
+
+def _differing(one: _SavedGroup, other: _SavedGroup) -> StructureMismatch:
+    ours, theirs = one.compared(), other.compared()
+    keys = [key for key in {**ours, **theirs} if not _same(_only(ours, key), _only(theirs, key))]
+    return StructureMismatch(
+        f"Two param groups of the checkpoint are one here, and differ in {', '.join(keys)}: that "
+        f"of {_some(list(one.shapes))} and that of {_some(list(other.shapes))}",
+        key=other.label,
+        hint="Make the optimizer's groups as they were saved, or leave the options out with "
+        f"exclude=[{other.label!r}]",
+    )
+
+
+def _only(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: options[key]} if key in options else {}
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(map(repr, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

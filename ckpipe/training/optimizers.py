@@ -1,0 +1,319 @@
+"""Optimizers with names for their parameters: their state as they give it, and as they take it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckpipe.errors import UnsupportedState
+from ckpipe.training.names import ModelNames
+
+OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how an optimizer computes, and not what: a load leaves them as they are."""
+
+NO_OPTIONS = ("params", "param_names")
+"""Keys of a group that say which parameters it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """An optimizer whose parameters have names.
+
+    Args:
+        optimizer: The optimizer.
+        taken: What its ``state_dict()`` returned; with FSDP1, keyed by names.
+        numbers: What ``taken`` calls each parameter, in the order of the groups.
+        parameters: The parameters, in that order; with FSDP1, sharded tensors that stand for them.
+        names: All names of each parameter.
+        fsdp: The FSDP1 model whose flat parameters it steps, if that is so.
+        units: Names of parameters that are one flat parameter, which all have state or none.
+    """
+
+    optimizer: Optimizer
+    taken: Mapping[str, Any]
+    numbers: Sequence[Any]
+    parameters: Sequence[torch.Tensor]
+    names: Sequence[Sequence[str]]
+    fsdp: nn.Module | None = None
+    units: Sequence[Sequence[str]] = ()
+
+    @property
+    def groups(self) -> list[tuple[dict[str, Any], dict[str, Any], range]]:
+        """For each group: itself, what was taken of it, and the places of its parameters."""
+        found, start = [], 0
+        for live, taken in zip(
+            self.optimizer.param_groups, self.taken["param_groups"], strict=True
+        ):
+            stop = start + len(taken["params"])
+            found.append((live, taken, range(start, stop)))
+            start = stop
+        return found
+
+    @property
+    def kept_together(self) -> dict[str, Any] | None:
+        """The state of no one parameter, and what else its ``state_dict`` holds, if any.
+
+        LBFGS keeps the state of all its parameters, laid end to end, under the first. So do others:
+        they are known by a flat tensor there that is as long as all parameters together.
+        """
+        states, numbers = self.taken["state"], self.numbers
+        known = set(numbers)
+        state = {key: value for key, value in states.items() if key not in known}
+        if list(states) == list(numbers[:1]) and len(numbers) > 1:
+            total = sum(each.numel() for each in self.parameters)
+            first = states[numbers[0]]
+            flat = any(getattr(each, "shape", None) == (total,) for each in first.values())
+            if flat or isinstance(self.optimizer, torch.optim.LBFGS):
+                state[0] = first
+        extra = {k: v for k, v in self.taken.items() if k not in ("state", "param_groups")}
+        return {"state": state, "extra": extra} if state or extra else None
+
+
+def named_optimizers(
+    modules: Sequence[nn.Module],
+    model: ModelNames,
+    optimizers: Sequence[Optimizer],
+    *,
+    fsdp1: bool,
+) -> list[NamedOptimizer]:
+    """Asks optimizers for their state, and names their parameters.
+
+    Args:
+        modules: The modules that they step.
+        model: What these hold, by name.
+        optimizers: The optimizers.
+        fsdp1: Whether FSDP1 has made parameters of a module flat.
+
+    Raises:
+        UnsupportedState: If a parameter of an optimizer is none of the model.
+    """
+    if fsdp1:
+        return [_of_fsdp1(modules, model, each) for each in optimizers]
+    found = []
+    for optimizer in optimizers:
+        taken = optimizer.state_dict()
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        numbers = [number for group in taken["param_groups"] for number in group["params"]]
+        names = []
+        for place, parameter in enumerate(parameters):
+            known = model.parameters.get(id(parameter))
+            if known is None:
+                raise UnsupportedState(
+                    f"Parameter {place} of the {type(optimizer).__name__}, of shape "
+                    f"{list(parameter.shape)}, is no parameter of the model",
+                    hint="Pass training_state the model that the optimizer steps, and make the "
+                    "optimizer after the model is sharded or moved",
+                )
+            names.append(known)
+        found.append(NamedOptimizer(optimizer, taken, numbers, parameters, names))
+    return found
+
+
+def attach(
+    named: NamedOptimizer,
+    states: Mapping[int, dict[str, Any] | None],
+    options: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    together: Mapping[str, Any] | None,
+) -> None:
+    """Gives an optimizer what was loaded.
+
+    Its groups stay the same dicts, and tensors in them the same tensors. An optimizer that has a
+    ``load_state_dict`` of its own, or hooks on it, gets all by that.
+
+    Args:
+        named: The optimizer.
+        states: The new state of parameters, by their places; None takes it away.
+        options: Groups, and what to put into them.
+        together: State of no one parameter, and what else its ``state_dict`` held.
+    """
+    for group, new in options:
+        for key, value in new.items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
+                live.fill_(value)
+            else:
+                group[key] = value
+    if named.fsdp is not None or _loads_its_own_way(named.optimizer):
+        _load_state_dict(named, states, together)
+        return
+    state, parameters = named.optimizer.state, named.parameters
+    for place, new_state in states.items():
+        if new_state is None:
+            state.pop(parameters[place], None)
+        else:
+            state[parameters[place]] = new_state
+    for key, value in (together or {}).get("state", {}).items():
+        state[parameters[0] if key == 0 else key] = value
+
+
+def _load_state_dict(
+    named: NamedOptimizer,
+    states: Mapping[int, dict[str, Any] | None],
+    together: Mapping[str, Any] | None,
+) -> None:
+    optimizer, numbers = named.optimizer, named.numbers
+    packed = dict(named.taken)
+    packed["state"] = state = dict(named.taken["state"])
+    for place, new_state in states.items():
+        if new_state is None:
+            state.pop(numbers[place], None)
+        else:
+            state[numbers[place]] = dict(new_state)
+    if together is not None:
+        packed.update(together["extra"])
+        for key, value in together["state"].items():
+            state[numbers[0] if key == 0 else key] = value
+    packed["param_groups"] = [
+        {
+            **{key: value for key, value in live.items() if key != "params"},
+            "params": taken["params"],
+        }
+        for live, taken, _ in named.groups
+    ]
+    groups, contents = list(optimizer.param_groups), [dict(g) for g in optimizer.param_groups]
+    if named.fsdp is not None:
+        with _sharded_state_dicts(named.fsdp):
+            packed = FullyShardedDataParallel.optim_state_dict_to_load(
+                named.fsdp, optimizer, packed
+            )
+    optimizer.load_state_dict(packed)
+    for group, content, new in zip(groups, contents, optimizer.param_groups, strict=True):
+        for key, value in new.items():
+            old = content.get(key)
+            if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+                new[key] = old.copy_(value) if value is not old else old
+        group.clear()
+        group.update(new)
+    optimizer.param_groups[:] = groups
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        _undo_casts(optimizer, packed)
+
+
+def _undo_casts(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Puts back the dtypes that were saved, where torch gave state that of its parameter."""
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        live = optimizer.state.get(parameter, {})
+        for key, value in packed["state"].get(number, {}).items():
+            found = live.get(key)
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(found, torch.Tensor)
+                and value.dtype != found.dtype == parameter.dtype
+            ):
+                live[key] = value.to(found.device)
+
+
+def _loads_its_own_way(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    own = any(
+        name in vars(each) and not each.__module__.startswith("torch.")
+        for each in kind.__mro__
+        for name in ("load_state_dict", "__setstate__")
+    )
+    return bool(
+        own
+        or kind.load_state_dict is not Optimizer.load_state_dict
+        or optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+
+
+# FSDP1: flat parameters, of which torch makes named, sharded tensors by collectives.
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is, or has in it, one that FSDP1 has made flat.
+
+    Raises:
+        UnsupportedState: If it has no mesh, so that its shards could not be told apart.
+    """
+    flat = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+    if any(getattr(each, "_device_mesh", None) is None for each in flat):
+        raise UnsupportedState(
+            "The model is wrapped in FullyShardedDataParallel without a device mesh, and its "
+            "shards do not say where they belong",
+            hint="Wrap it with device_mesh=init_device_mesh(...), or use fully_shard",
+        )
+    return bool(flat)
+
+
+def model_state_dict(module: nn.Module, is_flat: bool) -> dict[str, Any]:
+    """The state of a module with its own parameters in it; new, sharded tensors with FSDP1."""
+    if is_flat:
+        with _sharded_state_dicts(module):
+            return module.state_dict()
+    try:
+        state: dict[str, Any] = module.state_dict(keep_vars=True)
+    except TypeError:  # a subclass that takes no such argument
+        state = module.state_dict()
+    return state
+
+
+def load_model_state_dict(module: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
+    """Has a module load a state of its own keys."""
+    if not is_fsdp1(module):
+        module.load_state_dict(state, strict=strict)
+        return
+    with _sharded_state_dicts(module):
+        module.load_state_dict(state, strict=strict)
+
+
+@contextlib.contextmanager
+def _sharded_state_dicts(module: nn.Module) -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Torch warns of its own deprecated functions, which it has no others for here.
+        warnings.simplefilter("ignore")
+        with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+            yield
+
+
+def _of_fsdp1(
+    modules: Sequence[nn.Module], model: ModelNames, optimizer: Optimizer
+) -> NamedOptimizer:
+    if len(modules) != 1:
+        raise UnsupportedState(
+            "A list of modules is not saved with FSDP1",
+            hint="Use fully_shard for the stages of a model",
+        )
+    try:
+        with _sharded_state_dicts(modules[0]):
+            taken = FullyShardedDataParallel.optim_state_dict(modules[0], optimizer)
+    except RuntimeError as error:
+        raise UnsupportedState(
+            f"FullyShardedDataParallel cannot name the state of a {type(optimizer).__name__}",
+            hint="Give it all parameters of the model and step it once, or use fully_shard",
+        ) from error
+    tensors = dict(model.tensors())
+    numbers = [number for group in taken["param_groups"] for number in group["params"]]
+    names = [[model.names[0].get(number, number)] for number in numbers]
+    for number, (name,) in zip(numbers, names, strict=True):
+        for key, value in taken["state"].get(number, {}).items():
+            if isinstance(value, DTensor) and not isinstance(tensors[name], DTensor):
+                taken["state"][number][key] = value.full_tensor()
+    parameters = [tensors[name] for (name,) in names]
+    units = [
+        [_bare(f"{path}.{name}", model) for name in each._flat_param._fqns]
+        for path, each in modules[0].named_modules()
+        if isinstance(each, FullyShardedDataParallel)
+        and each._flat_param is not None
+        and not each._use_orig_params
+    ]
+    return NamedOptimizer(optimizer, taken, numbers, parameters, names, modules[0], units)
+
+
+def _bare(path: str, model: ModelNames) -> str:
+    """The name of a parameter that FSDP1 has laid flat, of its path with all wrappers."""
+    inside, _, name = path.lstrip(".").rpartition(".")
+    bare = model.modules[0].get(inside, inside)
+    return f"{bare}.{name}" if bare else name

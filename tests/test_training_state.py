@@ -1,0 +1,664 @@
+"""A training state loads to the bit, or raises and leaves model and optimizer as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
+
+from ckpipe import SyncPipeline
+from ckpipe.distributed import training_state
+from ckpipe.errors import (
+    CkpipeError,
+    DtypeMismatch,
+    ShapeMismatch,
+    SharingConflict,
+    StructureMismatch,
+    UnsupportedState,
+    UsageError,
+)
+from ckpipe.types import LoadResult
+
+Run = tuple[nn.Module, Optimizer]
+
+
+class Net(nn.Module):
+    """Two layers, a head that forward does not use, and a buffer."""
+
+    def __init__(self, width: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.unused = nn.Linear(width, 2)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+def step(net: nn.Module, *optimizers: Optimizer, steps: int = 2) -> list[float]:
+    """Trains, and returns the losses."""
+    losses = []
+    width = next(net.parameters()).shape[-1]
+    for number in range(steps):
+        inputs = torch.arange(3.0 * width).view(3, width).sin() + number
+        inputs = inputs.to(next(net.parameters()).dtype)
+
+        def loss(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value: torch.Tensor = (net(inputs) - 1).square().mean()
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        losses.append(loss().item())
+        for optimizer in optimizers:
+            if isinstance(optimizer, LBFGS):
+                optimizer.step(loss)  # type: ignore[no-untyped-call]
+            else:
+                optimizer.step()
+    return losses
+
+
+def made(
+    kind: Callable[..., Optimizer] = AdamW, seed: int = 0, **options: Any
+) -> tuple[Net, Optimizer]:
+    torch.manual_seed(seed)
+    net = Net()
+    return net, kind(net.parameters(), **{"lr": 0.1} | options)
+
+
+def everything(net: nn.Module, *optimizers: Optimizer) -> Any:
+    """A copy of all that a load could touch."""
+    held = [
+        (
+            [(key, dict(value)) for key, value in optimizer.state_dict()["state"].items()],
+            [dict(group) for group in optimizer.param_groups],
+        )
+        for optimizer in optimizers
+    ]
+    return copy.deepcopy((dict(net.state_dict()), held, torch.get_rng_state()))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compares to the bit, dtypes included."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[SyncPipeline]:
+    with SyncPipeline(tmp_path / "run") as opened:
+        yield opened
+
+
+def save(pipeline: SyncPipeline, net: Any, *optimizers: Optimizer) -> None:
+    pipeline.save({"training": training_state(net, *optimizers)}).wait()
+
+
+def load(pipeline: SyncPipeline, net: Any, *optimizers: Optimizer, **how: Any) -> LoadResult:
+    result = pipeline.load({"training": training_state(net, *optimizers)}, **how)
+    assert result is not None
+    return result
+
+
+def refused(
+    pipeline: SyncPipeline,
+    error: type[CkpipeError],
+    match: str,
+    net: nn.Module,
+    *optimizers: Optimizer,
+    **how: Any,
+) -> None:
+    """Makes sure that a load raises, and leaves everything as it was."""
+    before = everything(net, *optimizers)
+    with pytest.raises(error, match=match) as caught:
+        load(pipeline, net, *optimizers, **how)
+    assert caught.value.key
+    assert caught.value.hint
+    assert_same(everything(net, *optimizers), before)
+
+
+KINDS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": AdamW,
+    "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
+    "plain": SGD,
+    "adafactor": torch.optim.Adafactor,
+    "lbfgs": lambda params, lr: LBFGS(params, lr=lr, max_iter=3),
+    "asgd": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_training_goes_on_to_the_bit(
+    pipeline: SyncPipeline, kind: Callable[..., Optimizer], steps: int, *, stepped: bool
+) -> None:
+    net, optimizer = made(kind)
+    step(net, optimizer, steps=steps)
+    save(pipeline, net, optimizer)
+    other, its = made(kind, seed=1)
+    if stepped:
+        step(other, its, steps=3)
+    load(pipeline, other, its)
+    assert_same(everything(other, its)[:2], everything(net, optimizer)[:2])
+    assert step(other, its) == step(net, optimizer)
+    assert_same(everything(other, its)[:2], everything(net, optimizer)[:2])
+
+
+def test_sparse_adam(pipeline: SyncPipeline) -> None:
+    def run(seed: int) -> tuple[nn.Embedding, Optimizer]:
+        torch.manual_seed(seed)
+        net = nn.Embedding(5, 3, sparse=True)
+        return net, SparseAdam(net.parameters(), lr=0.1)
+
+    def go_on(net: nn.Embedding, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        net(torch.tensor([1, 3])).square().sum().backward()
+        optimizer.step()
+
+    one, other = run(0), run(1)
+    go_on(*one)
+    save(pipeline, *one)
+    load(pipeline, *other)
+    go_on(*one)
+    go_on(*other)
+    assert_same(everything(*other)[:2], everything(*one)[:2])
+
+
+def test_a_parameter_without_state_stays_without_and_is_named(pipeline: SyncPipeline) -> None:
+    net, optimizer = made()
+    step(net, optimizer)
+    save(pipeline, net, optimizer)
+    other, its = made(seed=1)
+    its.state[other.unused.weight] = {"step": torch.tensor(3.0)}
+    result = load(pipeline, other, its)
+    assert other.unused.weight not in its.state
+    assert result.missing == (
+        "training.optimizer.state.unused.weight",
+        "training.optimizer.state.unused.bias",
+    )
+
+
+def test_nothing_is_stepped_by_a_save(pipeline: SyncPipeline) -> None:
+    net, optimizer = made()
+    stepped: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    before = everything(net, optimizer)
+    save(pipeline, net, optimizer)
+    assert_same(everything(net, optimizer), before)
+    assert not stepped
+
+
+@pytest.mark.parametrize("at_save", [False, True])
+@pytest.mark.parametrize("at_load", [False, True])
+def test_state_of_a_frozen_parameter_is_kept(
+    pipeline: SyncPipeline, *, at_save: bool, at_load: bool
+) -> None:
+    net, optimizer = made()
+    step(net, optimizer)
+    net.layers[0].requires_grad_(not at_save)
+    save(pipeline, net, optimizer)
+    other, its = made(seed=1)
+    other.layers[0].requires_grad_(not at_load)
+    load(pipeline, other, its)
+    assert_same(everything(other, its)[:2], everything(net, optimizer)[:2])
+
+
+def test_state_that_no_optimizer_takes_is_never_dropped_in_silence(pipeline: SyncPipeline) -> None:
+    net, optimizer = made()
+    step(net, optimizer)
+    save(pipeline, net, optimizer)
+    other = made(seed=1)[0]
+    its = AdamW([*other.layers[1].parameters(), *other.norm.parameters()], lr=0.1)
+    refused(pipeline, StructureMismatch, "layers.0.weight.*exclude", other, its)
+    dropped = [f"training.optimizer.state.layers.0.{name}" for name in ("weight", "bias")]
+    result = load(pipeline, other, its, exclude=dropped)
+    assert "training.optimizer.state.unused.weight" in result.unexpected
+    assert_same(other.state_dict(), dict(net.state_dict()))
+    assert_same(
+        its.state[other.get_parameter("layers.1.weight")],
+        optimizer.state[net.get_parameter("layers.1.weight")],
+    )
+
+
+class TestGroups:
+    """Param groups, matched by the names of their parameters."""
+
+    def groups(self, net: Net, *, reverse: bool = False, **second: Any) -> list[dict[str, Any]]:
+        found = [
+            {"params": list(net.layers.parameters())},
+            {"params": [*net.unused.parameters(), *net.norm.parameters()], **second},
+        ]
+        return found[::-1] if reverse else found
+
+    def test_one_is_never_divided(self, pipeline: SyncPipeline) -> None:
+        save(pipeline, *made())
+        net = made(seed=1)[0]
+        its = AdamW(self.groups(net), lr=0.3)
+        refused(pipeline, StructureMismatch, "'layers.0.weight' and 'unused.weight'", net, its)
+
+    def test_two_that_differ_never_become_one(self, pipeline: SyncPipeline) -> None:
+        net = made()[0]
+        save(pipeline, net, AdamW(self.groups(net, lr=0.5), lr=0.1))
+        refused(pipeline, StructureMismatch, "differ in lr.*unused.weight", *made(seed=1))
+
+    def test_two_that_are_alike_become_one(self, pipeline: SyncPipeline) -> None:
+        net = made()[0]
+        save(pipeline, net, AdamW(self.groups(net), lr=0.7, betas=(0.5, 0.6)))
+        other, its = made(seed=1)
+        load(pipeline, other, its)
+        assert its.param_groups[0]["lr"] == 0.7
+        assert its.param_groups[0]["betas"] == (0.5, 0.6)
+
+    def test_their_order_does_not_matter(self, pipeline: SyncPipeline) -> None:
+        net = made()[0]
+        optimizer = AdamW(self.groups(net, lr=0.5), lr=0.1)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other = made(seed=1)[0]
+        its = AdamW(self.groups(other, reverse=True), lr=0.9)
+        load(pipeline, other, its)
+        assert [group["lr"] for group in its.param_groups] == [0.5, 0.1]
+        assert step(other, its) == step(net, optimizer)
+
+    def test_how_it_is_computed_stays_and_the_rest_is_replaced(
+        self, pipeline: SyncPipeline
+    ) -> None:
+        net, optimizer = made(lr=0.2, foreach=True)
+        optimizer.param_groups[0].update(initial_lr=0.9, name="all")
+        save(pipeline, net, optimizer)
+        other, its = made(seed=1, foreach=False, weight_decay=0.4)
+        its.param_groups[0]["mine"] = 7
+        group = its.param_groups[0]
+        load(pipeline, other, its)
+        assert its.param_groups[0] is group
+        expected = {"lr": 0.2, "foreach": False, "initial_lr": 0.9, "name": "all", "mine": 7}
+        assert {key: group[key] for key in expected} == expected
+        assert group["weight_decay"] == 0.01
+        assert len(group["params"]) == len(list(other.parameters()))
+
+    def test_a_tensor_stays_the_same_tensor(self, pipeline: SyncPipeline) -> None:
+        save(pipeline, *made(lr=torch.tensor(0.2)))
+        other, its = made(seed=1, lr=torch.tensor(0.9))
+        rate = its.param_groups[0]["lr"]
+        load(pipeline, other, its)
+        assert its.param_groups[0]["lr"] is rate
+        assert rate.item() == pytest.approx(0.2)
+
+    def test_a_number_goes_into_a_tensor(self, pipeline: SyncPipeline) -> None:
+        save(pipeline, *made(lr=0.25))
+        other, its = made(seed=1, lr=torch.tensor(0.9))
+        rate = its.param_groups[0]["lr"]
+        load(pipeline, other, its)
+        assert its.param_groups[0]["lr"] is rate
+        assert rate.item() == 0.25
+
+    def test_optimizers_are_matched_by_names(self, pipeline: SyncPipeline) -> None:
+        def run(seed: int) -> tuple[Net, list[Optimizer]]:
+            net = made(seed=seed)[0]
+            return net, [
+                Adam([parameter], lr=0.1 * n) for n, parameter in enumerate(net.parameters(), 1)
+            ]
+
+        net, optimizers = run(0)
+        step(net, *optimizers)
+        save(pipeline, net, *optimizers)
+        other, its = run(1)
+        load(pipeline, other, *its[::-1])
+        assert step(other, *its) == step(net, *optimizers)
+        assert_same(everything(other, *its)[:2], everything(net, *optimizers)[:2])
+
+    def test_another_kind_of_optimizer_is_refused(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = made(SGD, momentum=0.9)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        refused(pipeline, StructureMismatch, "SGD does not fit a AdamW.*betas", *made(seed=1))
+
+
+class TestModel:
+    """Names, shapes and dtypes."""
+
+    @pytest.mark.parametrize("layers", [1, 3])
+    @pytest.mark.parametrize("how", [{}, {"strict": False}, {"fallback": True}])
+    def test_other_layers_are_refused(
+        self, pipeline: SyncPipeline, layers: int, how: dict[str, bool]
+    ) -> None:
+        net, optimizer = made()
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other = Net(layers=layers)
+        its = AdamW(other.parameters())
+        refused(pipeline, StructureMismatch, f"layers.{min(layers, 2)}", other, its, **how)
+
+    def test_other_shapes_are_refused(self, pipeline: SyncPipeline) -> None:
+        save(pipeline, *made())
+        other = Net(width=5)
+        its = AdamW(other.parameters())
+        refused(pipeline, ShapeMismatch, "shape", other, its)
+        refused(pipeline, ShapeMismatch, "shape", other, its, include=["training.optimizer"])
+
+    def test_other_dtypes_are_cast_if_asked_for_and_state_goes_along(
+        self, pipeline: SyncPipeline
+    ) -> None:
+        net, optimizer = made()
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other, its = made(seed=1)
+        other.to(torch.bfloat16)
+        refused(pipeline, DtypeMismatch, "cast", other, its)
+        load(pipeline, other, its, cast=True)
+        weight = net.get_parameter("layers.0.weight")
+        assert_same(other.get_parameter("layers.0.weight").data, weight.data.to(torch.bfloat16))
+        found = its.state[other.get_parameter("layers.0.weight")]
+        assert {key: value.dtype for key, value in found.items()} == {
+            "step": torch.float32,
+            "exp_avg": torch.bfloat16,
+            "exp_avg_sq": torch.bfloat16,
+        }
+        expected = optimizer.state[weight]["exp_avg"]
+        assert_same(found["exp_avg"], expected.to(torch.bfloat16))
+        step(other, its)
+
+    def test_state_in_float_32_of_bfloat_16_parameters_stays_so(
+        self, pipeline: SyncPipeline
+    ) -> None:
+        net, optimizer = made()
+        step(net, optimizer)
+        net.to(torch.bfloat16)
+        save(pipeline, net, optimizer)
+        for hooked in (False, True):
+            other, its = made(seed=1)
+            other.to(torch.bfloat16)
+            if hooked:
+                its.register_load_state_dict_pre_hook(lambda *_: None)
+            load(pipeline, other, its)
+            found = its.state[other.get_parameter("layers.0.weight")]
+            assert_same(found, optimizer.state[net.get_parameter("layers.0.weight")])
+
+    def test_a_model_without_memory_is_refused(self, pipeline: SyncPipeline) -> None:
+        save(pipeline, *made())
+        with torch.device("meta"):
+            net = Net()
+        with pytest.raises(StructureMismatch, match="to_empty") as caught:
+            load(pipeline, net, AdamW(net.parameters()))
+        assert caught.value.key
+
+    def test_the_module_is_asked_as_torch_asks_it(self, pipeline: SyncPipeline) -> None:
+        class Counting(Net):
+            count = 0
+
+            def get_extra_state(self) -> Any:
+                return {"count": self.count}
+
+            def set_extra_state(self, state: Any) -> None:
+                self.count = state["count"]
+
+        net, other = Counting(), Counting()
+        net.count = 5
+        net.register_buffer("scratch", torch.ones(2), persistent=False)
+        other.register_buffer("scratch", torch.zeros(2), persistent=False)
+        loaded: list[Any] = []
+        other.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda *_: loaded.append(1)
+        )
+        save(pipeline, net)
+        load(pipeline, other)
+        assert other.count == 5
+        assert loaded == [1]
+        assert torch.equal(other.get_buffer("scratch"), torch.zeros(2))
+
+    def test_versions_of_modules_reach_the_module(self, pipeline: SyncPipeline) -> None:
+        seen: list[Any] = []
+
+        class Versioned(nn.Linear):
+            _version = 3
+
+            def _load_from_state_dict(
+                self, state: Any, prefix: str, facts: Any, *rest: Any
+            ) -> None:
+                seen.append(facts.get("version"))
+                super()._load_from_state_dict(state, prefix, facts, *rest)
+
+        save(pipeline, Versioned(2, 2))
+        target = Versioned(2, 2)
+        target._version = 4
+        load(pipeline, target)
+        assert seen == [3]
+
+    def test_a_wrappers_prefix_is_stripped_only_of_a_wrapper(self, pipeline: SyncPipeline) -> None:
+        class Holder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.module = nn.Linear(2, 2)
+                self._orig_mod = nn.Linear(2, 2)
+
+        holder = Holder()
+        compiled: Any = torch.compile(holder, backend="eager")
+        names = training_state(compiled).state_dict()["model"]
+        assert set(names) == set(holder.state_dict())
+
+    def test_plain_states_with_a_wrappers_names_are_told_of_training_state(
+        self, pipeline: SyncPipeline
+    ) -> None:
+        net = Net()
+        pipeline.save({"model": torch.compile(net, backend="eager")}).wait()
+        with pytest.raises(StructureMismatch, match=r"training_state\(model, optimizer\)"):
+            pipeline.load({"model": Net()})
+        with pytest.raises(StructureMismatch, match=r"training_state\(model, optimizer\)"):
+            pipeline.load({"model": Net().state_dict()})
+
+
+class TestStages:
+    """A list of modules, the stages of one model."""
+
+    def stages(self, seed: int) -> tuple[list[nn.Module], Optimizer]:
+        torch.manual_seed(seed)
+        stages: list[nn.Module] = [
+            nn.ModuleDict({"one": nn.Linear(3, 3)}),
+            nn.ModuleDict({"two": nn.Linear(3, 3)}),
+        ]
+        return stages, Adam([p for stage in stages for p in stage.parameters()])
+
+    def test_load_into_one_module_and_back(self, pipeline: SyncPipeline) -> None:
+        stages, optimizer = self.stages(0)
+        for stage in stages:
+            for parameter in stage.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        save(pipeline, stages, optimizer)
+        whole = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
+        its = Adam(whole.parameters())
+        load(pipeline, whole, its)
+        assert_same(dict(whole.state_dict()), stages[0].state_dict() | stages[1].state_dict())
+        assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
+        save(pipeline, whole, its)
+        again = self.stages(1)
+        load(pipeline, *again)
+        assert_same(again[1].state_dict()["state"], optimizer.state_dict()["state"])
+
+    def test_names_must_differ(self, pipeline: SyncPipeline) -> None:
+        with pytest.raises(UsageError, match="Two tensors") as caught:
+            save(pipeline, [nn.Linear(2, 2), nn.Linear(2, 2)])
+        assert caught.value.key
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool, first: str = "one") -> None:
+        super().__init__()
+        names = ["one", "two"] if first == "one" else ["two", "one"]
+        for name in names:
+            setattr(self, name, nn.Linear(3, 3, bias=False))
+        if tied:
+            setattr(self, names[1], getattr(self, names[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(self.one(x))  # type: ignore[operator]
+        return out
+
+
+class TestTied:
+    """Parameters that have several names."""
+
+    def run(self, *, tied: bool, seed: int = 0, first: str = "one") -> Run:
+        torch.manual_seed(seed)
+        net = Tied(tied=tied, first=first)
+        return net, Adam(net.parameters(), lr=0.1)
+
+    def test_any_name_will_do(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = self.run(tied=True)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other, its = self.run(tied=True, seed=1, first="two")
+        load(pipeline, other, its)
+        assert step(other, its) == step(net, optimizer)
+
+    def test_both_are_filled_where_they_are_apart(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = self.run(tied=True)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other, its = self.run(tied=False, seed=1)
+        load(pipeline, other, its)
+        (state,) = optimizer.state.values()
+        one, two = its.state.values()
+        assert_same(one, dict(state))
+        assert_same(two, dict(state))
+        assert one["exp_avg"].data_ptr() != two["exp_avg"].data_ptr()
+
+    def test_those_that_differ_are_never_tied(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = self.run(tied=False)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        refused(pipeline, SharingConflict, "one|two", *self.run(tied=True, seed=1))
+
+
+class TestTogether:
+    """State that an optimizer keeps for all its parameters together."""
+
+    def test_another_order_is_refused(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = made(LBFGS)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other = made(seed=1)[0]
+        its = LBFGS(list(other.parameters())[::-1], lr=0.1)
+        refused(pipeline, StructureMismatch, "in this order", other, its)
+
+    def test_what_a_class_adds_is_saved_and_given_back(self, pipeline: SyncPipeline) -> None:
+        class Counting(Adam):
+            count = 0
+
+            def state_dict(self) -> dict[str, Any]:
+                return {**super().state_dict(), "count": self.count}
+
+            def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+                self.count = state_dict.pop("count")
+                super().load_state_dict(state_dict)
+
+        net, optimizer = made(Counting)
+        step(net, optimizer)
+        assert isinstance(optimizer, Counting)
+        optimizer.count = 7
+        save(pipeline, net, optimizer)
+        other, its = made(Counting, seed=1)
+        group = its.param_groups[0]
+        load(pipeline, other, its)
+        assert isinstance(its, Counting)
+        assert its.count == 7
+        assert its.param_groups[0] is group
+        assert step(other, its) == step(net, optimizer)
+
+    def test_entries_of_no_parameter(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = made()
+        step(net, optimizer)
+        optimizer.state["seen"] = {"tokens": torch.tensor(9), "names": ["a"]}  # type: ignore[index]
+        save(pipeline, net, optimizer)
+        other, its = made(seed=1)
+        load(pipeline, other, its)
+        assert_same(its.state["seen"], optimizer.state["seen"])  # type: ignore[index]
+        assert step(other, its) == step(net, optimizer)
+
+
+class TestParts:
+    """Include and exclude."""
+
+    def test_the_model_alone_and_what_lacks_an_optimizer(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = made()
+        save(pipeline, net)
+        other, its = made(seed=1)
+        refused(pipeline, StructureMismatch, "no optimizer", other, its)
+        load(pipeline, other, its, include=["training.model"])
+        assert_same(dict(other.state_dict()), dict(net.state_dict()))
+        save(pipeline, net, optimizer)
+        assert load(pipeline, made(seed=1)[0]).unexpected == ("training.optimizer",)
+
+    def test_one_layer(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = made()
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other, its = made(seed=1)
+        before = everything(other, its)
+        load(pipeline, other, its, include=["training.*.layers.0"])
+        load(pipeline, other, its, include=["training.model.layers.0"])
+        assert_same(dict(other.layers[0].state_dict()), dict(net.layers[0].state_dict()))
+        assert_same(
+            dict(other.layers[1].state_dict()),
+            {key: before[0][f"layers.1.{key}"] for key in ("weight", "bias")},
+        )
+
+    def test_a_part_of_a_parameters_state_leaves_the_rest(self, pipeline: SyncPipeline) -> None:
+        net, optimizer = made()
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        other, its = made(seed=1)
+        step(other, its, steps=3)
+        kept = copy.deepcopy(its.state[other.get_parameter("layers.0.weight")])
+        load(pipeline, other, its, include=["training.optimizer.state.layers.0.weight.exp_avg"])
+        found, saved = (
+            its.state[other.get_parameter("layers.0.weight")],
+            optimizer.state[net.get_parameter("layers.0.weight")],
+        )
+        assert_same(found, {**kept, "exp_avg": saved["exp_avg"]})
+
+
+def test_a_parameter_that_is_not_the_models_is_refused(pipeline: SyncPipeline) -> None:
+    with pytest.raises(UnsupportedState, match="no parameter of the model"):
+        save(pipeline, nn.Linear(2, 2), SGD(nn.Linear(2, 2).parameters(), lr=1))
+    net = nn.Linear(2, 2)
+    twice = [SGD(net.parameters(), lr=1) for _ in range(2)]
+    with pytest.raises(UnsupportedState, match="Two optimizers"):
+        save(pipeline, net, *twice)
+
+
+def test_a_state_in_memory_loads_as_a_checkpoint_does() -> None:
+    net, optimizer = made()
+    step(net, optimizer)
+    state = copy.deepcopy(training_state(net, optimizer).state_dict())
+    other, its = made(seed=1)
+    training_state(other, its).load_state_dict(state)
+    assert_same(everything(other, its)[:2], everything(net, optimizer)[:2])
+    state["model"]["layers.0.weight"] = torch.zeros(2, 2)
+    before = everything(other, its)
+    with pytest.raises(ShapeMismatch, match="has the shape"):
+        training_state(other, its).load_state_dict(state)
+    assert_same(everything(other, its), before)
