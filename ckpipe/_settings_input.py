@@ -175,7 +175,9 @@ def _reason(found: dict[str, Any]) -> str:
     reason = str(cause or found["msg"]).rstrip(".")
     reason = f"is not valid: {reason[:1].lower()}{reason[1:]}"
     whole = isinstance(cause, SettingsError) or isinstance(found["input"], dict)
-    return reason if whole or found["loc"][0] == "backends" else reason + _got(found["input"])
+    return (
+        reason if whole or found["loc"][0] in ("backends", "url") else reason + _got(found["input"])
+    )
 
 
 def _got(value: Any) -> str:

@@ -13,6 +13,7 @@ This module imports pydantic, which is why ``import ckpipe`` does not import it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -40,6 +41,7 @@ from ckpipe.settings_groups import (
     Upload,
     Worker,
 )
+from ckpipe.stores.shown_urls import without_secrets
 
 
 class Settings(BaseSettings):
@@ -61,7 +63,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     url: str | None = None
-    """Where the checkpoints lie: a URL such as ``s3://bucket/run-17``, or a plain path."""
+    """Where the checkpoints lie: a URL such as ``s3://bucket/run-17``, or a plain path. If it holds
+    credentials, neither ``repr`` nor logs nor errors show them."""
 
     attempt_id: str | None = Field(None, min_length=1)
     """The name of this launch, the same on all its ranks and never used before on this root. By
@@ -164,6 +167,10 @@ class Settings(BaseSettings):
         except ValidationError as error:
             # The explanation has all of it, without the values that may be secret.
             raise explained(error, type(self)) from None
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, without_secrets(value) if name == "url" and value else value
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:

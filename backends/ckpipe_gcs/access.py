@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -41,7 +41,7 @@ class Access:
     endpoint: str
     anonymous: bool = False
     credentials_file: str | None = None
-    proxy: str | None = None
+    proxy: str | None = field(default=None, repr=False)
     ca_bundle: str | None = None
     max_connections: int = 32
     request_timeout: float = 60.0

@@ -22,6 +22,7 @@ from ckpipe.backend import (
     check_key,
 )
 from ckpipe.errors import InvalidKey, UsageError
+from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.awaited_threads import in_thread
 from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct, read_small
 from ckpipe_local.directories import (
@@ -208,7 +209,7 @@ def path_of(url: str) -> str:
     if separator and "/" not in scheme:
         host, slash, path = rest.partition("/")
         if scheme.lower() != "file" or host.lower() not in ("", "localhost") or not slash:
-            message = f"{url!r} does not name a local directory"
+            message = f"{without_secrets(url)!r} does not name a local directory"
             raise UsageError(message, hint="Write file:///absolute/path, or a plain path")
         path = "/" + os.fsdecode(unquote_to_bytes(path))
     if not path or "\0" in path or (url.lower().startswith("file:/") and not separator):

@@ -7,7 +7,7 @@ import functools
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import anyio.to_thread
@@ -34,7 +34,7 @@ class Access:
     region: str | None = None
     profile: str | None = None
     addressing_style: AddressingStyle | None = None
-    proxy: str | None = None
+    proxy: str | None = field(default=None, repr=False)
     ca_bundle: str | None = None
     max_connections: int = 32
     request_timeout: float = 60.0

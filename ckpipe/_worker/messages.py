@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpipe._worker.forms import CARGO, ERROR, EVENT, ID, INFO, STRUCTURE, Form, optional, plain
@@ -58,9 +58,9 @@ class Hello:
     trainer: int
     path: list[str]
     directory: str
-    environment: Mapping[str, str]
-    url: str
-    options: Mapping[str, Any]
+    environment: Mapping[str, str] = field(repr=False)
+    url: str = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
     rank: int
     world_size: int
     block_bytes: int

@@ -23,6 +23,7 @@ from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import logging_policy
+from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.types import CheckpointInfo
 
 
@@ -82,7 +83,7 @@ async def export_run(screen: Screen, order: Order) -> int:
         "seconds": round(time.perf_counter() - began, 3),
     }
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
-    where = f"{order.place.rstrip('/')}/{data['folder']}"
+    where = without_secrets(f"{order.place.rstrip('/')}/{data['folder']}")
     sentence = f"exported step {info.step}: {size(done.bytes)} in {files} to {where}"
     screen.result(data, Text(visible(sentence)))
     return OK

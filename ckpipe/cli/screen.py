@@ -25,12 +25,15 @@ from rich.text import Text
 from ckpipe.cli.progress import Meter, Patience, Unit, of_bytes
 from ckpipe.cli.streams import drop
 from ckpipe.reports import size_text
+from ckpipe.stores.shown_urls import without_secrets
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
     from ckpipe.types import CheckpointInfo
 
 _PIPE_WIDTH = 100_000
+_ROOTS = ("url", "source", "target")
+"""Members of a result that are URLs."""
 
 
 class Screen:
@@ -62,12 +65,14 @@ class Screen:
         """Prints a result.
 
         Args:
-            data: The result as data classes, mappings and lists: what ``--json`` prints.
+            data: The result as a data class or mapping: what ``--json`` prints.
             shown: The same for people.
         """
         self.patience.end()
         if self.as_json:
-            self.out.file.write(json.dumps(plain_data(data), allow_nan=False) + "\n")
+            plain = plain_data(data)
+            roots = {name: without_secrets(plain[name]) for name in _ROOTS if plain.get(name)}
+            self.out.file.write(json.dumps(plain | roots, allow_nan=False) + "\n")
         else:
             for each in shown:
                 self._show(each)
@@ -93,6 +98,7 @@ class Screen:
             kind: The class of the error.
             message: What it says.
         """
+        message = without_secrets(message)
         self.note(f"error: {message}")
         if self.as_json:
             self.out.file.write(json.dumps({"error": kind, "message": message}) + "\n")

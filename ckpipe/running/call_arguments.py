@@ -27,7 +27,8 @@ def location(url: str | os.PathLike[str] | None) -> str | None:
         return None if url is None else os.fsdecode(url)
     except TypeError as error:
         raise UsageError(
-            f"The root is a URL or a path, not {url!r:.100}", hint="Write it as text: '/ckpts'"
+            f"The root is a URL or a path, not {type(url).__qualname__}",
+            hint="Write it as text: '/ckpts'",
         ) from error
 
 

@@ -46,6 +46,7 @@ from ckpipe.running.unseen_failures import has_failed, raise_or_warn, tell_forgo
 from ckpipe.saves.caller import Caller
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
+from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.loop_thread import LoopThread
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
@@ -171,7 +172,7 @@ class PipelineCore:
             self._shut(LoopThread.abandon)
             raise
         self._forgotten = weakref.finalize(
-            self, tell_forgotten, str(self.settings.url), self._process, self._engine.under_way,
+            self, tell_forgotten, self._shown_url, self._process, self._engine.under_way,
             outlived=self._engine.site.carrier.outlives,
         )  # fmt: skip
 
@@ -430,8 +431,12 @@ class PipelineCore:
             "Open another one where it is needed, with the same settings"
         )
 
+    @property
+    def _shown_url(self) -> str:
+        return without_secrets(str(self.settings.url))
+
     def __repr__(self) -> str:
         engine = self._engine
         past = self._ledger.describe(engine.under_way() if engine else [])
         inside = engine.describe() if engine and self._loop else "closed"
-        return f"{self.settings.url} [{inside}{' | ' if past else ''}{past}]"
+        return f"{self._shown_url} [{inside}{' | ' if past else ''}{past}]"

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpipe.backend import Backend
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
+from ckpipe.stores.shown_urls import without_secrets
 
 BackendFactory = Callable[..., Backend]
 """What makes a backend: called as ``factory(url, **options)``, most often a class."""
@@ -105,7 +106,7 @@ def _refuse_slip(url: str) -> None:
     scheme, separator, rest = url.partition(":/")
     if separator and not rest.startswith("/") and _SCHEME.fullmatch(scheme.lower()):
         raise UsageError(
-            f"{url!r} is neither a path nor a URL",
+            f"{without_secrets(url)!r} is neither a path nor a URL",
             hint=f"Write {scheme}:// for a URL, or ./{scheme}:/ for a folder of this name",
         )
 
