@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -14,9 +15,11 @@ from ranks import settle
 
 import ckpipe
 from ckpipe.errors import StoreFull
-from ckpipe.events import Event, Pruned
+from ckpipe.events import Completed, Event, Pruned
 from ckpipe.running import site_making
 from ckpipe.saves.respite import Respite
+from ckpipe.testing import Operation, SlowBackend
+from ckpipe.testing.wrapping import Result
 
 HUNG = 60.0
 STATE = {"w": torch.ones(3)}
@@ -143,7 +146,7 @@ def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
         for step in (1, 2):
             pipeline.save(STATE, step=step, until="committed")
         store.slow.hold("delete")
-        for step in range(3, 30):
+        for step in range(3, 17):
             pipeline.save(STATE, step=step, until="committed")
         until, active = time.monotonic() + HUNG, pipeline._core.engine._active
         while (under_way := len(active)) >= 10 and time.monotonic() < until:
@@ -151,7 +154,35 @@ def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
         store.slow.release()
         settle(pipeline)
         assert under_way < 10
-        assert [each.step for each in pipeline.steps()] == [29]
+        assert [each.step for each in pipeline.steps()] == [16]
+
+
+class SlowDeletions(SlowBackend):
+    """A store on which a deletion takes longer than a save."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        if operation.verb == "delete":
+            await anyio.sleep(0.02)
+        return await call()
+
+
+def test_saves_wait_for_a_prune_that_falls_behind() -> None:
+    counts: list[int] = []
+
+    def count(event: Event) -> None:
+        if isinstance(event, Completed):
+            keys = list(store.memory._store.objects)
+            counts.append(sum(key.endswith(".json") and "/" not in key for key in keys))
+
+    with stores() as store:
+        store.slow = SlowDeletions(store.faulty)
+        with ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+            pipeline.events.add(count)
+            for step in range(60):
+                pipeline.save(STATE, step=step, until="committed")
+            settle(pipeline)
+            assert max(counts) <= 24
+            assert [each.step for each in pipeline.steps()] == [59]
 
 
 def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
+_MOST_UNPRUNED, _MOST_UNPRUNED_SHARE = 16, 4
+"""So many complete checkpoints, or this many times those that are kept, may wait for a prune before
+the next save waits too."""
+
 
 class Filled(Protocol):
     """A block of a data file, in host memory."""
@@ -185,6 +189,8 @@ class Depot:
         told_missing: Metrics of rules that no checkpoint has, as was said already.
         told_links: Checkpoints that cannot be deleted through links, as was said already.
         respite: How long retention waits after a save.
+        kept: How many checkpoints the last prune kept.
+        unpruned: How many have become complete here and wait for a prune, or for its end.
     """
 
     backend: Backend
@@ -207,6 +213,8 @@ class Depot:
     told_missing: set[str] = field(default_factory=set)
     told_links: set[str] = field(default_factory=set)
     respite: Respite = field(default_factory=Respite)
+    kept: int = 0
+    unpruned: int = 0
 
     def protected(self) -> dict[str, str]:
         """Ids that retention must not remove, each with its reason."""
@@ -228,6 +236,14 @@ class Depot:
         protected = await self._protected_by_all(now, launch)
         return await decide_on(self.patient, self.rule, protected, self.facts, now=now)
 
+    async def let_retention_catch_up(self) -> None:
+        """Wait until what is being pruned is gone, if many checkpoints wait for it.
+
+        Saves that are quicker than deletions would else leave ever more of them on the store.
+        """
+        if self.unpruned > max(_MOST_UNPRUNED, _MOST_UNPRUNED_SHARE * self.kept):
+            await self.respite.passed()
+
     async def prune(self, launch: str, after: CheckpointId | None = None) -> Decision:
         """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
 
@@ -239,12 +255,14 @@ class Depot:
         Raises:
             StoreError: If the store failed; pruning again goes on where it stopped.
         """
+        pruned = self.unpruned
         now = await self._time(after)
         protected = await self._protected_by_all(now, launch)
         decision = await prune(
             self.patient, self.rule, protected, self.facts, self.deleted,
             sweep_after=self.sweep_after, now=now,
         )  # fmt: skip
+        self.kept, self.unpruned = len(decision.keep), max(0, self.unpruned - pruned)
         self._tell_missing(decision)
         self._tell_links(decision)
         return decision

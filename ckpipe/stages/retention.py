@@ -30,6 +30,7 @@ async def run(
                 await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
+            depot.unpruned += 1
             async with depot.respite.before() as needed:
                 if not needed:
                     continue

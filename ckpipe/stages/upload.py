@@ -47,6 +47,7 @@ async def run(
     depot.respite.end()  # of the save before, which removes old checkpoints now
     async with inbox, out:
         try:
+            await depot.let_retention_catch_up()
             async with anyio.create_task_group() as lanes:
                 lanes.start_soon(files.open_first, name="opening of the first file")
                 for lane in range(depot.lanes):
