@@ -72,10 +72,11 @@ class RngState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the states of all generators."""
         torch.set_rng_state(state["torch"])
-        np.random.set_state(state["numpy"])
-        python = state["python"]
-        internal = tuple(int(word) for word in python["internal"])
-        random.setstate((python["version"], internal, python["gauss"]))
+        in_numpy, in_python = state["numpy"], state["python"]
+        words = {name: _as_words(value) for name, value in in_numpy["state"].items()}
+        np.random.set_state({**in_numpy, "state": words})
+        internal = tuple(in_python["internal"].tolist())
+        random.setstate((in_python["version"], internal, in_python["gauss"]))
         if "cuda" in state and torch.cuda.is_available():
             for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(value, device)
@@ -85,15 +86,26 @@ def _saved_form(
     in_torch: torch.Tensor, in_numpy: Any, in_python: tuple[Any, ...]
 ) -> dict[str, Any]:
     version, internal, gauss = in_python
+    words = {name: _as_tensor(value) for name, value in in_numpy["state"].items()}
     return {
         "torch": in_torch,
-        "numpy": in_numpy,
+        "numpy": {**in_numpy, "state": words},
         "python": {
             "version": version,
-            "internal": np.array(internal, dtype=np.uint32),
+            "internal": torch.from_numpy(np.array(internal, np.int64)),
             "gauss": gauss,
         },
     }
+
+
+def _as_tensor(value: Any) -> Any:
+    """An array as a tensor, which ``torch.load`` takes with ``weights_only=True``."""
+    return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else value
+
+
+def _as_words(value: Any) -> Any:
+    """A tensor as the array that it was; older checkpoints hold the array itself."""
+    return np.asarray(value, np.uint32) if isinstance(value, torch.Tensor) else value
 
 
 def derived_generators(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -57,6 +59,23 @@ def test_beside_the_newest_or_a_named_checkpoint(call: Commands, tmp_path: Path)
     assert same({key: found[key] for key in small_state()}, small_state(1))
     with ckpipe.SyncPipeline(root) as pipeline:
         assert [info.id for info in pipeline.steps()] == [one, two], "exports are no checkpoints"
+
+
+def test_the_state_of_the_readme_loads_with_torch_as_it_is(call: Commands, tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "rng": ckpipe.RngState()}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        id = pipeline.save(state, step=0).wait().id
+    expected = (random.gauss(0, 1), np.random.rand(), float(torch.rand(1)))
+    assert call("export", tmp_path, "--format", "torch").code == 0
+    found = torch.load(tmp_path / f"{id}.torch" / TORCH_FILE)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    ckpipe.RngState().load_state_dict(found["rng"])
+    assert (random.gauss(0, 1), np.random.rand(), float(torch.rand(1))) == expected
 
 
 def test_elsewhere_again_and_after_it_was_cut_short(call: Commands, tmp_path: Path) -> None:

@@ -120,6 +120,23 @@ def test_saves_and_loads_draw_nothing(tmp_path: Path) -> None:
     assert drawn() == expected
 
 
+def test_generators_that_were_saved_as_arrays_are_loaded(tmp_path: Path) -> None:
+    seed(12)
+    version, internal, gauss = random.getstate()
+    as_it_was = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "internal": np.array(internal, np.uint32), "gauss": gauss},
+    }
+    expected = drawn()
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"rng": as_it_was}, step=1, until="committed")
+        assert pipeline.load({"rng": RngState()}) is not None
+    assert drawn() == expected
+    RngState().load_state_dict(as_it_was)
+    assert drawn() == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_generators_of_devices_come_back() -> None:
