@@ -6,14 +6,17 @@ Messages are held to what users need: the step, the key where there is one, and 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mounts import mounted
@@ -44,8 +47,8 @@ def verify_one(root: Path, step: int = 5) -> None:
         pipeline.verify(step)
 
 
-def index_of(root: Path) -> Path:
-    (path,) = root.glob("step-*.json")
+def index_of(root: Path, step: int = 5) -> Path:
+    (path,) = root.glob(f"step-{step:012}.*.json")
     return path
 
 
@@ -351,9 +354,9 @@ def test_any_flipped_bit_is_found(saved: Path, which: str) -> None:
 # Hostile indexes
 
 
-def forge(root: Path, change: Callable[[Document], object]) -> None:
+def forge(root: Path, change: Callable[[Document], object], step: int = 5) -> None:
     """Changes what an index says, and gives it a checksum that is right."""
-    path = index_of(root)
+    path = index_of(root, step)
     document = unseal(path.read_bytes(), 1 << 30)
     change(document)
     path.write_bytes(seal(document))
@@ -467,6 +470,52 @@ def test_newer_format_says_to_upgrade(saved: Path) -> None:
     with pytest.raises(errors.UnsupportedVersion) as caught:
         load_one(saved)
     says(caught.value, "version 1", "Upgrade ckpipe")
+
+
+HOSTILE_DTYPES = ["(1,", "f4,,", "i4,(2", "2i4", "i4,i4", "O", "<f3", "<M8[", "<M8[xx]", "S" * 5000]
+
+
+def first_step_lasts(root: Path, into: Any) -> None:
+    """Check that step 5 cannot be loaded, and that a load which may falls back to step 1."""
+    with pytest.raises(errors.InvalidManifest) as caught:
+        load_one(root, into, step=5)
+    says(caught.value, "step 5", "numpy dtype|inline value")
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert load_one(root, into, fallback=True).step == 1
+
+
+@pytest.mark.parametrize("dtype", HOSTILE_DTYPES)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_text_that_is_no_numpy_dtype_is_refused(tmp_path: Path, dtype: str, fresh: bool) -> None:
+    state = {"table": np.ones(3), "number": np.float32(2)}
+    for step in (1, 5):
+        save_one(tmp_path, state, step=step)
+    good = index_of(tmp_path, 5).read_bytes()
+    forge(tmp_path, lambda d: d["structures"][0]["tensors"].update(detail=[dtype]), step=5)
+    first_step_lasts(tmp_path, None if fresh else {"table": np.zeros(3), "number": 0})
+    index_of(tmp_path, 5).write_bytes(good)
+    forge(tmp_path, lambda d: d.update(values=[[["numpy", dtype, "AAAAAA=="]]]), step=5)
+    first_step_lasts(tmp_path, None if fresh else {"table": np.zeros(3), "number": 0})
+
+
+def test_name_of_a_class_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_parts.py").write_text("class Mode: ...")
+    (tmp_path / "lazy_whole.py").write_text(
+        "def __getattr__(name):\n    import lazy_parts\n    return lazy_parts\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("lazy_whole")
+    save_one(tmp_path, {"path": Path("a"), "w": torch.ones(1)})
+    load_one(tmp_path)
+    before = set(sys.modules)
+    for value, error in [
+        (["enum", "lazy_whole:parts.Mode", "x"], errors.StructureMismatch),
+        (["dtype", "_inductor"], errors.InvalidManifest),
+    ]:
+        forge(tmp_path, partial(Document.update, values=[[value]]))
+        with pytest.raises(error):
+            load_one(tmp_path)
+        assert set(sys.modules) == before
 
 
 # Targets that do not fit

@@ -33,7 +33,7 @@ def tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
     """
     try:
         if row.kind == NUMPY:
-            return as_array(plain, plain_numpy_dtype(row.detail or ""))
+            return as_array(plain, plain_numpy_dtype(row.detail or "", row.label))
         if row.kind == PARAMETER:
             return torch.nn.Parameter(plain, requires_grad=row.requires_grad)
         if row.kind == BUFFER:

@@ -12,6 +12,7 @@ from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMi
 from ckpipe.loads.placed_tensors import PLAIN, is_placed, local_tensor, why_unplaceable
 from ckpipe.loads.stored_tensors import Piece, Region, StoredTensor
 from ckpipe.state.tensors import FREED, NUMPY, WHILE_IT_HAS_MEMORY, is_freed
+from ckpipe.state.values import plain_numpy_dtype
 
 FILLABLE = (torch.Tensor, np.ndarray)
 """What a tensor can be loaded into; named, since a union would be made anew for every tensor."""
@@ -209,6 +210,6 @@ def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
         except TypeError:
             return True, stored.shape, None
         return True, stored.shape, dtype
-    dtype = np.dtype(stored.row.detail)
+    dtype = plain_numpy_dtype(stored.row.detail, stored.row.label)
     foreign = stored.dtype is torch.uint8 and dtype != np.uint8
     return not foreign, stored.shape[:-1] if foreign else stored.shape, dtype

@@ -10,9 +10,11 @@ import binascii
 import datetime as dt
 import enum
 import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -180,7 +182,7 @@ _UTF32 = {"<": "utf-32-le", ">": "utf-32-be"}
 
 def _decode_numpy(dtype: str, text: str) -> np.generic:
     raw = _decode_bytes(text)
-    kind = np.dtype(dtype)
+    kind = _numpy_dtype(dtype)
     # An array would drop the NULs at the end of a text.
     if kind.kind == "S" and len(raw) == kind.itemsize:
         return np.bytes_(raw)
@@ -190,16 +192,33 @@ def _decode_numpy(dtype: str, text: str) -> np.generic:
     return cast("np.generic", scalar)
 
 
-def plain_numpy_dtype(text: str) -> np.dtype[Any]:
-    """The numpy dtype that a manifest names, if it is one without Python objects in it."""
-    dtype = np.dtype(text)
-    if dtype.hasobject or dtype.fields or dtype.itemsize == 0:
-        raise ValueError(f"{text!r} is not a plain numpy dtype")
+_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[?biufcSUV]\d{0,10}|[mM]8(?:\[\w{1,12}\])?)")
+"""How numpy itself writes a plain dtype; of any other text it makes Python code or a structure."""
+
+
+def _numpy_dtype(text: str) -> np.dtype[Any]:
+    if not _NUMPY_DTYPE.fullmatch(text):
+        raise ValueError("this is not how numpy writes a plain dtype")
+    return np.dtype(text)
+
+
+def plain_numpy_dtype(text: str, key: str | None = None) -> np.dtype[Any]:
+    """The numpy dtype that a manifest names, if it is one without Python objects in it.
+
+    Raises:
+        InvalidManifest: If it is not.
+    """
+    try:
+        dtype = _numpy_dtype(text)
+    except (TypeError, ValueError):
+        dtype = np.dtype("V0")
+    if not dtype.itemsize:
+        raise InvalidManifest(f"{text!r:.100} is not a plain numpy dtype", key=key)
     return dtype
 
 
 def _torch_constant(name: str, kind: type[Any]) -> Any:
-    value = getattr(torch, name)
+    value = vars(torch)[name]  # torch imports modules for other names
     if not isinstance(value, kind):
         raise ValueError(f"torch.{name} is no {kind.__name__}")
     return value
@@ -250,11 +269,17 @@ def lasting_path(cls: type[Any]) -> str:
 
 
 def _at(path: str) -> Any:
-    """What a path names, of what is imported; None if there is no such thing."""
+    """Find the class that a path names, in modules that are imported already; None without one.
+
+    Only the dictionaries of modules and classes are read: a lookup of an attribute could run code
+    of the module, such as an import of what it loads lazily.
+    """
     module_name, _, qualname = path.partition(":")
     found: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        if not isinstance(found, ModuleType | type):
+            return None
+        found = vars(found).get(part)
     return found
 
 
