@@ -88,9 +88,6 @@ class Here:
     waits, and the data file is opened while its first block is copied.
     """
 
-    outlives = False
-    """See :class:`ckpipe.saves.carrying.Carrier`."""
-
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Delivery[Any], anyio.Event] = WeakKeyDictionary()
 

@@ -89,7 +89,12 @@ class JsonLines:
         """Has an event written; returns at once."""
         if not isinstance(event, self._skip):
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._thread.submit(self._write, {"time": now} | event_data(event))
+            data = {"time": now} | event_data(event)
+            try:
+                self._thread.submit(self._write, data)
+            except RuntimeError:
+                # The program ends, which ends executors first, or the lines were closed.
+                self._write(data)
 
     def _write(self, data: dict[str, Any]) -> None:
         if self._file is None:
@@ -104,6 +109,7 @@ class JsonLines:
     def close(self) -> None:
         """Waits until all events are written, and closes the file if it was opened here."""
         self._thread.shutdown()
+        self._file = None
         self._opened.close()
 
     def __enter__(self) -> Self:

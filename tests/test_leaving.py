@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,3 +95,139 @@ def test_a_hook_cannot_close_its_own_pipeline(tmp_path: Path) -> None:
         pipeline.close()
     with pytest.raises(errors.PipelineClosed):
         other.save(STATE, step=0)
+
+
+LEFT_OPEN = """
+import atexit, multiprocessing, os, sys, threading
+import torch
+import ckpipe
+from ckpipe.event_lines import JsonLines
+
+
+class Trainer:
+    def __init__(self, root, worker):
+        # The last saves wait for the memory of the first, so that some are only begun at the end.
+        staging = {"block_bytes": 65536, "bytes": "8MiB", "pinned": "never"}
+        self.pipeline = ckpipe.SyncPipeline(root, worker=worker, staging=staging).open()
+        self.pipeline.events.add(JsonLines(root + ".events"))
+        self.pipeline.on_committed(lambda event: open(f"{root}.{event.step}", "x").close())
+
+    def train(self):
+        for step in range(3):
+            self.pipeline.save({"w": torch.full((1_000_000,), float(step))}, step=step)
+
+
+def refuse(*_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def refuse_threads():
+    for each in ("_start_new_thread", "_start_joinable_thread"):
+        if hasattr(threading, each):
+            setattr(threading, each, refuse)
+
+
+root, worker, ending = sys.argv[1:4]
+if ending == "a forked process of multiprocessing ends":
+    def run():
+        trainer = Trainer(root, worker)
+        trainer.train()
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+trainer = Trainer(root, worker)
+if ending == "no thread can be started":
+    atexit.register(refuse_threads)
+if ending == "a thread goes on":
+    threading.Thread(target=trainer.train).start()
+else:
+    trainer.train()
+if ending == "the object is dropped":
+    del trainer
+if ending == "sys.exit":
+    sys.exit(3)
+if ending == "an exception":
+    raise RuntimeError("training failed")
+"""
+ENDINGS = {
+    "the last line": 0,
+    "sys.exit": 3,
+    "an exception": 1,
+    "a thread goes on": 0,
+    "the object is dropped": 0,
+    "no thread can be started": 0,
+    "a forked process of multiprocessing ends": 0,
+}
+PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPIPE_TEST_PYTHONS", "").split(":"))]
+"""Interpreters to try; others than this one have to be named."""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_no_save_is_lost_when_a_program_ends_with_its_pipeline_open(
+    tmp_path: Path, python: str, worker: str, ending: str
+) -> None:
+    root = tmp_path / "run"
+    run = subprocess.run(
+        [python, "-W", "ignore", "-c", LEFT_OPEN, str(root), worker, ending],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == ENDINGS[ending], run.stderr
+    assert run.stderr.partition("Traceback")[0] == ""
+    assert [each for each in range(3) if Path(f"{root}.{each}").exists()] == [0, 1, 2]
+    told = Path(f"{root}.events").read_text()
+    assert told.count('"RankCommitted"') == 3
+    with ckpipe.SyncPipeline(root) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [0, 1, 2]
+        loaded = pipeline.load()
+        assert loaded is not None
+        assert torch.equal(loaded.state["w"], torch.full((1_000_000,), 2.0))
+
+
+FORKED = """
+import os, sys
+import torch
+import ckpipe
+from ckpipe import testing
+store = testing.SlowBackend(testing.MemoryBackend())
+ckpipe.register_backend("slow", lambda url: store)
+pipeline = ckpipe.SyncPipeline("slow://store", staging={"pinned": "never"}).open()
+store.hold("write")
+handle = pipeline.save({"w": torch.ones(3)}, step=1)
+child = os.fork()
+if not child:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert handle.status != "committed"
+store.release()
+pipeline.close()
+assert handle.status == "committed"
+"""
+
+
+def test_a_forked_child_closes_nothing() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=300
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+FAILING = """
+import sys, torch, ckpipe
+from ckpipe import errors, testing
+store = testing.FaultyBackend(testing.MemoryBackend())
+ckpipe.register_backend("faulty", lambda url: store)
+pipeline = ckpipe.SyncPipeline("faulty://store").open()
+store.fail(errors.StoreFull("no room", key="x"), "complete")
+pipeline.save({"w": torch.ones(3)}, step=4)
+"""
+
+
+def test_a_save_that_fails_while_the_program_ends_is_logged() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FAILING], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0
+    assert "A checkpoint failed: no room [step 4" in run.stderr

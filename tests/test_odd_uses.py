@@ -24,7 +24,6 @@ FORKING = """
 import os, sys
 import torch
 import ckpipe
-from ckpipe import testing
 root = sys.argv[1]
 pageable = {"pinned": "never"}
 pipeline = ckpipe.SyncPipeline(root, staging=pageable)
@@ -37,25 +36,16 @@ if not child:
     os._exit(7)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7, status
-store = testing.SlowBackend(testing.MemoryBackend())
-ckpipe.register_backend("slow", lambda url: store)
-forgotten = ckpipe.SyncPipeline("slow://store/forgotten", staging=pageable)
-forgotten.__enter__()
-store.hold("write")
-forgotten.save({"w": torch.ones(3)}, step=1)
 """
 
 
-def test_a_fork_in_the_middle_of_a_save_and_an_end_in_the_middle_of_another(
-    tmp_path: Path,
-) -> None:
+def test_a_fork_in_the_middle_of_a_save(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    told = "The pipeline of slow://store/forgotten was never left, and saves under way may be lost"
-    assert [line[: len(told)] for line in run.stderr.splitlines()] == [told]
+    assert run.stderr == ""
 
 
 def refusals() -> dict[str, tuple[str, Callable[[ckpipe.SyncPipeline], object]]]:

@@ -163,39 +163,6 @@ def test_ranks_that_start_again_wait_once_for_a_worker_and_not_for_ever(
     await_end(worker)
 
 
-FORGETFUL = """
-import os, signal, sys, ckpipe
-worker = {"mode": "process", "survive": sys.argv[2] == "survives"}
-pipeline = ckpipe.SyncPipeline(sys.argv[1], worker=worker)
-pipeline.__enter__()
-pipeline.save({"w": 0}, step=0).wait()
-process = pipeline._core.engine.site.carrier.process_id
-os.kill(process, signal.SIGSTOP)
-pipeline.save({"w": 1}, step=1)
-print(process)
-"""
-
-
-@pytest.mark.parametrize(
-    ("survives", "says"),
-    [("survives", "brings what is staged to the store: 1 "), ("ends", "may be lost: 1 ")],
-)
-def test_what_is_said_of_a_pipeline_that_was_never_left_is_true(
-    tmp_path: Path, survives: str, says: str
-) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", FORGETFUL, str(tmp_path), survives],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    await_end(int(run.stdout))
-    (line,) = run.stderr.splitlines()
-    assert says in line
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        kept = [info.step for info in pipeline.steps() if info.complete]
-    assert kept == [0, 1] or survives != "survives"
-
-
 MODULES = ("pipeline", "restore", "retention", "captured", "staged_state", "hooks", "ranks", "soak")
 
 

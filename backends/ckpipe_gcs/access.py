@@ -11,9 +11,9 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import anyio
-import anyio.to_thread
 
 from ckpipe.stores.http_options import check_endpoint, check_proxy
+from ckpipe.tasks import to_thread
 from ckpipe.version import __version__
 from ckpipe_gcs.failures import opening
 
@@ -92,7 +92,7 @@ async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
         StoreError: If none can be made of these options.
     """
     with opening():
-        context = await anyio.to_thread.run_sync(_certificates, access.ca_bundle)
+        context = await to_thread.run_sync(_certificates, access.ca_bundle)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=access.max_connections, ssl=context),
         # Each request has a deadline of its own, over all that it does.

@@ -15,11 +15,11 @@ from typing import Any
 
 import aiohttp
 import anyio
-import anyio.to_thread
 from gcloud.aio.auth import Token
 from gcloud.aio.auth.token import TokenResponse, Type
 
 from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
+from ckpipe.tasks import to_thread
 from ckpipe_gcs.access import Access
 from ckpipe_gcs.failures import CREDENTIALS, opening
 
@@ -121,7 +121,7 @@ async def open_tokens(access: Access) -> AsyncIterator[Tokens]:
     trusting = access.proxy is None
     async with aiohttp.ClientSession(proxy=access.proxy, trust_env=trusting) as session:
         with opening():
-            source = await anyio.to_thread.run_sync(_source, access.credentials_file, session)
+            source = await to_thread.run_sync(_source, access.credentials_file, session)
         yield Tokens(source)
 
 

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import anyio.to_thread
+import anyio
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore.loaders import create_loader
 
+from ckpipe.tasks import to_thread
 from ckpipe_s3.failures import opening
 
 AddressingStyle = Literal["auto", "path", "virtual"]
@@ -48,7 +49,7 @@ async def open_client(access: Access) -> AsyncIterator[Any]:
         StoreError: If no client can be made of these options.
     """
     with opening():
-        client = await anyio.to_thread.run_sync(make_client, access)
+        client = await to_thread.run_sync(make_client, access)
     try:
         yield client
     finally:

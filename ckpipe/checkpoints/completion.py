@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import anyio
-import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.errors import InvalidManifest, MissingObject, ObjectExists, ObjectNotFound
@@ -30,6 +29,7 @@ from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import GROUP_SIZE, group_key, index_key, member_key, tombstone_key
 from ckpipe.stores.second_reading import read_decoded
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -151,7 +151,7 @@ async def _write_group(
     bundles = await _read(backend, id, level - 1, number, world_size)
     if bundles is None:
         return
-    _, data = await anyio.to_thread.run_sync(_merged, bundles, group)
+    _, data = await to_thread.run_sync(_merged, bundles, group)
     await _create(backend, key, data)
 
 
@@ -164,7 +164,7 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
     bundles = await _read(backend, id, level, 0, world_size)
     if bundles is None:
         return _DELETED
-    index, data = await anyio.to_thread.run_sync(_merged, bundles, None)
+    index, data = await to_thread.run_sync(_merged, bundles, None)
     created = await _create(backend, key, data)
     if await _exists(backend, tombstone):
         # Deleted since the first look: an index must not outlive the tombstone.

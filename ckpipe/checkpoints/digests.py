@@ -10,13 +10,12 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-import anyio.to_thread
-
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.errors import CkpipeError, ObjectExists
 from ckpipe.format.digests import Digest, digest_keys, digest_of, digest_owner, read_digests
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.object_names import DIGESTS
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -54,7 +53,7 @@ async def list_digests(backend: Backend) -> dict[CheckpointId, Digest]:
         StoreError: If the store failed.
     """
     found = await backend.children(DIGESTS)
-    return await anyio.to_thread.run_sync(_read, found.objects)
+    return await to_thread.run_sync(_read, found.objects)
 
 
 def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, Digest]:

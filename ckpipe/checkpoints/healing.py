@@ -11,8 +11,6 @@ import logging
 from collections.abc import Iterable
 from contextlib import aclosing
 
-import anyio.to_thread
-
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.completion import descend
 from ckpipe.checkpoints.digests import write_digest_of
@@ -34,6 +32,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import directory
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -145,7 +144,7 @@ async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
         if key is None:
             return None
         data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
-        bundle = await anyio.to_thread.run_sync(
+        bundle = await to_thread.run_sync(
             lambda: decode_bundle(data, key=key, id=id, kind="manifest")
         )
     except (CorruptCheckpoint, LinkRefused, ObjectNotFound, UnsupportedVersion) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import anyio
-import anyio.to_thread
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.completion import read_member
@@ -13,6 +12,7 @@ from ckpipe.checkpoints.near_parts import FEWEST_RANKS, Member, nearest
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.merging import gathered
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
@@ -44,11 +44,11 @@ async def read_near(
         return None
     try:
         own, size = await read_member(backend, id, 0, rank, world_size)
-        members = await anyio.to_thread.run_sync(_others, own, rank, size)
+        members = await to_thread.run_sync(_others, own, rank, size)
         if members is None:
             return None
         others = await _read(backend, id, members, world_size)
-        return await anyio.to_thread.run_sync(_gathered, [own, *others])
+        return await to_thread.run_sync(_gathered, [own, *others])
     except (CorruptCheckpoint, UnsupportedVersion):
         # The index is whole, or says better what is wrong.
         return None

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import anyio
-import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.errors import CommitConflict, ObjectExists
 from ckpipe.format.checksum import crc32c
 from ckpipe.stores.retrying import RetryPolicy, retrying
+from ckpipe.tasks import to_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ExportPlace:
         try:
             await self.backend.put(self.key, body, PutMode.CREATE)
         except ObjectExists:
-            await self.check(len(body), await anyio.to_thread.run_sync(crc32c, body), 1 << 20)
+            await self.check(len(body), await to_thread.run_sync(crc32c, body), 1 << 20)
 
     async def check(self, size: int, sum: int, block_bytes: int) -> None:
         """Compares what is there with what would have been written.
@@ -62,7 +62,7 @@ class ExportPlace:
             for offset in range(0, size, block_bytes):
                 block = buffer[: size - offset]
                 await self.backend.read_into(self.key, offset, block)
-                found = await anyio.to_thread.run_sync(crc32c, block, found)
+                found = await to_thread.run_sync(crc32c, block, found)
             if found == sum:
                 return
         raise CommitConflict(
@@ -133,7 +133,7 @@ class ExportFile:
         if not self._filled:
             return
         block, offset = self._block[: self._filled], self._offset
-        self._sum = await anyio.to_thread.run_sync(crc32c, block, self._sum)
+        self._sum = await to_thread.run_sync(crc32c, block, self._sum)
         await retrying(self._place.policy, lambda: self._upload.write(offset, block))
         self._offset += self._filled
         self._filled = 0

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import anyio
 import anyio.from_thread
-import anyio.to_thread
 import torch
 
 from ckpipe.backend import Backend
@@ -36,6 +35,7 @@ from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.tasks import to_thread
 
 INDEX = "model.safetensors.index.json"
 TORCH_FILE = "state.pt"
@@ -142,10 +142,10 @@ class _Exporting:
         state = await self._state()
         counter = _Counter()
         # Twice, since the store wants to know the size before the first block.
-        await anyio.to_thread.run_sync(_save, state, counter)
+        await to_thread.run_sync(_save, state, counter)
         file = await self._open(TORCH_FILE, counter.size)
         async with file:
-            await anyio.to_thread.run_sync(_save, state, _Feed(file))
+            await to_thread.run_sync(_save, state, _Feed(file))
         return Exported(self._folder, (TORCH_FILE,), self._written)
 
     async def hf(self) -> Exported:
@@ -194,7 +194,7 @@ class _Exporting:
                     self._backend, self._bundle, labels, self._arena, lanes=self._settings.lanes
                 )
                 for each in batch:
-                    data = await anyio.to_thread.run_sync(_bytes_of, tensors[each.row.label])
+                    data = await to_thread.run_sync(_bytes_of, tensors[each.row.label])
                     await file.write(data)
 
     async def _open(self, name: str, size: int) -> ExportFile:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from ckpipe.errors import UsageError
 from ckpipe.events import Event, EventBus
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.user_code import LEAVING, no_way_out
 
 logger = logging.getLogger("ckpipe")
@@ -46,18 +46,23 @@ class _Hook:
     async def call(self, event: Event) -> None:
         if self.turn is None:  # made on the loop that it is used on
             self.turn = anyio.Lock()
-        _inside.set(True)  # in the task of this call, and in its thread, which takes it over
+        _inside.set(True)
         async with self.turn:
             if inspect.iscoroutinefunction(self.function):
                 await self.function(event)
                 return
             # Not the threads of the pipeline's own work, of which a blocked hook would keep one.
             limiter = anyio.CapacityLimiter(1)
-            returned = await anyio.to_thread.run_sync(
-                self.function, event, limiter=limiter, abandon_on_cancel=True
+            returned = await to_thread.run_sync(
+                _call_inside, self.function, event, limiter=limiter, abandon_on_cancel=True
             )
             if inspect.isawaitable(returned):  # of an object or a lambda that looks like neither
                 await returned
+
+
+def _call_inside(function: Callable[[Any], object], event: Event) -> object:
+    _inside.set(True)  # a thread of the reserve has not the context of the task
+    return function(event)
 
 
 class Hooks:

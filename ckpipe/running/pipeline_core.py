@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -42,14 +42,16 @@ from ckpipe.running.call_arguments import (
 from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.ledger import Ledger, Statistics
-from ckpipe.running.unseen_failures import has_failed, raise_or_warn, tell_forgotten
+from ckpipe.running.unseen_failures import has_failed, raise_or_warn
 from ckpipe.saves.caller import Caller
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.stores.shown_urls import without_secrets
+from ckpipe.tasks.interpreter_exit import call_at_exit
 from ckpipe.tasks.loop_thread import LoopThread
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
+logger = logging.getLogger("ckpipe")
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)
 Hook = Callable[[E], object]
@@ -93,10 +95,10 @@ class PipelineCore:
         self._loop: LoopThread | None = None
         self._engine: Engine | None = None
         self._served: Future[None] | None = None
-        self._forgotten: weakref.finalize[..., PipelineCore] | None = None
         self._guarded = optimizers_of(guards)
         self._process = os.getpid()
         self._closing = False
+        self._at_exit: Callable[[], None] = lambda: None
         self._life = threading.RLock()
 
     # Life
@@ -171,10 +173,7 @@ class PipelineCore:
         except BaseException:
             self._shut(LoopThread.abandon)
             raise
-        self._forgotten = weakref.finalize(
-            self, tell_forgotten, self._shown_url, self._process, self._engine.under_way,
-            outlived=self._engine.site.carrier.outlives,
-        )  # fmt: skip
+        self._at_exit = call_at_exit(self._close_at_exit)
 
     def close(self, *, failed: bool) -> list[Exception]:
         """Lets saves finish and closes; returns failures that nobody has seen; blocking.
@@ -208,13 +207,33 @@ class PipelineCore:
         return failures
 
     def _shut(self, end: Callable[[LoopThread], None]) -> None:
-        if self._forgotten is not None:
-            self._forgotten.detach()
+        self._at_exit()
         for each in self._guards:
             each.remove()
         loop, self._loop = self._loop, None
         if loop is not None:
             end(loop)
+
+    def _close_at_exit(self, error: BaseException | None) -> None:
+        """Close a pipeline that is open when the program ends, as leaving it would do.
+
+        Args:
+            error: The exception that ends the program; None for a normal end.
+        """
+        if self._forked or self._loop is None or self._engine is None:
+            return
+        saves = [each for each in self._engine.under_way() if not each.committed.done()]
+        if saves:
+            logger.info(
+                "The program ends and waits for %d saves of %s, which was not closed: steps %s",
+                len(saves),
+                self._shown_url,
+                ", ".join(str(each.id.step) for each in saves),
+            )
+        with self.leaving():
+            failures = self.close(failed=error is not None)
+        for each in failures:
+            logger.error("A checkpoint failed: %s", each)
 
     @property
     def _forked(self) -> bool:

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, TypeVarTuple
 
 import anyio
-import anyio.to_thread
+
+from ckpipe.tasks import to_thread
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -66,7 +67,7 @@ class Caller:
             await job.ended()
             if job.outcome.done():
                 return job.outcome.result()
-        return await anyio.to_thread.run_sync(function, *args)
+        return await to_thread.run_sync(function, *args)
 
     def offer(self, function: Callable[[*Args], Result], *args: *Args) -> Job[Result] | None:
         """Asks for a call without waiting for it; to be called on a running loop.

@@ -13,11 +13,6 @@ from ckpipe.saves.saving import FilledBlock, Save
 class Carrier(Protocol):
     """Runs the second half of saves, for each of which all methods are called once."""
 
-    @property
-    def outlives(self) -> bool:
-        """Whether what was handed over is finished though this process ends."""
-        ...
-
     async def deliver(
         self,
         save: Save,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
-import anyio.to_thread
 import torch
 from anyio.from_thread import check_cancelled
 
@@ -36,6 +35,7 @@ from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import FilledBlock, Save, SkipSave
 from ckpipe.state.captured import Captured
 from ckpipe.state.trail import Trail
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointId
@@ -253,7 +253,7 @@ class Site(Depot):
         limiter = anyio.CapacityLimiter(max(1, torch.get_num_threads()))
         async with anyio.create_task_group() as tasks:
             for block in cold:
-                tasks.start_soon(partial(anyio.to_thread.run_sync, block.touch, limiter=limiter))
+                tasks.start_soon(partial(to_thread.run_sync, block.touch, limiter=limiter))
 
     async def _take(self, save: Save, amount: int) -> None:
         busy = False
@@ -315,7 +315,7 @@ class Site(Depot):
     async def _fit_budget(self, wanted: int) -> None:
         """Without a bound of the user's, lets the budget grow to what is wanted, up to a point."""
         if self.settings.staging.bytes is None and wanted > self.budget.capacity:
-            available = await anyio.to_thread.run_sync(available_bytes)
+            available = await to_thread.run_sync(available_bytes)
             most = int(AVAILABLE_SHARE * (available + self.budget.capacity))
             self.budget.raise_capacity(
                 min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes
@@ -355,10 +355,10 @@ class Site(Depot):
     async def warm(self) -> None:
         """Touches the memory that later saves will want, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
-            await anyio.to_thread.run_sync(block.touch)
+            await to_thread.run_sync(block.touch)
             self.arena.mark_touched(block)
         while (block := self.arena.next_scattered) is not None:
-            await anyio.to_thread.run_sync(block.join_pages)
+            await to_thread.run_sync(block.join_pages)
 
 
 PAGE = 4096

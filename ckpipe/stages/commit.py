@@ -6,7 +6,6 @@ import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
 
-import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import PutMode
@@ -28,6 +27,7 @@ from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode
 from ckpipe.format.object_names import index_key, manifest_key
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.stores.retrying import Tries, telling
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointInfo
 
@@ -56,9 +56,7 @@ async def run(
         async for stored in inbox:
             checksums = await sums.receive()
             with save.clock.timing("commit"):
-                bundle, data = await anyio.to_thread.run_sync(
-                    _drawn_up, save, depot, stored, checksums
-                )
+                bundle, data = await to_thread.run_sync(_drawn_up, save, depot, stored, checksums)
                 await _create(save, depot, data, bundle.parts[0].token)
             info = _commit(save, depot, bundle, len(data))
             if depot.world_size > 1:
@@ -176,7 +174,7 @@ async def _landed(
     """
     try:
         found = await depot.patient.get(key, max_bytes=MAX_STORED_BYTES)
-        bundle = await anyio.to_thread.run_sync(
+        bundle = await to_thread.run_sync(
             lambda: decode_bundle(found, key=key, id=save.id, kind=_kind(depot))
         )
     except ObjectNotFound:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.plans.planning import fingerprint
@@ -10,6 +9,7 @@ from ckpipe.saves.programs import Program
 from ckpipe.saves.saving import CapturedState, PlannedState, Save
 from ckpipe.saves.site import Site
 from ckpipe.state.captured import Captured
+from ckpipe.tasks import to_thread
 
 
 async def run(
@@ -46,9 +46,7 @@ async def run(
                 state.turn.release()
                 if program is None:
                     before = site.program
-                    program = await anyio.to_thread.run_sync(
-                        site.make_program, state.captured, save.id
-                    )
+                    program = await to_thread.run_sync(site.make_program, state.captured, save.id)
                     save.replanned |= program is not before
                     site.program = program
             own = program

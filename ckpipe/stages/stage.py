@@ -27,6 +27,7 @@ from ckpipe.saves.site import Site
 from ckpipe.state.captured import Captured, Walked
 from ckpipe.state.structure import walk as walk_state
 from ckpipe.state.trail import trail_of
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.cores import own_cores
 
@@ -58,7 +59,7 @@ async def walk(
 async def _beside_caller(save: Save, site: Site, turn: Turn) -> CapturedState:
     caller = save.request.caller
     if caller is None:
-        return await anyio.to_thread.run_sync(look, save, site, turn)
+        return await to_thread.run_sync(look, save, site, turn)
     return await caller.run(look, save, site, turn)
 
 
@@ -228,7 +229,7 @@ async def _copy_beside_training(
         _captured(save)
     copiers.add(late)
     await copiers.finish()
-    await anyio.to_thread.run_sync(copiers.let_go)
+    await to_thread.run_sync(copiers.let_go)
 
 
 def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piece], list[Piece]]:
@@ -251,7 +252,7 @@ async def _late_division(save: Save, site: Site, state: PlannedState) -> Divisio
         return state.deferral.division
     if not save.request.owners:
         return None
-    division = await anyio.to_thread.run_sync(_division, save, site, state.captured, state.program)
+    division = await to_thread.run_sync(_division, save, site, state.captured, state.program)
     state.captured.objects = []
     return division if division.owned else None
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 
-import anyio.to_thread
-
 from ckpipe.format.checksum import crc32c
+from ckpipe.tasks import to_thread
 
 _ON_LOOP_BYTES = 1 << 18
 
@@ -14,7 +13,7 @@ _ON_LOOP_BYTES = 1 << 18
 async def checksum_of(data: bytes | memoryview) -> int:
     """The CRC-32C of a body, computed in a worker thread if that takes a while."""
     if len(data) > _ON_LOOP_BYTES:
-        return await anyio.to_thread.run_sync(crc32c, data)
+        return await to_thread.run_sync(crc32c, data)
     return crc32c(data)
 
 

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-import anyio.to_thread
-
 from ckpipe.backend import Backend
 from ckpipe.errors import CorruptCheckpoint
+from ckpipe.tasks import to_thread
 
 logger = logging.getLogger("ckpipe")
 
@@ -37,13 +36,13 @@ async def read_decoded(
     """
     data = await backend.get(key, max_bytes=max_bytes)
     try:
-        return await anyio.to_thread.run_sync(decode, data)
+        return await to_thread.run_sync(decode, data)
     except CorruptCheckpoint as error:
         again = await backend.get(key, max_bytes=max_bytes)
         if again == data:
             raise told(error, same=True) from None
     try:
-        found = await anyio.to_thread.run_sync(decode, again)
+        found = await to_thread.run_sync(decode, again)
     except CorruptCheckpoint as error:
         raise told(error, same=False) from None
     warn(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
 import threading
 from collections.abc import Awaitable, Callable
@@ -11,7 +12,8 @@ from typing import Generic, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.from_thread
-import anyio.to_thread
+
+from ckpipe.tasks import to_thread
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -33,7 +35,7 @@ async def in_thread(
     """
     call = _Call(lambda: function(*args))
     try:
-        return await anyio.to_thread.run_sync(call.run, limiter=limiter)
+        return await to_thread.run_sync(call.run, limiter=limiter)
     except asyncio.CancelledError:
         await call.ended_or_revoked()
         raise
@@ -68,7 +70,7 @@ class _Call(Generic[Result]):
         self._lock = threading.Lock()
         self._begun = False
         self._revoked = False
-        self._ended = threading.Event()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run(self) -> Result:
         with self._lock:
@@ -78,19 +80,15 @@ class _Call(Generic[Result]):
         try:
             return self._function()
         finally:
-            self._ended.set()
+            self._ended.set_result(None)
 
     async def ended_or_revoked(self) -> None:
         with self._lock:
             self._revoked = not self._begun
-        while self._begun and not self._ended.is_set():
-            try:
-                with anyio.CancelScope(shield=True):
-                    # The thread may itself be waiting for one of those that all share.
-                    limiter = anyio.CapacityLimiter(1)
-                    await anyio.to_thread.run_sync(self._ended.wait, limiter=limiter)
-            except asyncio.CancelledError:
-                continue  # The first cancellation is raised by our caller once the thread ended.
+        while self._begun and not self._ended.done():
+            # The first cancellation is raised by our caller once the thread ended.
+            with anyio.CancelScope(shield=True), contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([asyncio.wrap_future(self._ended)])
 
 
 __all__ = ["in_thread", "on_loop"]

@@ -16,7 +16,14 @@ import os
 import select
 import selectors
 import threading
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, TypeVarTuple
+
+from ckpipe.tasks import to_thread
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
 
 if TYPE_CHECKING:
     Ready: TypeAlias = list[tuple[selectors.SelectorKey, int]]
@@ -70,6 +77,20 @@ class KeepingLoop(asyncio.SelectorEventLoop):
 
     def _heard(self) -> None:
         _libc.eventfd_read(self._bell, ctypes.addressof(self._rung))
+
+    def run_in_executor(
+        self,
+        executor: Executor | None,
+        func: Callable[[*Args], Result],
+        *args: *Args,
+    ) -> asyncio.Future[Result]:
+        """Call a function in a worker thread of anyio, unless an executor is named.
+
+        The default executor takes no call any more while the interpreter ends.
+        """
+        if executor is not None:
+            return super().run_in_executor(executor, func, *args)
+        return self.create_task(to_thread.run_sync(func, *args, abandon_on_cancel=True))
 
     def close(self) -> None:
         if not self.is_running():

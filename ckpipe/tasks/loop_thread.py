@@ -16,6 +16,7 @@ from anyio.lowlevel import EventLoopToken, current_token
 
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.tasks.event_loop import KeepingLoop
+from ckpipe.tasks.to_thread import reserve_of_threads
 
 T = TypeVar("T")
 
@@ -163,7 +164,7 @@ class _Work(Generic[T]):
 
 def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
     async def serve() -> None:
-        async with BlockingPortal() as portal:
+        async with reserve_of_threads(), BlockingPortal() as portal:
             ready.set_result((portal, current_token()))
             await portal.sleep_until_stopped()
 

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
@@ -29,6 +28,7 @@ from ckpipe.memory.arena import Segment
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
 from ckpipe.settings import Worker
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.turns import short_turns
 from ckpipe.worker.worker_link import Errand, Link
 from ckpipe.worker.worker_process import WorkerProcess
@@ -93,11 +93,6 @@ class WorkerCarrier:
         """The worker's, if there is one."""
         return None if self._link is None or self._link.ending else self._link.process.id
 
-    @property
-    def outlives(self) -> bool:
-        """See :class:`~ckpipe.saves.carrying.Carrier`."""
-        return self._settings.survive
-
     def start(self, tasks: TaskGroup) -> None:
         """Starts the first worker in the background, so that no save waits for it.
 
@@ -128,7 +123,7 @@ class WorkerCarrier:
             raise WorkerDied("The pipeline is closing, and its worker process is gone")
         try:
             with anyio.CancelScope(shield=True):  # a process that was started must not be lost
-                hello, process = await anyio.to_thread.run_sync(self._spawn)
+                hello, process = await to_thread.run_sync(self._spawn)
         except (OSError, RuntimeError) as error:
             raise WorkerDied(
                 f"No worker process could be started: {error}",
