@@ -64,7 +64,6 @@ class Pinning:
 @functools.cache
 def _mention() -> None:
     """Logs it once in a process, however many pipelines are opened."""
-    logger.warning(
-        "ckpipe stages through pageable memory, as this program does not use CUDA so far; "
-        'staging={"pinned": "never"} says that this is as it should be'
+    logger.debug(
+        "This program does not use CUDA yet, so saves are copied into ordinary host memory"
     )
