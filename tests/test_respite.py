@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Awaitable, Callable
@@ -193,6 +194,39 @@ def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None
         left = {str(each.id) for each in pipeline.steps()}
         assert len(left) == 2
         assert set(pipeline._core.engine.site.facts.known) == left
+
+
+def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: Path) -> None:
+    marks = tmp_path / ".ckpipe" / "deleted"
+
+    def age(hours: float) -> None:
+        for each in marks.iterdir():
+            when = time.time() - hours * 3600
+            os.utime(each, (when, when))
+
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        for step in range(41):
+            pipeline.save(STATE, step=step, until="committed")
+        settle(pipeline)
+        there = len(list(marks.glob("*")))
+        assert there == 40
+        age(0.9)
+        pipeline.prune()
+        assert len(list(marks.glob("*"))) == there
+        age(1.1)
+        pipeline.prune()
+        assert not list(marks.glob("*"))
+        for step in range(41, 81):
+            pipeline.save(STATE, step=step, until="committed")
+    age(1.1)
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.prune()
+        # Nothing tells another process that they were complete.
+        assert len(list(marks.glob("*"))) == 40
+    age(24.1)
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.prune()
+        assert not list(marks.glob("*"))
 
 
 @pytest.mark.usefixtures("long")

@@ -5,7 +5,10 @@ whoever looks and whatever is still there. Then the index goes, then manifests, 
 list shows none of ckpipe's names. Other names below the prefix are left alone, and so is all that
 is reached through a link. A crash anywhere leaves a tombstone, by which the next prune finds what
 is left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
-cannot bring it back to life.
+cannot bring it back to life. An hour is enough for one that was complete: all its ranks had
+committed, and only a process that was about to write its index then, and has stood still ever
+since, could still do so. A run that saves every minute so leaves about a hundred tombstones, and
+not those of a whole day.
 
 A full store has no room for a tombstone, and must not stay full for that: then the checkpoint goes
 first, in the same order, and the tombstone follows into the room that it leaves. A crash between
@@ -30,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum, auto
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
@@ -49,6 +52,12 @@ from ckpipe.format.object_names import (
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
+
+RETIRED_LIFE = timedelta(hours=1)
+"""How long the tombstone stays of a complete checkpoint that retention has removed."""
+
+_TOGETHER = 32
+"""So many of these tombstones are removed together, for each time costs two requests."""
 
 _SHOWN = 5
 """So many names that ckpipe did not write are told of a deleted checkpoint."""
@@ -210,6 +219,8 @@ async def finish_deletions(
     *,
     forget_before: datetime,
     listing: Listing | None = None,
+    retired: set[CheckpointId] | None = None,
+    now: datetime | None = None,
 ) -> None:
     """Goes on with deletions that a crash or a reader held up, and forgets old tombstones.
 
@@ -223,6 +234,9 @@ async def finish_deletions(
             gone, of which nobody asks again.
         forget_before: Tombstones older than this are removed, by the store's own clock.
         listing: The names of the root, if the caller has listed them since it asked for the time.
+        retired: Complete checkpoints that :func:`retire` has removed in this process, whose
+            tombstones go after :data:`RETIRED_LIFE`; rid of those whose tombstone is gone.
+        now: The time by the store's own clock, for these.
 
     Raises:
         StoreError: If the store failed.
@@ -232,6 +246,10 @@ async def finish_deletions(
     # One that came since the list goes too, and is only looked at once more.
     finished.intersection_update(tombs)
     old = {id for id, tomb in tombs.items() if tomb.modified < forget_before}
+    if retired and now is not None:
+        retired.intersection_update(tombs)
+        early = {id for id in retired if tombs[id].modified < now - RETIRED_LIFE}
+        old |= early if len(early) >= _TOGETHER else set()
     # Old ones once more before the tombstone goes: a straggler may have written since.
     pending = [id for id in tombs if id is not None and (id in old or id not in finished)]
     digests: dict[CheckpointId, list[ObjectInfo]] = await owned_digests(backend) if pending else {}

@@ -219,6 +219,7 @@ async def prune(
     *,
     sweep_after: timedelta,
     now: datetime | None = None,
+    retired: set[CheckpointId] | None = None,
 ) -> Decision:
     """Deletes what a rule does not keep; running it twice is as good as once.
 
@@ -230,6 +231,7 @@ async def prune(
         finished: Deletions known to be through; see :func:`finish_deletions`.
         sweep_after: How long tombstones stay.
         now: The time by the store's own clock; None asks for it.
+        retired: What was removed so in this process; see :func:`finish_deletions`. Added to.
 
     Returns:
         What was decided, and has been done.
@@ -239,7 +241,11 @@ async def prune(
     """
     now = await store_time(backend) if now is None else now
     listing = await listed(backend, facts)
-    await finish_deletions(backend, finished, forget_before=now - sweep_after, listing=listing)
+    retired = set() if retired is None else retired
+    await finish_deletions(
+        backend, finished, forget_before=now - sweep_after, listing=listing,
+        retired=retired, now=now,
+    )  # fmt: skip
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
     # All at once: who prunes at the same time forgets what it has removed.
     digests = {name: facts.digest(name) for name in decision.remove}
@@ -254,6 +260,7 @@ async def prune(
             continue
         if removal is Removal.GONE:
             finished.add(id)
+            retired.add(id)
             facts.forget(name)
         elif removal is Removal.PINNED:
             stayed[name] = PINNED

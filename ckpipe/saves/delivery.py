@@ -207,6 +207,7 @@ class Depot:
     resumed_from: str | None = None
     facts: Facts = field(default_factory=Facts)
     deleted: set[CheckpointId] = field(default_factory=set)
+    retired: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
     pace: Pace = field(default_factory=Pace)
     texts: SteadyTexts = field(default_factory=SteadyTexts)
@@ -260,7 +261,7 @@ class Depot:
         protected = await self._protected_by_all(now, launch)
         decision = await prune(
             self.patient, self.rule, protected, self.facts, self.deleted,
-            sweep_after=self.sweep_after, now=now,
+            sweep_after=self.sweep_after, now=now, retired=self.retired,
         )  # fmt: skip
         self.kept, self.unpruned = len(decision.keep), max(0, self.unpruned - pruned)
         self._tell_missing(decision)
