@@ -704,3 +704,47 @@ def test_a_tensor_that_has_become_nested_is_refused_by_name(
         optimizer.state[weight]["lengths"] = state.pop("other")
         pipeline.save(state, step=2, until=until).wait()
         pipeline.verify(2)
+
+
+class Holder:
+    """An object that only pickle can save."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("pickle", ["allow", "refuse"])
+def test_storage_is_refused(tmp_path: Path, inside: bool, pickle: Any) -> None:
+    weight = torch.arange(4.0)
+    storage = weight.untyped_storage()
+    state = {"it": Holder(storage) if inside else storage, "weight": weight}
+    with ckpipe.SyncPipeline(tmp_path, pickle=pickle) as pipeline:
+        with pytest.raises(errors.UnsupportedState) as refused:
+            pipeline.save(state, step=1)
+        assert (refused.value.key, refused.value.step) == ("it", 1)
+        says(refused.value, "state_dict" if inside else "tensor over it: torch.empty")
+        state["it"] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        pipeline.save(state, step=2).wait()
+        result = pipeline.load()
+    assert result is not None
+    assert result.state["it"].tolist() == list(weight.view(torch.uint8))
+
+
+def test_object_with_a_tensor_is_pickled(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
+        pipeline.save({"it": Holder(torch.arange(3))}, step=1).wait()
+        result = pipeline.load(pickle="allow")
+    assert result is not None
+    assert result.state["it"].inside.tolist() == [0, 1, 2]
+
+
+def test_structured_array_is_refused_with_what_works(tmp_path: Path) -> None:
+    table = np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i4"), ("b", "f8")])
+    for array, way in [(table, "Save arr"), (np.rec.array(table), "np.asarray(arr)")]:
+        with pytest.raises(errors.UnsupportedState) as refused:
+            save_one(tmp_path, {"table": array})
+        assert refused.value.key == "table"
+        says(refused.value, re.escape(f"{way}.view(np.uint8)"))
+    save_one(tmp_path, {"table": table.view(np.uint8)})
+    assert load_one(tmp_path).state["table"].view(table.dtype).tolist() == table.tolist()

@@ -19,6 +19,7 @@ The walk reads no tensor's bytes. It looks at every leaf each time; what it keep
 from __future__ import annotations
 
 import base64
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,16 @@ from ckpipe.state.tensors import TensorLeaf, attributes_of, leaf_of
 from ckpipe.state.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
 ABSENT: Node = ["absent"]
+
+_TENSOR = "Save a tensor over it: torch.empty(0, dtype=torch.uint8).set_(storage)"
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse a storage: torch pickles it, and cannot make it again."""
+        if isinstance(obj, torch.UntypedStorage):
+            raise pickle.PicklingError("it holds a torch.UntypedStorage")
+        return NotImplemented
 
 
 def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
@@ -192,6 +203,10 @@ class _Walk:
     def _pickled(self, obj: Any, label: str) -> Json:
         self.repeatable = False
         kind = class_path(type(obj))
+        if isinstance(obj, torch.UntypedStorage):
+            raise UnsupportedState(
+                "A bare storage cannot be saved", key=label or None, hint=_TENSOR
+            )
         if not self.pickling and type(obj) is int:
             raise UnsupportedState(
                 f"An int of more than {MAX_DIGITS} digits cannot be saved",
@@ -206,10 +221,14 @@ class _Walk:
                 'leave it out with exclude, or set pickle="allow"',
             )
         try:
-            return ["pickle", base64.b64encode(pickle.dumps(obj)).decode()]
+            packed = io.BytesIO()
+            _Pickler(packed).dump(obj)
+            return ["pickle", base64.b64encode(packed.getvalue()).decode()]
         except Exception as error:
             raise UnsupportedState(
-                f"An object of type {kind} cannot be pickled: {error}", key=label or None
+                f"An object of type {kind} cannot be pickled: {error}",
+                key=label or None,
+                hint="Give it state_dict and load_state_dict, or call ckpipe.register_type",
             ) from error
 
     def container(self, kind: str, obj: Any, label: str) -> Node | None:

@@ -212,14 +212,13 @@ def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
         UnsupportedState: If it holds Python objects, or is of a subclass.
     """
     if type(array) is not np.ndarray or array.dtype.hasobject or array.dtype.fields:
-        what = f"dtype {array.dtype!s:.100}"
+        what, plain = f"dtype {array.dtype!s:.100}", "arr"
+        hint = "Save plain arrays of numbers, strings or times"
         if type(array) is not np.ndarray:
-            what = f"the class {type(array).__qualname__}"
-        raise UnsupportedState(
-            f"A numpy array of {what} cannot be saved",
-            key=label,
-            hint="Save plain arrays of numbers, strings or times",
-        )
+            what, plain = f"the class {type(array).__qualname__}", "np.asarray(arr)"
+        if array.dtype.fields and not array.dtype.hasobject:
+            hint = f"Save {plain}.view(np.uint8), and view that by its dtype after a load"
+        raise UnsupportedState(f"A numpy array of {what} cannot be saved", key=label, hint=hint)
     tensor = _as_tensor(array)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     leaf = TensorLeaf(
