@@ -15,6 +15,7 @@ from commands import Commands, save_steps
 from pipelines import Stores, same, small_state, stores
 
 import ckpipe
+from ckpipe.checkpoints import inspection
 from ckpipe.exports.exporting import INDEX, TORCH_FILE
 
 
@@ -145,3 +146,39 @@ def test_a_like_named_part_of_the_same_shapes_is_not_taken_for_it(
     done = call("export", tmp_path / "run", "--format", form, "--part", "mean")
     assert done.code == 3
     assert "Something else lies" in done.err
+
+
+def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for n in range(2):
+        with ckpipe.SyncPipeline(root) as pipeline:
+            mask = torch.full((1,), n).expand(1 << 40)
+            state = {"model": {"weight": torch.ones(4), "mask": mask}}
+            pipeline.save(state, step=n).wait()
+    for command in (("export", root, 1, "--format", "hf"), ("diff", root, 0, 1)):
+        done = call(*command)
+        assert done.code == 2
+        for part in ("8.0 TiB", "key 'model.mask'", "KiB are stored", "--expanded"):
+            assert part in done.err
+    assert not list(root.glob("*.hf"))
+    assert call("diff", root, 0, 1, "--match", "model.weight").code == 0
+    assert call("diff", root, 0, 1, "--structure").code == 0
+    assert call("export", root, 1, "--format", "torch").code == 0
+    (file,) = root.glob(f"*.torch/{TORCH_FILE}")
+    assert torch.load(file, weights_only=True)["model"]["mask"].shape == (1 << 40,)
+
+
+def test_flag_writes_expanded_tensors_out(
+    call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_ALWAYS_BYTES", 1 << 20)
+    for n in range(2):
+        with ckpipe.SyncPipeline(tmp_path) as pipeline:
+            pipeline.save({"mask": torch.full((1,), float(n)).expand(1 << 19)}, step=n).wait()
+    assert call("export", tmp_path, 1, "--format", "hf").code == 2
+    done = call("export", tmp_path, 1, "--format", "hf", "--expanded", "--json")
+    assert done.code == 0
+    found = shards_of(tmp_path / done.data["folder"])
+    assert found["mask"].eq(1).all()
+    assert call("diff", tmp_path, 0, 1).code == 2
+    assert call("diff", tmp_path, 0, 1, "--expanded").code == 1

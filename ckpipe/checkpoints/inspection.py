@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpipe.errors import UsageError
 from ckpipe.format.item_sizes import item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Bundle, Layout, Part, TensorRow
 from ckpipe.format.trees import Node, children_of
+from ckpipe.reports import size_text
 
 _KINDS: tuple[Literal["tensor", "value"], ...] = ("tensor", "value")
 _LONGEST_PREVIEW = 60
@@ -140,6 +142,40 @@ def data_bytes(bundle: Bundle) -> int:
 def tensor_bytes(row: TensorRow) -> int:
     """The bytes of all elements of a tensor; 0 if its dtype is unknown."""
     return math.prod(row.shape) * (item_bytes(row.dtype) or 0)
+
+
+_EXPANSION, _ALWAYS_BYTES = 4, 1 << 30
+"""How often stored bytes may be written out or compared, and how many bytes always may."""
+
+
+def check_expansion(
+    work: str, bundles: Sequence[Bundle], nbytes: int, sizes: Mapping[str, int]
+) -> None:
+    """Refuse work on far more bytes than checkpoints store.
+
+    The elements of a tensor that ``expand`` has made lie in one place, on the store too; a file of
+    it, or a comparison, takes each of them.
+
+    Args:
+        work: What would be done.
+        bundles: The indexes of the checkpoints.
+        nbytes: How many bytes it takes.
+        sizes: The bytes of the tensors that it takes, by their labels.
+
+    Raises:
+        UsageError: If these are far more bytes than the checkpoints store.
+    """
+    stored = sum(map(data_bytes, bundles))
+    if nbytes <= _EXPANSION * stored + _ALWAYS_BYTES:
+        return
+    label, largest = max(sizes.items(), key=lambda each: each[1])
+    raise UsageError(
+        f"{work} would take {size_text(nbytes)}, {size_text(largest)} of them for this tensor, "
+        f"where {size_text(stored)} are stored",
+        step=bundles[0].id.step,
+        key=label,
+        hint="Leave the tensor out, or run the command with --expanded",
+    )
 
 
 def _tensors(bundle: Bundle) -> Iterator[TensorDescription]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpipe.cli.running import Url, serve
+from ckpipe.cli.running import Expanded, Url, serve
 
 
 def diff(
@@ -23,6 +23,7 @@ def diff(
     structure: Annotated[
         bool, typer.Option("--structure", help="Compare no values of tensors, so read no data.")
     ] = False,
+    expanded: Expanded = False,
 ) -> None:
     """Compares two checkpoints: structure, inline values, and norms of differences of tensors.
 
@@ -31,5 +32,5 @@ def diff(
 
     from ckpipe.cli.differences import Sides, differences  # needs torch, for which no help waits
 
-    sides = Sides((url, other or url), (first, second), match)
+    sides = Sides((url, other or url), (first, second), match, expanded)
     serve(ctx, lambda screen: differences(screen, sides, structure=structure))

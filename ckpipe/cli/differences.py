@@ -21,7 +21,7 @@ from ckpipe.checkpoints.comparing import (
     sizes_of,
 )
 from ckpipe.checkpoints.discovery import naming_one, read_index
-from ckpipe.checkpoints.inspection import labels_per_rank
+from ckpipe.checkpoints.inspection import check_expansion, labels_per_rank
 from ckpipe.checkpoints.leases import reading
 from ckpipe.cli.progress import Share
 from ckpipe.cli.running import FOUND, OK, chosen
@@ -48,11 +48,13 @@ class Sides:
         urls: Where the two checkpoints lie.
         steps: Their steps or ids.
         patterns: Globs of the names to look at; None for all.
+        expanded: Whether expanded tensors may take far more than the checkpoints store.
     """
 
     urls: tuple[str, str]
     steps: tuple[str, str]
     patterns: Sequence[str] | None = None
+    expanded: bool = False
 
     @property
     def select(self) -> LabelFilter:
@@ -89,7 +91,7 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
                 if structure:
                     return found, []
                 comparing = _Comparing((one, left), (two, right), share, settings)
-                return found, await comparing.run(found.common)
+                return found, await comparing.run(found.common, expanded=sides.expanded)
 
             found, differing = await reading(
                 one, infos[0].key, lambda: reading(two, infos[1].key, compare)
@@ -136,7 +138,7 @@ class _Comparing:
         self._sizes = sizes_of(one[1])
         self._arena = Arena(settings.staging.block_bytes)
 
-    async def run(self, labels: Sequence[str]) -> list[TensorDifference]:
+    async def run(self, labels: Sequence[str], *, expanded: bool) -> list[TensorDifference]:
         """Those that differ of the tensors with these labels."""
         one, two = (bundle for _, bundle in self._sides)
         own = labels_per_rank(one) | labels_per_rank(two)
@@ -145,7 +147,11 @@ class _Comparing:
         alike = [label for label in labels if label not in own]
         mine = [label for label in labels if label in own]
         ranks = range(one.world_size if mine else 0)
-        self._share.expect(4 * (self._bytes(alike) + len(ranks) * self._bytes(mine)))
+        nbytes = self._bytes(alike) + len(ranks) * self._bytes(mine)
+        if not expanded:
+            sizes = {label: self._sizes[label] for label in labels}
+            check_expansion("A comparison", (one, two), nbytes, sizes)
+        self._share.expect(4 * nbytes)
         try:
             found = await self._of_rank(alike, None)
             for rank in ranks:

@@ -37,6 +37,7 @@ class Order:
         form: What it is written as.
         target: Where the folder goes; None for beside it.
         given: Settings of the group ``export`` that the command names.
+        expanded: Whether expanded tensors may take far more than the checkpoint stores.
     """
 
     url: str
@@ -44,6 +45,7 @@ class Order:
     form: Literal["torch", "hf"]
     target: str | None
     given: Mapping[str, str]
+    expanded: bool
 
     @property
     def place(self) -> str:
@@ -69,7 +71,7 @@ async def export_run(screen: Screen, order: Order) -> int:
                 place = await stores.enter_async_context(
                     open_store(order.target, settings, Access.CREATE)
                 )
-            how = _export_settings(settings, order.form)
+            how = _export_settings(settings, order)
             done = await _exported(origin, place, info, how, meter)
     data = {
         "url": order.url,
@@ -89,16 +91,17 @@ async def export_run(screen: Screen, order: Order) -> int:
     return OK
 
 
-def _export_settings(settings: Settings, form: Literal["torch", "hf"]) -> ExportSettings:
+def _export_settings(settings: Settings, order: Order) -> ExportSettings:
     """How to export: a store that throttles gets fewer writes at a time."""
     return ExportSettings(
-        form,
+        order.form,
         settings.export.part,
         settings.export.max_shard_bytes,
         settings.staging.block_bytes,
         settings.load.lanes,
         replace(logging_policy(settings.upload), pace=Pace()),
         pickling=settings.pickle == "allow",
+        expanded=order.expanded,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpipe.cli.running import MaybeStep, Url, serve
+from ckpipe.cli.running import Expanded, MaybeStep, Url, serve
 
 
 class Form(StrEnum):
@@ -35,6 +35,7 @@ def export_(
     max_shard: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The largest shard, such as 2GB.")
     ] = None,
+    expanded: Expanded = False,
 ) -> None:
     """Writes a checkpoint, verified, in a form that other programs load.
 
@@ -45,5 +46,5 @@ def export_(
 
     options = {"part": part, "max_shard_bytes": max_shard}
     given = {name: value for name, value in options.items() if value is not None}
-    order = Order(url, step, "torch" if form is Form.TORCH else "hf", target, given)
+    order = Order(url, step, "torch" if form is Form.TORCH else "hf", target, given, expanded)
     serve(ctx, lambda screen: export_run(screen, order))

@@ -33,6 +33,12 @@ MaybeStep = Annotated[
         metavar="STEP", help="A step or an id; by default the newest complete checkpoint."
     ),
 ]
+Expanded = Annotated[
+    bool,
+    typer.Option(
+        "--expanded", help="Also where expanded tensors take far more than is stored of them."
+    ),
+]
 
 
 def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:

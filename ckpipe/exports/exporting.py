@@ -24,7 +24,7 @@ import torch
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.copying_checkpoints import block_bytes_for
-from ckpipe.checkpoints.inspection import leaf_labels, tensor_bytes
+from ckpipe.checkpoints.inspection import check_expansion, leaf_labels, tensor_bytes
 from ckpipe.errors import UnsupportedState, UsageError
 from ckpipe.exports.export_file import ExportFile, ExportPlace
 from ckpipe.format.data_file import encode_header
@@ -56,6 +56,7 @@ class ExportSettings:
         lanes: Reads under way at once.
         policy: How often to try.
         pickling: Whether pickled objects may be made, for ``"torch"``.
+        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
     """
 
     format: Literal["torch", "hf"]
@@ -65,6 +66,7 @@ class ExportSettings:
     lanes: int
     policy: RetryPolicy
     pickling: bool = False
+    expanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ async def export(
         target: Where it goes, whose requests are tried again too; None for beside the checkpoint.
 
     Raises:
-        UsageError: If the part to export is not there.
+        UsageError: If the part to export is not there, or takes far more than is stored of it.
         UnsupportedState: If a tensor has a dtype that safetensors lacks, or, for ``"torch"``, the
             checkpoint holds pickled objects and these are refused.
         CommitConflict: If a file with other bytes lies there already.
@@ -150,7 +152,11 @@ class _Exporting:
 
     async def hf(self) -> Exported:
         """Sharded safetensors with an index."""
-        shards = list(shards_of(named_tensors(self._bundle, self._settings.part), self._settings))
+        tensors = named_tensors(self._bundle, self._settings.part)
+        if not self._settings.expanded:
+            sizes = {each.row.label: each.nbytes for each in tensors}
+            check_expansion("An export", [self._bundle], sum(sizes.values()), sizes)
+        shards = list(shards_of(tensors, self._settings))
         names = [
             f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, 1 + len(shards))
         ]
