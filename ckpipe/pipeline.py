@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import anyio
 
 from ckpipe.checkpoints.sweeping import SweepReport
+from ckpipe.errors import UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
 from ckpipe.loads.per_rank import PerRankPolicy
@@ -75,6 +76,15 @@ class Pipeline(PipelineBase):
     async def __aenter__(self) -> Self:
         """Open the pipeline; see :meth:`open`."""
         return await self.open()
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError(
+            "Pipeline is for code that awaits, and cannot be entered by a plain with",
+            hint="Write with ckpipe.SyncPipeline(...), or async with ckpipe.Pipeline(...)",
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Is there so that ``with`` calls :meth:`__enter__`, which says what to write."""
 
     async def __aexit__(
         self,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from ckpipe.checkpoints.sweeping import SweepReport
+from ckpipe.errors import UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loads.per_rank import PerRankPolicy
@@ -50,6 +51,15 @@ class SyncPipeline(PipelineBase):
     def __enter__(self) -> Self:
         """Open the pipeline; see :meth:`open`."""
         return self.open()
+
+    async def __aenter__(self) -> NoReturn:
+        raise UsageError(
+            "SyncPipeline blocks, and cannot be entered by async with",
+            hint="Write async with ckpipe.Pipeline(...), or with ckpipe.SyncPipeline(...)",
+        )
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Is there so that ``async with`` calls :meth:`__aenter__`, which says what to write."""
 
     def __exit__(
         self,

@@ -80,6 +80,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "Pipeline": _PIPELINE
     | {
         "__aenter__": "(self) -> Self",
+        "__enter__": "(self) -> NoReturn",
         "open": "(self) -> Self",
         "aclose": "(self) -> None",
         "save": _SAVE + "SaveHandle",
@@ -87,6 +88,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "SyncPipeline": _PIPELINE
     | {
         "__enter__": "(self) -> Self",
+        "__aenter__": "(self) -> NoReturn",
         "open": "(self) -> Self",
         "close": "(self) -> None",
         "save": _SAVE + "SyncSaveHandle",

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.foreign import said_of_foreign
 from ckpipe.checkpoints.inspection import describe, key_paths
 from ckpipe.checkpoints.summaries import Summary, read_all, summarise
 from ckpipe.cli.name_tree import shown_tree
@@ -42,16 +43,18 @@ def list_(
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
             infos = await discover(backend)
+            foreign = None if infos else await said_of_foreign(backend)
             found = [Summary(each) for each in infos]
             if read or not brief:
                 how = read_all if read else summarise
                 with screen.meter("reading indexes", len(infos), of_things) as meter:
                     found = await how(backend, infos, lambda: meter.advance(1))
         rows = [_row(each) for each in found]
+        nothing = f"no checkpoints here: {foreign}" if foreign else "no checkpoints here"
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
         screen.result(
             {"url": url, "checkpoints": [_summary_data(each) for each in found]},
-            table(headings, rows, "step", "size", "ranks") if rows else Text("no checkpoints here"),
+            table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
         )
         return OK
 

@@ -10,6 +10,7 @@ import typer
 
 from ckpipe.backend import Backend
 from ckpipe.checkpoints.discovery import discover, find
+from ckpipe.checkpoints.foreign import said_of_foreign
 from ckpipe.cli.screen import Screen
 from ckpipe.errors import (
     CheckpointNotFound,
@@ -84,5 +85,7 @@ async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
         return await find(backend, which(step))
     complete = [each for each in await discover(backend) if each.complete]
     if not complete:
-        raise CheckpointNotFound("There is no complete checkpoint here")
+        raise CheckpointNotFound(
+            "There is no complete checkpoint here", hint=await said_of_foreign(backend)
+        )
     return complete[0]

@@ -216,6 +216,8 @@ def check_stateful(obj: Any, hint: Hint, node: Node, label: str) -> None:
         _check_module(hint, node, label)
     elif isinstance(obj, torch.optim.Optimizer):
         _check_optimizer(obj, node, label)
+        if hint.select.selects_all:
+            _check_options(obj, node, label)
 
 
 # They add a counter that checkpoints of old versions lack, and refuse one that is not theirs.
@@ -261,6 +263,37 @@ def _check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str) -> None
             f"The optimizer has groups of {live} parameters, the checkpoint of {saved}",
             key=label or None,
             hint="Make it over the same parameters in the same groups",
+        )
+
+
+def _check_options(obj: torch.optim.Optimizer, node: Node, label: str) -> None:
+    """Refuse groups that lack what the optimizer's step needs: those of another kind of optimizer.
+
+    ``load_state_dict`` takes them as they are, and the first step fails, or works without its
+    state. Options that torch has added since, an optimizer's own ``__setstate__`` adds too; it is
+    asked on a copy.
+    """
+    kind = type(obj)
+    groups = next((n for key, n, _ in children_of(node, label) if key == "param_groups"), None)
+    if groups is None or kind.load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    saved: list[dict[Any, Any]] = [
+        {key: None for key, _, _ in children_of(_inside(group), "")} | {"params": []}
+        for _, group, _ in children_of(_inside(groups), "")
+    ]
+    has = sorted({key for group in saved for key in group if key not in obj.defaults} - {"params"})
+    try:
+        copy = object.__new__(kind)
+        copy.__setstate__({"defaults": dict(obj.defaults), "state": {}, "param_groups": saved})
+    except Exception:  # an optimizer of the user's that wants more, and says so itself
+        return
+    lacks = sorted({key for key in obj.defaults for group in saved if key not in group})
+    if lacks:
+        raise StructureMismatch(
+            f"The state is of another kind of optimizer: it lacks {', '.join(lacks)}, which "
+            f"{kind.__name__} needs" + (f", and has {', '.join(has)}" if has else ""),
+            key=label or None,
+            hint="Make the kind of optimizer that was saved, or leave its state out with exclude",
         )
 
 

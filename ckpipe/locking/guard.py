@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -101,6 +101,8 @@ def optimizers_of(guarded: Guarded) -> tuple[Optimizer, ...]:
     """
     if guarded is None:
         return ()
+    if isinstance(guarded, Mapping):
+        _check([guarded])
     found = tuple(guarded) if isinstance(guarded, Iterable) else (guarded,)
     _check(found)
     return found
@@ -111,7 +113,9 @@ def _check(optimizers: Iterable[object]) -> None:
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"A {type(optimizer).__name__} cannot be guarded, only a torch.optim.Optimizer",
-                hint="Pass the optimizer that it steps, or use lock.mutating() around its steps",
+                hint="Pass its values, as in guard=[*optimizers.values()]"
+                if isinstance(optimizer, Mapping)
+                else "Pass the optimizer that it steps, or use lock.mutating() around its steps",
             )
 
 

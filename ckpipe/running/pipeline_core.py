@@ -350,6 +350,12 @@ class PipelineCore:
                 step=step,
                 hint="Open one without read_only=True to save",
             )
+        if state is None:
+            raise UsageError(
+                "There is no state to save: it is None",
+                step=step,
+                hint="Pass what is to be saved, such as a dict of model and optimizer",
+            )
         check_until(until, step)
         owners = self._owners(step) if until == "captured" else ()
         if step is not None:
