@@ -28,7 +28,8 @@ class Pipeline(PipelineBase):
     under way and raises what failed and was not yet seen. Leaving on an exception still lets
     saves finish whose state is staged, and cancels the others. Everything runs on an event loop
     of the pipeline's own, in a thread of its own, so a coroutine that trains without ever
-    awaiting holds no upload back.
+    awaiting holds no upload back. Only user code, such as ``state_dict`` and ``load_state_dict``,
+    runs on the caller's event loop, in the task that awaits.
 
     Args:
         url: Where checkpoints lie: a plain path, ``file:///…``, or the URL of another backend.
@@ -146,7 +147,8 @@ class Pipeline(PipelineBase):
         Raises:
             UnsupportedState: If something in the state cannot be saved; names it.
             LockMisuse: If this thread is inside ``lock.mutating()``.
-            StateLockTimeout: If trainers held the lock for too long.
+            StateLockTimeout: If trainers held the lock for too long, or the caller's event loop did
+                not run while the lock was free for it.
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
             UsageError: If ``include`` and ``exclude`` leave nothing to save, with one rank. With
@@ -160,11 +162,16 @@ class Pipeline(PipelineBase):
                 ``"warn"``.
         """
         select = label_filter(include, exclude)
-        request = self._core.request(state, step, until, metrics, metadata, select, final)
-        with self._core.while_it_copies(request):
-            save = await self._core.run(self._core.engine.begin, request, step)
-            handle = SaveHandle(self._core, save)
-            await handle._reached(until)
+        with self._core.calling_task() as caller:
+            request = self._core.request(
+                state, step, until, metrics, metadata, select, final, caller
+            )
+            with self._core.while_it_copies(request):
+                save = await self._core.run(self._core.engine.begin, request, step)
+                if caller is not None:
+                    await caller.serve(save.safe if until == "captured" else save.staged)
+                handle = SaveHandle(self._core, save)
+                await handle._reached(until)
         return handle
 
     async def load(
@@ -227,17 +234,20 @@ class Pipeline(PipelineBase):
                 checkpoint is whole for them.
             StoreError: If the store failed.
         """
-        request = self._core.load_request(
-            into,
-            label_filter(include, exclude),
-            strict=strict,
-            cast=cast,
-            per_rank=per_rank,
-            pickle=pickle,
-            blocking=False,
-        )
-        chosen = None if step is None else which(step)
-        return await self._core.run(self._core.engine.load, chosen, request, fallback=fallback)
+        select, chosen = label_filter(include, exclude), None if step is None else which(step)
+        with self._core.calling_task() as caller:
+            request = self._core.load_request(
+                into,
+                select,
+                strict=strict,
+                cast=cast,
+                per_rank=per_rank,
+                pickle=pickle,
+                caller=caller,
+            )
+            return await self._core.run(
+                self._core.engine.load, chosen, request, fallback=fallback, caller=caller
+            )
 
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints of the root, complete or not, the oldest first.

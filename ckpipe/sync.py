@@ -15,7 +15,7 @@ from ckpipe.retention import Decision
 from ckpipe.running.call_arguments import Which, which
 from ckpipe.running.pipeline_base import PipelineBase
 from ckpipe.running.unseen_failures import raise_or_warn
-from ckpipe.saves.caller import Caller
+from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 
@@ -114,17 +114,20 @@ class SyncPipeline(PipelineBase):
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Loads a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
-        request = self._core.load_request(
-            into,
-            label_filter(include, exclude),
-            strict=strict,
-            cast=cast,
-            per_rank=per_rank,
-            pickle=pickle,
-            blocking=True,
-        )
-        chosen = None if step is None else which(step)
-        return self._core.call(self._core.engine.load, chosen, request, fallback=fallback)
+        select, chosen = label_filter(include, exclude), None if step is None else which(step)
+        with Caller() as caller:
+            request = self._core.load_request(
+                into,
+                select,
+                strict=strict,
+                cast=cast,
+                per_rank=per_rank,
+                pickle=pickle,
+                caller=caller,
+            )
+            return self._core.call(
+                self._core.engine.load, chosen, request, fallback=fallback, caller=caller
+            )
 
     def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first. See :meth:`ckpipe.Pipeline.steps`."""

@@ -65,12 +65,15 @@ def noted(hold: AbstractContextManager[None], order: list[str], name: str) -> No
         order.append(name)
 
 
-def until(lock: StateLock, *, waiters: int) -> None:
-    """Returns once so many wait for the lock; arrivals are announced on its condition."""
+def until(lock: StateLock, *, waiters: int, holders: int | None = None) -> None:
+    """Returns once so many wait for the lock, and hold it; what comes is told on its condition."""
+
+    def found() -> bool:
+        now = lock.statistics()
+        return len(now.waiters) == waiters and holders in (None, len(now.holders))
+
     with lock._changed:
-        assert lock._changed.wait_for(
-            lambda: len(lock.statistics().waiters) == waiters, timeout=PATIENCE
-        )
+        assert lock._changed.wait_for(found, timeout=PATIENCE)
 
 
 def is_free(lock: StateLock) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.errors import UsageError
-from ckpipe.saves.caller import Caller, Job
+from ckpipe.tasks.caller import Caller, Job
 
 
 @pytest.fixture
@@ -51,13 +52,6 @@ def test_a_blocking_save_looks_at_the_state_on_the_callers_thread(store: Stores)
     assert set(noting.threads) == {threading.get_ident()}
 
 
-async def test_a_coroutine_is_not_held_up_by_it(store: Stores) -> None:
-    noting = Noting()
-    async with ckpipe.Pipeline(store.url) as pipeline:
-        await (await pipeline.save({"noting": noting}, step=1))
-    assert threading.get_ident() not in noting.threads
-
-
 def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
     noting = Noting()
     with ckpipe.SyncPipeline(store.url) as pipeline:
@@ -68,11 +62,13 @@ def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
         assert [info.step for info in pipeline.steps()] == [2]
 
 
-async def test_what_a_caller_does_not_come_to_do_is_done() -> None:
+async def test_what_a_caller_does_not_come_to_do_is_never_done() -> None:
     ended: list[int] = []
 
     async def ask(caller: Caller) -> None:
-        ended.append(await caller.run(threading.get_ident))
+        with pytest.raises(UsageError, match="ended before"):
+            await caller.run(threading.get_ident)
+        ended.append(1)
 
     with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
@@ -81,7 +77,6 @@ async def test_what_a_caller_does_not_come_to_do_is_done() -> None:
                 await anyio.lowlevel.checkpoint()  # it is asked, and never looks
             tasks.start_soon(ask, leaving)
     assert len(ended) == 2
-    assert threading.get_ident() not in ended
 
 
 class Interrupted(Noting):
@@ -124,14 +119,16 @@ async def test_a_job_is_over_if_an_interrupt_comes_right(
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Job, "refuse", interrupted)
+        monkeypatch.setattr(Job, "end", interrupted)
 
     def serve() -> None:
         with pytest.raises(KeyboardInterrupt), caller:
             caller.serve_until(Future())
 
-    serving = threads.submit(serve)
-    assert await caller.run(lambda: 7) == 7
+    serving, ran = threads.submit(serve), list[int]()
+    with contextlib.suppress(UsageError):
+        await caller.run(ran.append, 7)
+    assert len(ran) == (when == "after it")
     serving.result(PATIENCE)
 
 

@@ -7,8 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, until
@@ -17,12 +15,8 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import MANY_TENSORS
 from ckpipe.saves.block_copiers import BlockCopiers
-from ckpipe.saves.saving import Save
-from ckpipe.saves.site import Site
-from ckpipe.stages import lock as lock_stage
 
 BLOCK = 1 << 16
 
@@ -201,20 +195,13 @@ async def test_a_coroutine_that_never_awaits_trains_on(store: Stores) -> None:
             assert saved_numbers(result.state) == {float(number)}
 
 
-async def test_a_save_that_a_task_began_waits_for_a_step_of_its_thread(
-    store: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, stepping, turn_of = Training(), threading.Event(), lock_stage._turn
-
-    async def turn_during_the_step(save: Save, site: Site) -> Turn:
-        assert await anyio.to_thread.run_sync(stepping.wait, PATIENCE)
-        return await turn_of(save, site)
+async def test_a_save_that_a_task_began_waits_for_a_step_of_its_thread(store: Stores) -> None:
+    training = Training()
 
     def wait_for_the_save(*_: Any) -> None:
-        stepping.set()
-        until(pipeline.lock, waiters=1)
+        while pipeline.statistics().saves != {"capturing": 1}:
+            threading.Event().wait(0.001)
 
-    monkeypatch.setattr(lock_stage, "_turn", turn_during_the_step)
     async with ckpipe.Pipeline(store.url, guard=training.optimizer) as pipeline:
         task = asyncio.create_task(pipeline.save(training.state, step=0))
         await asyncio.sleep(0)

@@ -167,7 +167,7 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
     captured, soon, late, _ = pieces_of({"w": torch.arange(60_000.0), "b": torch.ones(5)}, {0})
     device = SlowDevice()
     out: list[FilledBlock] = []
-    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=4)
     assert copiers.threads == 1
     copiers.defer(Watch(captured, [0]), 60)
@@ -193,7 +193,7 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
     captured, _, late, _ = pieces_of({"w": torch.arange(60_000.0)}, {0})
     device = SlowDevice()
     out: list[FilledBlock] = []
-    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=1)
     copiers.defer(Watch(captured, range(len(captured.tensors))), 60)
     captured.memory[0].add_(1)
@@ -224,7 +224,7 @@ async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> Non
     del array
     captured, _, late, _ = pieces_of({"w": tensor}, {0})
     device = SlowDevice()
-    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, lambda _: None, threads=1)
     copiers.defer(Watch(captured, [0]), 60)
     copiers.add(late)
@@ -274,7 +274,7 @@ async def test_of_blocks_that_are_copied_late_more_and_more_leave_together(
 ) -> None:
     monkeypatch.setattr(block_copiers, "MOST_BYTES_TOGETHER", most)
     captured, _, late, _ = pieces_of({"w": torch.arange(600_000.0)}, {0})
-    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
     out: list[list[int]] = []
     copiers = BlockCopiers(
         turn, captured, NoDevice(), lambda some: out.append([each.plan.offset for each in some]),
@@ -301,7 +301,7 @@ async def test_a_change_of_any_of_the_blocks_that_are_copied_together_is_noticed
     state = {f"w{number}": torch.ones(BLOCK // 4) for number in range(6)}
     captured, _, late, _ = pieces_of(state, set(range(6)))
     samples = [Sample(captured.tensors, tensors_of(piece.work)) for piece in late]
-    turn = Turn(lock, lock.acquire_capture(thread=-1))
+    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
     out: list[FilledBlock] = []
     copiers = BlockCopiers(turn, captured, NoDevice(), out.extend, threads=1)
     copiers.defer(Watch(captured, range(6), samples), 60)

@@ -6,17 +6,17 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from lock_actors import PATIENCE
+from lock_actors import PATIENCE, DaemonThreads, Held
+from lock_actors import until as waiting
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe.saves.caller import Caller
+from ckpipe.tasks.caller import Caller
 from ckpipe.tasks.loop_thread import LoopThread
 
 
@@ -24,6 +24,11 @@ from ckpipe.tasks.loop_thread import LoopThread
 def store() -> Iterator[Stores]:
     with stores() as made:
         yield made
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    return DaemonThreads()
 
 
 @pytest.fixture
@@ -52,19 +57,19 @@ class Gate:
 
 @pytest.mark.parametrize("until", ["staged", "committed"])
 async def test_what_changes_after_a_cancelled_save_is_in_no_checkpoint(
-    store: Stores, until: Any
+    store: Stores, threads: DaemonThreads, until: Any
 ) -> None:
-    gate, weight = Gate(), torch.zeros(1000)
+    weight = torch.zeros(1000)
     async with ckpipe.Pipeline(store.url) as pipeline:
-        call = asyncio.create_task(
-            pipeline.save({"gate": gate, "weight": weight}, step=1, until=until)
-        )
-        assert await anyio.to_thread.run_sync(gate.asked.wait, PATIENCE)
+        lock = pipeline.lock
+        trainer = Held(threads, lock.mutating)
+        call = asyncio.create_task(pipeline.save({"weight": weight}, step=1, until=until))
+        await anyio.to_thread.run_sync(lambda: waiting(lock, waiters=1))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         weight.fill_(1)
-        gate.opened.set()
+        trainer.end()
         await (await pipeline.save({"weight": weight}, step=2))
         assert [info.step for info in await pipeline.steps()] == [2]
 
@@ -131,39 +136,6 @@ def test_an_interrupt_before_the_caller_knows_of_its_save(
         store.slow.release()
         pipeline.save({"weight": weight}, step=2).wait()
         assert [info.step for info in pipeline.steps()] == [2]
-
-
-@pytest.mark.parametrize("worker", ["thread", "process"])
-async def test_a_walk_that_goes_on_lets_nobody_go_who_has_left(tmp_path: Path, worker: Any) -> None:
-    # With all deferred a walk lets its caller go without a way through the pipeline's loop.
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    state: dict[str, Any] = {"gate": Gate(), "parameter": parameter}
-    state["gate"].opened.set()
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        assert go_on.wait(PATIENCE)
-
-    async with ckpipe.Pipeline(tmp_path, guard=optimizer, worker=worker) as pipeline:
-        for step in range(2):
-            await (await pipeline.save(state, step=step, until="captured"))
-        gate = state["gate"] = Gate()
-        call = asyncio.create_task(pipeline.save(state, step=2, until="captured"))
-        assert await anyio.to_thread.run_sync(gate.asked.wait, PATIENCE)
-        loop: Any = pipeline._core._loop
-        loop.post(hold)
-        assert await anyio.to_thread.run_sync(held.wait, PATIENCE)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        gate.value = 1
-        gate.opened.set()
-        assert await anyio.to_thread.run_sync(gate.told.wait, PATIENCE)
-        go_on.set()
-        await (await pipeline.save({"parameter": parameter}, step=3))
-        assert [info.step for info in await pipeline.steps()] == [0, 1, 3]
 
 
 async def test_a_call_that_is_cancelled_twice_is_over_when_it_raises(loop: LoopThread) -> None:

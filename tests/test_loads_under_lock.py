@@ -267,12 +267,15 @@ async def test_a_coroutine_and_others_of_its_thread_wait_for_one_another(
         each.grad = torch.full_like(each, -5.0)
     async with ckpipe.Pipeline(tmp_path / "one", state_lock=lock) as loader:
         first = asyncio.create_task(loader.load(training.state, step=1))
-        assert await anyio.to_thread.run_sync(training.slow.reached.wait, PATIENCE)
+        await asyncio.sleep(0)
+        until(lock, waiters=0, holders=1)
         second = asyncio.create_task(loader.load(training.state, step=2))
         saving = asyncio.create_task(loader.save(training.state, step=3))
-        await anyio.to_thread.run_sync(lambda: until(lock, waiters=2))
+        await asyncio.sleep(0)
+        until(lock, waiters=1)
         training.slow.go_on.set()
-        training.optimizer.step()  # blocks this loop, on which no load depends
+        training.optimizer.step()  # blocks this loop, and does there what the loads want of it
+        assert training.numbers == {2.0, 7.0}
         await asyncio.gather(first, second, saving)
         await saving.result()
     assert training.numbers == saved(pipeline, 3) == {2.0, 7.0}
@@ -283,12 +286,12 @@ async def test_a_coroutine_that_left_its_mutation_waits_for_the_load_that_it_beg
 ) -> None:
     lock = pipeline.lock
     async with ckpipe.Pipeline(tmp_path / "one", state_lock=lock) as loader:
+        training.slow.go_on.set()
         with lock.mutating():
             loading = asyncio.create_task(loader.load(training.state, step=1))
-            assert await anyio.to_thread.run_sync(training.slow.reached.wait, PATIENCE)
+            await asyncio.sleep(0)
+            until(lock, waiters=0, holders=2)
         saving = asyncio.create_task(loader.save(training.state, step=3))
-        await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
-        training.slow.go_on.set()
         await asyncio.gather(loading, saving)
         await saving.result()
     assert training.numbers == saved(pipeline, 3) == {1.0}
@@ -360,17 +363,21 @@ def test_a_load_that_waits_for_who_leaves_the_pipeline_is_given_up(
 async def test_a_load_that_is_cancelled_while_it_fills_keeps_the_lock_to_its_end(
     pipeline: ckpipe.SyncPipeline, training: Training, tmp_path: Path
 ) -> None:
-    lock = pipeline.lock
+    lock, holders = pipeline.lock, list[list[str]]()
+    training.slow.go_on.set()
     async with ckpipe.Pipeline(tmp_path / "one", state_lock=lock) as loader:
         task = asyncio.create_task(loader.load(training.state, step=1))
-        assert await anyio.to_thread.run_sync(training.slow.reached.wait, PATIENCE)
-        task.cancel()
-        await loader.steps()  # comes after it on the pipeline's loop
-        assert [use.purpose for use in lock.statistics().holders] == ["load()"]
-        training.slow.go_on.set()
+
+        def cancel() -> None:
+            task.cancel()
+            holders.append([use.purpose for use in lock.statistics().holders])
+
+        training.slow.inside = cancel
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert holders == [["load()"]]
         assert is_free(lock)
+    assert training.numbers == {1.0}
 
 
 def test_what_a_state_does_as_it_is_loaded_is_part_of_the_load(

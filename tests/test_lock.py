@@ -478,7 +478,7 @@ class Soak:
 
     async def load_in_tasks(self, rounds: int) -> None:
         for number in range(rounds):
-            hold = LoadHold(self.lock, blocking=False)
+            hold = LoadHold(self.lock, None)
             with anyio.move_on_after(PATIENCE * (number % 3)):
                 await hold.take()
                 value = -random.random()

@@ -16,6 +16,7 @@ from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 from ckpipe.errors import LockMisuse, StateLockTimeout
 from ckpipe.locking.lock import StateLock
 from ckpipe.locking.lock_turns import LoadHold
+from ckpipe.tasks.caller import Caller
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ async def test_a_load_holds_everybody_off_until_it_ends(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     order: list[str] = []
-    hold = LoadHold(lock, blocking=False)
+    hold = LoadHold(lock, None)
     await hold.take()
     await hold.take()
     waiting: list[Future[None]] = []
@@ -55,7 +56,7 @@ async def test_the_thread_of_the_loop_may_not_wait_for_a_load_on_it(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     trainer = Held(threads, lock.mutating)
-    hold = LoadHold(lock, blocking=False)
+    hold = LoadHold(lock, None)
     task = asyncio.create_task(hold.take())
     await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
     for while_it in ("waits", "holds"):
@@ -64,7 +65,7 @@ async def test_the_thread_of_the_loop_may_not_wait_for_a_load_on_it(
         with pytest.raises(LockMisuse, match="event loop"), lock.capturing():
             pass
         with pytest.raises(LockMisuse, match="event loop"):
-            LoadHold(lock, blocking=True)
+            LoadHold(lock, Caller())
         if while_it == "waits":
             trainer.end()
             await task
@@ -75,7 +76,7 @@ async def test_the_thread_of_the_loop_may_not_wait_for_a_load_on_it(
 
 async def test_a_load_of_who_left_its_mutation_waits_like_any_other(lock: StateLock) -> None:
     with lock.mutating():
-        hold = LoadHold(lock, blocking=False)
+        hold = LoadHold(lock, None)
     token = lock.acquire_capture(thread=-1)
     task = asyncio.create_task(hold.take())
     await asyncio.sleep(0)
@@ -94,7 +95,7 @@ def change(lock: StateLock) -> None:
 
 
 def load(lock: StateLock) -> None:
-    LoadHold(lock, blocking=True)
+    LoadHold(lock, Caller())
 
 
 @pytest.mark.parametrize("work", [change, load])
@@ -133,7 +134,7 @@ def test_a_signal_handler_does_not_wait_behind_what_it_interrupts(
 
 def test_a_load_whose_loop_is_gone_lets_go(lock: StateLock, threads: DaemonThreads) -> None:
     begun, end = threading.Event(), threading.Event()
-    hold = LoadHold(lock, blocking=False)
+    hold = LoadHold(lock, None)
 
     def serve() -> None:
         asyncio.run(hold.take())
@@ -154,7 +155,7 @@ def test_a_load_outlives_the_thread_that_asked_for_it(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     holds: list[LoadHold] = []
-    asker = threading.Thread(target=lambda: holds.append(LoadHold(lock, blocking=False)))
+    asker = threading.Thread(target=lambda: holds.append(LoadHold(lock, None)))
     asker.start()
     asker.join(PATIENCE)
     asyncio.run(holds[0].take())
@@ -180,7 +181,7 @@ class Reads:
 
 async def test_a_load_waits_for_what_devices_still_read(lock: StateLock) -> None:
     for cancelled in (True, False):
-        reads, hold = Reads(), LoadHold(lock, blocking=False)
+        reads, hold = Reads(), LoadHold(lock, None)
         lock.release_capture(lock.acquire_capture(thread=-1), fences=[reads])
         task = asyncio.create_task(hold.take())
         assert await anyio.to_thread.run_sync(reads.asked.wait, PATIENCE)
@@ -201,7 +202,7 @@ async def test_a_load_waits_for_a_deferred_capture_and_does_not_break_it(
 ) -> None:
     token = lock.acquire_capture(thread=-1)
     lock.defer_capture(token, 0.0)
-    hold = LoadHold(lock, blocking=False)
+    hold = LoadHold(lock, None)
     task = asyncio.create_task(hold.take())
     await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
     with pytest.raises(StateLockTimeout):
@@ -217,7 +218,7 @@ async def test_a_step_behind_a_load_breaks_a_deferred_capture_as_ever(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     token = lock.acquire_capture(thread=-1)
-    hold = LoadHold(lock, blocking=False)
+    hold = LoadHold(lock, None)
     task = asyncio.create_task(hold.take())
     await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
     step = threads.submit(noted, lock.mutating(), [], "")

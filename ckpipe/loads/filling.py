@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -179,17 +180,18 @@ class Filling:
     def _make(
         self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:
-        if len(pieces) == 1 and pieces[0].target is None:
-            (piece,) = pieces
-            alone = not piece.shared
-            return self._alone(stored, pieces, shape) if alone else self._window(stored, piece)
-        if not any(piece.shared for piece in pieces):
-            return self._alone(stored, pieces, shape)
-        # Tensors cut alike from the same shared bytes share them again.
-        key = (pieces, shape, stored.dtype, stored.row.lazy)
-        if key not in self._sharing:
-            self._sharing[key] = self._alone(stored, pieces, shape)
-        return self._sharing[key].detach()
+        with normal_tensors():
+            if len(pieces) == 1 and pieces[0].target is None:
+                (piece,) = pieces
+                alone = not piece.shared
+                return self._alone(stored, pieces, shape) if alone else self._window(stored, piece)
+            if not any(piece.shared for piece in pieces):
+                return self._alone(stored, pieces, shape)
+            # Tensors cut alike from the same shared bytes share them again.
+            key = (pieces, shape, stored.dtype, stored.row.lazy)
+            if key not in self._sharing:
+                self._sharing[key] = self._alone(stored, pieces, shape)
+            return self._sharing[key].detach()
 
     def _alone(
         self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
@@ -234,6 +236,11 @@ class Filling:
             buffer = self._buffers[entry] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self.destinations[entry].append(RawBytes(0, nbytes, buffer.data_ptr()))
         return buffer
+
+
+def normal_tensors() -> AbstractContextManager[object]:
+    """Make normal tensors where the caller is in inference mode: other threads write to them."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -206,7 +206,7 @@ def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
     """The same as numpy sees it; None for a dtype that numpy lacks."""
     if stored.row.kind != NUMPY or stored.row.detail is None:
         try:
-            dtype = torch.empty(0, dtype=stored.dtype).numpy().dtype
+            dtype = torch.empty(0, dtype=stored.dtype, device="cpu").numpy().dtype
         except TypeError:
             return True, stored.shape, None
         return True, stored.shape, dtype

@@ -24,7 +24,9 @@ import torch
 
 from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.keys import Json, decode_key, join
+from ckpipe.format.manifest import TensorRow
 from ckpipe.format.trees import Node, children_of
+from ckpipe.loads.filling import normal_tensors
 from ckpipe.loads.fresh_objects import check_attributes, empty_mapping, tensor_object, unpickled
 from ckpipe.loads.hints import Hint
 from ckpipe.loads.live_tensors import FILLABLE, has_shape, misfit, writable_view
@@ -32,6 +34,7 @@ from ckpipe.loads.making import Changeable, Make, same
 from ckpipe.loads.per_rank import PerRankItems
 from ckpipe.loads.random_state import is_generators
 from ckpipe.loads.selecting import any_selected
+from ckpipe.loads.stored_tensors import StoredTensor
 from ckpipe.loads.targets import Targets
 from ckpipe.state.registered_types import registered_as
 from ckpipe.state.values import decode_value, resolve_class
@@ -144,7 +147,7 @@ class Rebuild:
                 hint="Load into a state with distributed tensors in it, such as that of "
                 "ckpipe.distributed.training_state, or from a single process",
             )
-        obj = tensor_object(row, self._targets.filling.fresh(stored))
+        obj = self._tensor_object(row, stored)
         make: Make = partial(same, obj)
         self._objects[number] = make
         if row.attributes:
@@ -168,10 +171,7 @@ class Rebuild:
         if combine is None or not parts:
             raise self.per_rank.refused(label, parts)
         row = stored[number].row
-        copies = [
-            tensor_object(row, self._targets.filling.fresh(stored.of_part(part, inner)))
-            for part, inner in parts
-        ]
+        copies = [self._tensor_object(row, stored.of_part(part, inner)) for part, inner in parts]
         view = writable_view(live) if isinstance(live, FILLABLE) else None
 
         def make() -> Any:
@@ -182,6 +182,10 @@ class Rebuild:
             return live
 
         return make
+
+    def _tensor_object(self, row: TensorRow, stored: StoredTensor) -> Any:
+        with normal_tensors():
+            return tensor_object(row, self._targets.filling.fresh(stored))
 
     def _with_attributes(self, obj: Any, attributes: Make) -> Make:
         pending = [attributes]

@@ -41,7 +41,7 @@ from ckpipe.loads.targets import Targets
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.tasks.ahead import Ahead
-from ckpipe.tasks.awaited_threads import in_thread
+from ckpipe.tasks.caller import Caller, on_caller
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.turns import short_turns
 from ckpipe.types import LoadResult
@@ -62,6 +62,7 @@ class LoadRequest:
         per_rank: What becomes of values that were different on each rank, if the number of ranks
             is another now.
         hold: What the load takes before it looks at the target, and whoever asks for it ends.
+        caller: Runs user code on the thread that called; None if another is to do it.
     """
 
     into: Any | None
@@ -71,6 +72,7 @@ class LoadRequest:
     pickling: bool
     per_rank: PerRankPolicy = "raise"
     hold: Hold = field(default_factory=NoHold)
+    caller: Caller | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,9 @@ class ReadyLoad:
         freed = Ahead(partial(anyio.to_thread.run_sync, self.views.clear))
         with _located(self.bundle, self.rank):
             async with freed.started():
-                state = await in_thread(_apply, self.matched, self.request.hold)
+                state = await on_caller(
+                    self.request.caller, _apply, self.matched, self.request.hold
+                )
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
         report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
@@ -187,7 +191,7 @@ async def read_all(
     with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers, short_turns():
         expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
         work = partial(_match, bundle, expected, request, rank, world_size)
-        matching = Ahead(partial(_timed, work, request.hold, started))
+        matching = Ahead(partial(_timed, work, request, started))
         reader = Reader(backend, bundle.id, buffers, sure)
         # Planned before the match begins, which would only take turns at the interpreter with it.
         reads = await reader.plan(expected.data, expected.needs) if expected.needs else []
@@ -201,10 +205,10 @@ async def read_all(
     return ReadyLoad(bundle, request, rank, matched, stages, tally, reader.views, started)
 
 
-async def _timed(match: Callable[[], _Matched], hold: Hold, started: float) -> _Timed:
-    await hold.take()
+async def _timed(match: Callable[[], _Matched], request: LoadRequest, started: float) -> _Timed:
+    await request.hold.take()
     began = time.perf_counter()
-    matched = await anyio.to_thread.run_sync(match)
+    matched = await on_caller(request.caller, match)
     return matched, StageReport(time.perf_counter() - began, began=began - started)
 
 

@@ -8,7 +8,7 @@ deferred captures, which it does not break: a load can wait, where a step cannot
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,22 +31,27 @@ class LoadCaller:
         blocking: Whether it does nothing else until the load has ended.
         owner: On whose behalf the thread changes the state, if it does.
         inside: The holds that it does so in.
+        serve: Does what the load wants of the thread, where that comes to wait for the lock.
     """
 
     thread: threading.Thread
     blocking: bool
     owner: object
     inside: frozenset[int]
+    serve: Callable[[], object] | None = None
 
 
 class LoadsSide(LockQueue):
     """What loads do with the lock."""
 
-    def load_caller(self, *, blocking: bool) -> LoadCaller:
+    def load_caller(
+        self, *, blocking: bool, serve: Callable[[], object] | None = None
+    ) -> LoadCaller:
         """The calling thread as one that asks for a load.
 
         Args:
             blocking: Whether it does nothing else until the load has ended.
+            serve: Does what the load wants of it, where it comes to wait for the lock.
 
         Raises:
             LockMisuse: If the load would wait for this thread, which is capturing the state.
@@ -57,7 +62,7 @@ class LoadsSide(LockQueue):
             self._reap()
             mutations = [each for each in self._state.holding if each.side is Side.MUTATING]
             inside = frozenset(each.ticket for each in mutations if each.owner == owner)
-            caller = LoadCaller(thread, blocking, owner, inside)
+            caller = LoadCaller(thread, blocking, owner, inside, serve)
             self._refuse_deadlock(self._load(caller))
         return caller
 
@@ -98,7 +103,7 @@ class LoadsSide(LockQueue):
             home=keeper,
             within=caller.owner if held else None,
         )
-        return Party(request, "load()", thread, thread.ident, keeper=keeper)
+        return Party(request, "load()", thread, thread.ident, keeper=keeper, serve=caller.serve)
 
     def release_load(self, request: Request) -> None:
         """Ends what :meth:`acquire_load` began. Does nothing if it has ended already."""

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -63,6 +63,7 @@ class Party:
         readers: Of a deferred capture, how many threads are reading just now.
         forfeited: Whether a trainer has taken the lock from it, or is about to.
         keeper: Of a load, the thread whose event loop lets go of it.
+        serve: Of a load or a capture, does what it wants of ``thread``, where that waits itself.
     """
 
     request: Request
@@ -77,6 +78,7 @@ class Party:
     readers: int = 0
     forfeited: bool = False
     keeper: threading.Thread | None = None
+    serve: Callable[[], object] | None = None
 
     @property
     def name(self) -> str:

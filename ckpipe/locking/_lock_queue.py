@@ -100,16 +100,33 @@ class LockQueue:
 
     def _acquire(self, party: Party, timeout: float | None) -> None:
         deadline = Deadline(timeout)
-        with self._changed:
-            try:
+        try:
+            with self._changed:
                 self._enter(party)
-                while (seconds := self._look(party, deadline)) is not None:
-                    self._changed.wait(None if seconds == math.inf else seconds)
-                if party.request.side is Side.MUTATING:
-                    self._pass_fences()
-            except BaseException:
-                self._leave(party.request.ticket)
-                raise
+            while not self._waited(party, deadline):
+                # A save or load that holds the lock may need this thread for its user code.
+                for serve in self._wanted_here():
+                    serve()
+            if party.request.side is Side.MUTATING:
+                self._pass_fences()
+        except BaseException:
+            self._leave(party.request.ticket)
+            raise
+
+    def _waited(self, party: Party, deadline: Deadline) -> bool:
+        """Wait for a change; returns whether the request was granted."""
+        with self._changed:
+            seconds = self._look(party, deadline)
+            if seconds is not None:
+                seconds = min(seconds, LOOK_SECONDS) if self._wanted_here() else seconds
+                self._changed.wait(None if seconds == math.inf else seconds)
+            return seconds is None
+
+    def _wanted_here(self) -> list[Callable[[], object]]:
+        me = threading.current_thread()
+        with self._changed:
+            parties = tuple(self._parties.values())
+        return [each.serve for each in parties if each.serve is not None and each.thread is me]
 
     async def _acquire_async(self, make: Callable[[], Party], timeout: float | None) -> Party:
         """Waits without a thread; a call that is cancelled waits for nothing afterwards.
@@ -185,9 +202,10 @@ class LockQueue:
 
     def _pass_fences(self) -> None:
         """Has the calling thread's devices wait for the reads that were left to them."""
-        if not self._fences_passed():
-            for fence in self._fences:
-                fence.hold_back()
+        with self._changed:
+            if not self._fences_passed():
+                for fence in self._fences:
+                    fence.hold_back()
 
     def _fences_passed(self) -> bool:
         """Whether the reads that were left to devices are done."""

@@ -13,9 +13,10 @@ not for ever: after the capture's grace it takes the lock, and the capture is wo
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -150,11 +151,19 @@ class StateLock(LoadsSide):
         fresh = threading.current_thread() if thread is None else object()
         return self._capture(self._capture_owner() or fresh, thread)
 
-    def acquire_capture_nowait(self, *, thread: int | None = None) -> CaptureToken | None:
+    def acquire_capture_nowait(
+        self,
+        *,
+        thread: int | None = None,
+        home: threading.Thread | None = None,
+        awaited: bool = True,
+    ) -> CaptureToken | None:
         """Begins a capture if it may read the state this very moment, as no thread's own.
 
         Args:
             thread: The identifier of the thread that asked for the save; None: this thread.
+            home: The thread whose event loop releases it; None: this thread.
+            awaited: See :meth:`acquire_capture_async`.
 
         Returns:
             What ends the capture, from any thread; None if it would have to wait.
@@ -162,7 +171,8 @@ class StateLock(LoadsSide):
         Raises:
             LockMisuse: If the thread concerned is changing the state.
         """
-        party = self._capture(object(), thread, home=threading.current_thread())
+        home = home or threading.current_thread()
+        party = self._capture(object(), thread, home=home, awaited=awaited)
         with self._changed:
             self._enter(party)
             if self._state.holds(party.request.ticket):
@@ -171,7 +181,12 @@ class StateLock(LoadsSide):
         return None
 
     async def acquire_capture_async(
-        self, timeout: float | None = None, *, thread: int | None = None, awaited: bool = True
+        self,
+        timeout: float | None = None,
+        *,
+        thread: int | None = None,
+        awaited: bool = True,
+        serve: Callable[[], object] | None = None,
     ) -> CaptureToken:
         """Begins a capture, and waits for it without a thread.
 
@@ -184,6 +199,8 @@ class StateLock(LoadsSide):
             thread: The identifier of the thread that asked for the save; None: this thread.
             awaited: Whether that thread does nothing else meanwhile. What a coroutine has asked
                 for waits for what its thread is at, such as a step of another task.
+            serve: Does what the capture wants of that thread, which calls it when it comes to wait
+                for the lock itself.
 
         Returns:
             What ends the capture, from any thread.
@@ -195,6 +212,7 @@ class StateLock(LoadsSide):
         """
         here = threading.current_thread()
         party = self._capture(object(), thread, home=here, awaited=awaited)
+        party.serve = serve
         return CaptureToken((await self._acquire_async(lambda: party, timeout)).request)
 
     @asynccontextmanager
@@ -240,6 +258,16 @@ class StateLock(LoadsSide):
                 token.grace = grace
                 self._state = defer(self._state, token.ticket)
                 self._changed.notify_all()
+
+    def begin_capture(self, token: CaptureToken) -> bool:
+        """End the deferral of a capture; return False if it does not hold the lock any more."""
+        with self._changed:
+            party = self._parties.get(token.ticket)
+            if party is None or party.forfeited:
+                return False
+            party.grace = token.grace = math.inf
+            self._state = defer(self._state, token.ticket, deferred=False)
+            return True
 
     @contextmanager
     def reading(self, token: CaptureToken) -> Iterator[None]:

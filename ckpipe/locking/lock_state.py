@@ -161,10 +161,10 @@ def leave(state: LockState, ticket: int) -> Transition:
     )
 
 
-def defer(state: LockState, ticket: int) -> LockState:
-    """A capture becomes deferred; does nothing if it does not hold the lock (any more)."""
+def defer(state: LockState, ticket: int, *, deferred: bool = True) -> LockState:
+    """Make a capture deferred, or not; does nothing if it does not hold the lock (any more)."""
     holding = tuple(
-        replace(held, deferred=True)
+        replace(held, deferred=deferred)
         if held.ticket == ticket and held.side is Side.CAPTURING
         else held
         for held in state.holding

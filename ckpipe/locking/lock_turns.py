@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import anyio
 
 from ckpipe.locking.lock import CaptureToken, Fence, StateLock
 from ckpipe.locking.lock_state import Request
+from ckpipe.tasks.caller import Caller
 
 
 class Turn:
@@ -17,21 +19,56 @@ class Turn:
     A turn that is released but has not ended keeps the next one from beginning: nobody is held
     off while a plan is made or memory is waited for.
 
+    To be made on the event loop that ends it.
+
     Args:
         lock: The lock.
-        token: What ends the hold.
+        thread: The identifier of the thread that asked for the save.
+        token: What ends the hold; None if the walk begins it.
     """
 
-    def __init__(self, lock: StateLock, token: CaptureToken) -> None:
-        self._lock, self.token = lock, token
+    def __init__(self, lock: StateLock, thread: int, token: CaptureToken | None = None) -> None:
+        self._lock, self._thread, self._token = lock, thread, token
+        self._home = threading.current_thread()
         self.ended = anyio.Event()
         self.copied = False
         self._users = 0
         self._ending = False
 
+    def begin(self) -> bool:
+        """Begin the walk on the calling thread; return False if the lock must be waited for."""
+        if self._token is None or not self._lock.begin_capture(self._token):
+            self._token = self._lock.acquire_capture_nowait(
+                thread=self._thread, home=self._home, awaited=False
+            )
+        return self._token is not None
+
+    async def wait(self, timeout: float, grace: float, serve: Callable[[], object]) -> None:
+        """Wait for the lock and keep it for a walk that another thread has still to begin.
+
+        Args:
+            timeout: Seconds to wait.
+            grace: Seconds that a trainer waits for the walk to begin; it takes the lock then.
+            serve: Begins the walk, if the thread that is to walk waits for the lock itself.
+
+        Raises:
+            StateLockTimeout: If trainers held the lock for too long.
+        """
+        self._token = await self._lock.acquire_capture_async(
+            timeout, thread=self._thread, awaited=False, serve=serve
+        )
+        self._lock.defer_capture(self._token, grace)
+
+    @property
+    def token(self) -> CaptureToken:
+        """What ends the hold, which has begun."""
+        assert self._token is not None
+        return self._token
+
     def release(self) -> None:
         """Lets trainers go on; for when no thread reads the state. May be called twice."""
-        self._lock.release_capture(self.token)
+        if self._token is not None:
+            self._lock.release_capture(self._token)
 
     def end(self, *, copied: bool = False) -> None:
         """Lets trainers and the next turn begin, once no thread reads; may be called twice."""
@@ -76,14 +113,16 @@ class LoadHold:
 
     Args:
         lock: The lock of the state.
-        blocking: Whether that thread does nothing else until the load has ended.
+        caller: Runs user code on that thread; None if another does.
 
     Raises:
         LockMisuse: If the load would wait for that thread, which is capturing the state.
     """
 
-    def __init__(self, lock: StateLock, *, blocking: bool) -> None:
-        self._lock, self._caller = lock, lock.load_caller(blocking=blocking)
+    def __init__(self, lock: StateLock, caller: Caller | None) -> None:
+        blocking = caller is not None and caller.blocks
+        serve = None if caller is None else caller.do_pending
+        self._lock, self._caller = lock, lock.load_caller(blocking=blocking, serve=serve)
         self._request: Request | None = None
 
     @property

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
@@ -43,10 +43,10 @@ from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.ledger import Ledger, Statistics
 from ckpipe.running.unseen_failures import has_failed, raise_or_warn
-from ckpipe.saves.caller import Caller
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.stores.shown_urls import without_secrets
+from ckpipe.tasks.caller import Caller, this_loop
 from ckpipe.tasks.interpreter_exit import call_at_exit
 from ckpipe.tasks.loop_thread import LoopThread
 from ckpipe.worker.crossing import refuse_to_train_as_worker
@@ -285,14 +285,22 @@ class PipelineCore:
         try:
             yield
         except BaseException:
-            request.waiting.leave()
             if self._loop is not None and self._engine is not None and not self._forked:
-                self._loop.post(self._engine.leave, request)
+                leave = self._engine.leave
+                if self._loop.is_here:  # a walk in a thread may end before a posted call
+                    leave(request)
+                else:
+                    self._loop.post(leave, request)
             raise
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Runs a coroutine function on the pipeline's loop; blocking."""
         return self._open_loop().call(function, *args, **kwargs)
+
+    def calling_task(self) -> AbstractContextManager[Caller | None]:
+        """Have user code run in the calling task; in a thread where a hook runs on this loop."""
+        own = self._loop is not None and self._loop.is_here
+        return nullcontext() if own else Caller(this_loop())
 
     def refuse_in_vain(self) -> None:
         """Raises an error where waiting would never end: on the loop, and in a forked process."""
@@ -337,7 +345,7 @@ class PipelineCore:
         metadata: Mapping[str, Any] | None,
         select: LabelFilter,
         final: bool,
-        caller: Caller | None = None,
+        caller: Caller | None,
     ) -> SaveRequest:
         """Checks what ``save`` was given, on the caller's thread, once failures are told."""
         self.report_failures()
@@ -428,13 +436,13 @@ class PipelineCore:
         cast: bool,
         per_rank: PerRankPolicy | None,
         pickle: str,
-        blocking: bool,
+        caller: Caller | None,
     ) -> LoadRequest:
         """Checks what ``load`` was given, on the caller's thread."""
         per_rank = self.settings.per_rank if per_rank is None else per_rank
         check_load(per_rank, pickle)
-        hold = NoHold() if into is None else LoadHold(self.lock, blocking=blocking)
-        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank, hold)
+        hold = NoHold() if into is None else LoadHold(self.lock, caller)
+        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank, hold, caller)
 
     def statistics(self) -> Statistics:
         """What was done so far, in numbers; in any thread and at any time."""

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from ckpipe.errors import LockMisuse
 from ckpipe.locking.lock_turns import Turn
-from ckpipe.saves.caller import Job
 from ckpipe.saves.saving import CapturedState, Save
 from ckpipe.saves.site import Site
+from ckpipe.tasks.caller import Job
 
-Look = Callable[[Save, Site, Turn], CapturedState]
+Look = Callable[[Save, Site, Turn], CapturedState | None]
 """Takes the state apart in a turn; blocking."""
 
 
@@ -30,7 +30,7 @@ class HeadStart:
         job: The caller's work.
     """
 
-    def __init__(self, save: Save, turn: Turn, job: Job[CapturedState]) -> None:
+    def __init__(self, save: Save, turn: Turn, job: Job[CapturedState | None]) -> None:
         self.turn = turn
         self._save, self._job, self._began = save, job, time.perf_counter()
 
@@ -63,11 +63,11 @@ def head_start(save: Save, site: Site, look: Look) -> HeadStart | None:
         look: What the caller is to do.
 
     Returns:
-        None if the save's stages have to begin with it, since it has no caller who works for it,
-        no plan to go by, not all of its memory, or no lock yet.
+        None if the save's stages have to begin with it, since it has no caller who blocks and works
+        for it, no plan to go by, not all of its memory, or no lock yet.
     """
     caller, program = save.request.caller, site.program
-    if caller is None or program is None:
+    if caller is None or not caller.blocks or program is None:
         return None
     if not site.reserve_at_once(save, len(program.blocks)):
         return None
@@ -88,7 +88,7 @@ def _turn(save: Save, site: Site) -> Turn | None:
         token = site.lock.acquire_capture_nowait(thread=save.request.thread)
     except LockMisuse:  # which the stage will meet as well, and knows whom to tell
         return None
-    return None if token is None else Turn(site.lock, token)
+    return None if token is None else Turn(site.lock, save.request.thread, token)
 
 
 __all__ = ["HeadStart", "Look", "head_start"]

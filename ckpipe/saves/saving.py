@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -24,11 +23,11 @@ from ckpipe.locking.watching import Watch
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.saves.block_sums import BlockSums
-from ckpipe.saves.caller import Caller
 from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.delivery import Contents, Delivery
 from ckpipe.saves.programs import Division, Program
 from ckpipe.state.captured import Captured
+from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
 
@@ -38,26 +37,6 @@ if TYPE_CHECKING:
 
 class SkipSave(Exception):  # a decision, not an error
     """The save is to be skipped; the text says why."""
-
-
-class Waiting:
-    """Who called ``save`` and waits until it may change the state: it is let go, or has left."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._left = False
-
-    def leave(self) -> None:
-        """Notes that it has left on an exception; from now on it may change the state."""
-        with self._lock:
-            self._left = True
-
-    def let_go(self, safe: Future[None]) -> bool:
-        """Tells it that it may go on; False if it has left before, when nothing was safe yet."""
-        with self._lock:
-            if not self._left:
-                resolve(safe, None)
-            return not self._left
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +54,7 @@ class SaveRequest:
         owners: Guarded optimizers whose tensors are copied while training goes on; none if the
             caller waits for all copies.
         urgent: Whether there may be no later one, so that it waits where others are skipped.
-        caller: The thread that called, if it works for the save while it waits.
-        waiting: Whether the caller still waits.
+        caller: Runs user code on the thread that called; None if that is the pipeline's own.
     """
 
     state: Any
@@ -89,7 +67,6 @@ class SaveRequest:
     owners: tuple[Optimizer, ...] = ()
     urgent: bool = False
     caller: Caller | None = None
-    waiting: Waiting = field(default_factory=Waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +176,9 @@ class Save(Delivery[FilledBlock]):
         """Whether it was called in the middle of another's call, which goes on after it only."""
         callers = self.request.caller, other.request.caller
         return (
-            all(callers) and self.request.thread == other.request.thread and not other.safe.done()
+            all(caller is not None and caller.blocks for caller in callers)
+            and self.request.thread == other.request.thread
+            and not other.safe.done()
         )
 
     def take_up(self, state: PlannedState) -> None:

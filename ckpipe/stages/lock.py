@@ -55,10 +55,12 @@ async def _reserve_ahead(save: Save, site: Site, blocks: int) -> None:
 
 
 async def _turn(save: Save, site: Site) -> Turn:
+    caller, thread = save.request.caller, save.request.thread
     with save.clock.timing("lock"):
+        if caller is not None and not caller.blocks:
+            # Its event loop may be busy, or wait for a trainer: the walk itself takes the lock.
+            return Turn(site.lock, thread)
         token = await site.lock.acquire_capture_async(
-            site.settings.lock.timeout_seconds,
-            thread=save.request.thread,
-            awaited=save.request.caller is not None,
+            site.settings.lock.timeout_seconds, thread=thread, awaited=caller is not None
         )
-    return Turn(site.lock, token)
+    return Turn(site.lock, thread, token)

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.errors import UsageError
+from ckpipe.errors import StateLockTimeout, UsageError
 from ckpipe.events import Staged
 from ckpipe.loads.selecting import unmatched
 from ckpipe.locking.lock_turns import Turn
@@ -28,8 +28,12 @@ from ckpipe.state.captured import Captured, Walked
 from ckpipe.state.structure import walk as walk_state
 from ckpipe.state.trail import trail_of
 from ckpipe.tasks import to_thread
+from ckpipe.tasks.caller import on_caller
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.cores import own_cores
+
+WAITS = 3
+"""How often a save waits for the lock if its caller's event loop then comes too late to walk."""
 
 MAX_COPIERS = 4
 """Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
@@ -50,25 +54,40 @@ async def walk(
         async for turn in inbox:
             save.status = "capturing"
             state = None if save.head is None else save.head.found(turn)
-            if state is None:
-                with save.clock.timing("walk"), turn.in_use():
-                    state = await _beside_caller(save, site, turn)
-            await out.send(state)
+            await out.send(state or await _looked(save, site, turn))
 
 
-async def _beside_caller(save: Save, site: Site, turn: Turn) -> CapturedState:
-    caller = save.request.caller
-    if caller is None:
-        return await to_thread.run_sync(look, save, site, turn)
-    return await caller.run(look, save, site, turn)
+async def _looked(save: Save, site: Site, turn: Turn) -> CapturedState:
+    """Have the thread that called take the state apart, once it comes to that under the lock."""
+    caller, limits = save.request.caller, site.settings.lock
+    with turn.in_use():
+        for waits_left in reversed(range(WAITS + 1)):
+            with save.clock.timing("walk"):
+                state = await on_caller(caller, look, save, site, turn)
+            if state is not None:
+                return state
+            if caller is not None and waits_left:
+                patience, grace = limits.timeout_seconds, limits.max_step_wait_seconds
+                with save.clock.timing("lock"):
+                    await turn.wait(patience, grace, caller.do_pending)
+    raise StateLockTimeout(
+        f"The event loop that called save() did not run within {limits.max_step_wait_seconds:g} s "
+        "while the state lock was free for it, and trainers went on",
+        hint="Let the loop run while save() is awaited: move what blocks it to a thread",
+    )
 
 
-def look(save: Save, site: Site, turn: Turn) -> CapturedState:
+def look(save: Save, site: Site, turn: Turn) -> CapturedState | None:
     """Takes the state apart, and lets the caller go if all is known already; blocking.
+
+    Returns:
+        None if the lock has to be waited for first.
 
     Raises:
         UnsupportedState: Names the first object that cannot be saved.
     """
+    if not turn.begin():
+        return None
     captured = _walk(save, site, turn)
     deferral = _let_caller_go(save, site, turn, captured) if save.request.owners else None
     if deferral is not None or not save.request.owners:
@@ -129,13 +148,13 @@ def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> De
         return None
     watch = Watch(captured, division.owned, division.samples)
     turn.defer(site.settings.lock.max_step_wait_seconds)
-    return Deferral(program, division, watch) if _captured(save) else None
+    _captured(save)
+    return Deferral(program, division, watch)
 
 
-def _captured(save: Save) -> bool:
-    """Lets the caller go; False if it has left, which the pipeline's loop may not know yet."""
+def _captured(save: Save) -> None:
     save.captured_seconds = save.elapsed
-    return save.request.waiting.let_go(save.safe)
+    resolve(save.safe, None)
 
 
 async def copy(

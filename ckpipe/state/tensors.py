@@ -241,7 +241,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
     raw = np.frombuffer(bytearray(contiguous.tobytes()), dtype=np.uint8)
     if not raw.size:
-        return torch.empty((*array.shape, array.dtype.itemsize), dtype=torch.uint8)
+        return torch.empty((*array.shape, array.dtype.itemsize), dtype=torch.uint8, device="cpu")
     return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
 
 

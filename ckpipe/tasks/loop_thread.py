@@ -15,6 +15,7 @@ from anyio.from_thread import BlockingPortal
 from anyio.lowlevel import EventLoopToken, current_token
 
 from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.tasks.caller import Caller, this_loop
 from ckpipe.tasks.event_loop import KeepingLoop
 from ckpipe.tasks.to_thread import reserve_of_threads
 
@@ -58,16 +59,35 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *args)
 
-    async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    async def run(
+        self,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        caller: Caller | None = None,
+        **kwargs: Any,
+    ) -> T:
         """Runs a coroutine function on the loop, and awaits it on any.
 
         Cancelling cancels it, and goes on once it has ended, however often it is asked for.
+
+        Args:
+            function: The function.
+            args: What to call it with.
+            caller: Does what it asks of the calling thread; None if it asks nothing.
+            kwargs: More to call it with.
         """
-        if self._is_here:
+        if self.is_here:
             return await function(*args, **kwargs)
         work = _Work(partial(function, *args, **kwargs))
         try:
-            return await wait_for(self.submit(work.run))
+            future = self.submit(work.run)
+            if caller is not None:
+                await caller.serve(future)
+            return await wait_for(future)
+        except GeneratorExit:  # closed with its event loop, where nothing can be awaited
+            with contextlib.suppress(RuntimeError):
+                self.submit(work.give_up)
+            raise
         except BaseException:
             with anyio.CancelScope(shield=True), contextlib.suppress(RuntimeError):
                 ended = self.submit(work.give_up)  # fails if the loop has ended
@@ -76,10 +96,22 @@ class LoopThread:
                         await wait_for(ended)
             raise
 
-    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    def call(
+        self,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        caller: Caller | None = None,
+        **kwargs: Any,
+    ) -> T:
         """Runs a coroutine function on the loop; blocking.
 
         An interrupt cancels it, and is raised once it has ended; a second one does not wait.
+
+        Args:
+            function: The function.
+            args: What to call it with.
+            caller: Does what it asks of the calling thread; None if it asks nothing.
+            kwargs: More to call it with.
 
         Raises:
             UsageError: If the caller is on the loop.
@@ -87,7 +119,10 @@ class LoopThread:
         self.refuse_here()
         work = _Work(partial(function, *args, **kwargs))
         try:
-            return self.submit(work.run).result()
+            future = self.submit(work.run)
+            if caller is not None:
+                caller.serve_until(future)
+            return future.result()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.submit(work.give_up).result()
@@ -95,7 +130,7 @@ class LoopThread:
 
     def at_once(self, function: Callable[..., T], *args: Any) -> T:
         """Calls a function on the loop, which may be where the caller is."""
-        if self._is_here:
+        if self.is_here:
             return function(*args)
         # The portal would make a task of it, and its caller wait for the loop twice.
         return anyio.from_thread.run_sync(function, *args, token=self._token)
@@ -106,14 +141,14 @@ class LoopThread:
         Raises:
             UsageError: If the caller does.
         """
-        if self._is_here:
+        if self.is_here:
             raise UsageError(
                 "A hook that runs on the pipeline's event loop must not block it",
                 hint="Make the hook a plain function, which runs in a thread of its own",
             )
 
     @property
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether the caller runs on the loop: a hook does that is a coroutine function."""
         return current_thread() is self._thread
 
@@ -179,18 +214,14 @@ def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
 async def wait_for(future: Future[T]) -> T:
     """Waits in a coroutine for something that happens on another thread.
 
-    Cancelling the coroutine does not touch the future. On asyncio this costs no thread.
+    Cancelling the coroutine does not touch the future.
     """
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
-    done = asyncio.Event()
+    post, done = this_loop(), anyio.Event()
 
     def wake(_: Future[T]) -> None:
         # The loop is closed if the waiter is gone with it.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(done.set)
+            post(done.set)
 
     future.add_done_callback(wake)
     await done.wait()
