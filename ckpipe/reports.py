@@ -87,6 +87,8 @@ class SaveReport:
         captured_seconds: With ``until="captured"``, from the call of ``save`` until forward and
             backward could go on; else None.
         blocks: The way of each block, in the order in which they were filled.
+        copied_bytes: How many bytes of the whole checkpoint would not be there if what all ranks
+            hold alike were written once. Known to the rank that completed it; 0 elsewhere.
     """
 
     stages: Mapping[str, StageReport]
@@ -97,6 +99,7 @@ class SaveReport:
     planned: bool
     captured_seconds: float | None = None
     blocks: Sequence[BlockReport] = field(default=(), compare=False)
+    copied_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -122,10 +125,13 @@ class SaveReport:
             "bottleneck": self.bottleneck,
             "stages": _stages_data(self.stages),
             "blocks": _blocks_data(self.blocks),
+            **({"copied_bytes": self.copied_bytes} if self.copied_bytes else {}),
         }
 
     def __repr__(self) -> str:
         parts = [f"{size_text(self.bytes)} in {self.tensors} tensors"]
+        if self.copied_bytes:
+            parts.append(f"{size_text(self.copied_bytes)} of the checkpoint are copies")
         for name, seconds in (("staged", self.staged_seconds), ("durable", self.durable_seconds)):
             parts.append(f"not {name}" if seconds is None else f"{name} in {seconds:.3g} s")
         return f"<SaveReport {', '.join(parts)}: {self.bottleneck or 'nothing has run yet'}>"
@@ -302,6 +308,7 @@ def save_report_from_data(data: Any) -> SaveReport:
             bool(data["planned"]),
             _seconds(data["captured_seconds"]),
             _blocks(data["blocks"]),
+            _count(data.get("copied_bytes", 0)),
         )
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidManifest(f"The report of the save is malformed: {error!r:.100}") from None

@@ -74,7 +74,8 @@ async def test_the_newest_costs_one_list_however_many_were_deleted_or_pinned(
         assert newest is not None
         assert newest.step == FEWER - 1
         done = store.faulty.operations[before:]
-        assert kinds(done) == {"children": 1, "stat": 2, "get": 1}
+        # What is made up for an index looks damaged, so that it is read twice.
+        assert kinds(done) == {"children": 1, "stat": 2, "get": 2}
         assert [each.key for each in done if each.verb == "children"] == [""]
 
 
@@ -98,7 +99,7 @@ async def test_many_that_are_being_deleted_are_not_looked_at_one_by_one(store: S
         newest = await pipeline.latest()
         assert newest is not None
         assert newest.step == 0
-        assert kinds(store.faulty.operations[before:]) == {"children": 4, "stat": 16, "get": 1}
+        assert kinds(store.faulty.operations[before:]) == {"children": 4, "stat": 16, "get": 2}
 
 
 async def test_an_exact_name_costs_no_list(store: Stores) -> None:

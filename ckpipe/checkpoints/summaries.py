@@ -26,6 +26,8 @@ class Summary:
         world_size: How many ranks wrote it; None if that is not known.
         metrics: What ``save`` was given as metrics.
         final: Whether it was to be the last of its run.
+        copied_bytes: How many of its bytes are copies that several ranks wrote of one tensor; told
+            where that is a quarter or more, else 0.
         problem: Why its index could not be read although it is there; empty if it could.
     """
 
@@ -34,6 +36,7 @@ class Summary:
     world_size: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     final: bool = False
+    copied_bytes: int = 0
     problem: str = ""
 
 
@@ -115,7 +118,8 @@ async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
 
 
 def _told(info: CheckpointInfo, digest: Digest) -> Summary:
-    return Summary(info, digest.bytes, digest.world_size, digest.metrics, digest.final)
+    copied = digest.copied_bytes if digest.is_wasteful else 0
+    return Summary(info, digest.bytes, digest.world_size, digest.metrics, digest.final, copied)
 
 
 __all__ = ["Summary", "read_all", "summarise", "summary"]

@@ -22,6 +22,7 @@ from ckpipe.cli.running import (
     serve,
 )
 from ckpipe.cli.screen import Screen, size, table
+from ckpipe.format.copies import REMEDY
 from ckpipe.format.keys import label_filter
 from ckpipe.stores.opening import Access, open_store
 
@@ -56,6 +57,8 @@ def list_(
             {"url": url, "checkpoints": [_summary_data(each) for each in found]},
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
         )
+        if any(each.copied_bytes for each in found):
+            screen.note(f"copies are bytes that several ranks wrote alike. {REMEDY}")
         return OK
 
     serve(ctx, work)
@@ -66,6 +69,7 @@ def _row(each: Summary) -> tuple[object, ...]:
     state = "complete" if info.complete else "incomplete: " + info.reason.partition(":")[0]
     state = f"damaged: {each.problem}" if each.problem else state
     notes = [state, *(["pinned"] if info.pinned else []), *(["final"] if each.final else [])]
+    notes += [f"{size(each.copied_bytes)} of copies"] if each.copied_bytes else []
     metrics = " ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
     saved = "" if info.saved_at is None else f"{info.saved_at:%Y-%m-%d %H:%M:%S}Z"
     known = "" if each.bytes is None else size(each.bytes)

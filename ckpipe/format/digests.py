@@ -6,10 +6,10 @@ list tells it of all. It is advice. A checkpoint may have none, and whoever acts
 index of what it acts on first (:mod:`ckpipe.checkpoints.learning`).
 
 The text of a digest is JSON without white space, ``[1,bytes,ranks,final,{metric:value,…}]``, and is
-the same whoever writes it. It is cut into at most eight pieces that fit names of 255 bytes, the
-shortest limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its
-place and itself, so that a name that was cut off, changed or given to another checkpoint counts as
-none.
+the same whoever writes it. If ranks have written the same bytes several times, their number follows
+as a sixth element. It is cut into at most eight pieces that fit names of 255 bytes, the shortest
+limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its place and
+itself, so that a name that was cut off, changed or given to another checkpoint counts as none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from ckpipe.errors import InvalidManifest
 from ckpipe.format.canonical_json import canonical
 from ckpipe.format.checksum import crc32c
+from ckpipe.format.copies import copied_bytes
 from ckpipe.format.keys import decode_float, encode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.object_names import DIGESTS, LONGEST_NAME
@@ -47,18 +48,27 @@ class Digest:
         world_size: How many ranks wrote it.
         final: Whether it was to be the last of its run.
         metrics: What ``save`` was given as metrics.
+        copied_bytes: How many bytes would not be there if what all ranks hold alike were written
+            once; see :func:`ckpipe.format.copies.copied_bytes`.
     """
 
     bytes: int
     world_size: int
     final: bool
     metrics: Mapping[str, float]
+    copied_bytes: int = 0
+
+    @property
+    def is_wasteful(self) -> bool:
+        """Whether a quarter of the checkpoint or more is copies of the rest."""
+        return 0 < self.bytes <= 4 * self.copied_bytes
 
     @property
     def text(self) -> str:
         """Its JSON; the same for two digests only if they say the same, NaN and -0.0 told apart."""
         metrics = {name: encode_float(value) for name, value in self.metrics.items()}
-        return canonical([_VERSION, self.bytes, self.world_size, self.final, metrics])
+        copied = [self.copied_bytes] if self.copied_bytes else []
+        return canonical([_VERSION, self.bytes, self.world_size, self.final, metrics, *copied])
 
 
 def digest_of(bundle: Bundle) -> Digest:
@@ -72,6 +82,7 @@ def digest_of(bundle: Bundle) -> Digest:
         bundle.world_size,
         any(part.final for part in bundle.parts),
         {name: decode_float(value) for name, value in bundle.parts[0].metrics.items()},
+        copied_bytes(bundle),
     )
 
 
@@ -149,14 +160,16 @@ def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> Digest | None:
 
 
 def _decoded(data: Any) -> Digest:
-    if type(data) is not list or len(data) != 5 or type(data[4]) is not dict:
+    if type(data) is not list or len(data) not in (5, 6) or type(data[4]) is not dict:
         raise ValueError("This is no digest")
-    version, size, world_size, final, metrics = data
+    version, size, world_size, final, metrics = data[:5]
+    copied = data[5] if len(data) == 6 else 0
     if version != _VERSION or type(final) is not bool:
         raise ValueError("This digest is of another version")
-    if not all(type(each) is int and 0 <= each <= _LARGEST for each in (size, world_size)):
+    if not all(type(each) is int and 0 <= each <= _LARGEST for each in (size, world_size, copied)):
         raise ValueError("A number of this digest is out of range")
-    return Digest(size, world_size, final, {name: decode_float(metrics[name]) for name in metrics})
+    told = {name: decode_float(metrics[name]) for name in metrics}
+    return Digest(size, world_size, final, told, copied)
 
 
 def _sum(place: str, piece: bytes) -> bytes:

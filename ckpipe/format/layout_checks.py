@@ -91,7 +91,7 @@ class LayoutFacts:
         """The tensors that the rank holds whole and wrote itself; a load has no use for them."""
         columns = self._columns
         if columns is not None:
-            self._private = _private(*columns)
+            self._private = private_tensors(*columns)
             self._columns = None  # last, as other threads may ask
         return self._private
 
@@ -271,9 +271,16 @@ def _box_shape(box: Box, shape: tuple[int, ...], tensor: TensorRow) -> tuple[int
     return tuple(sizes)
 
 
-def _private(
+def private_tensors(
     entries: EntryColumns, chunks: ChunkColumns, counts: Sequence[int]
 ) -> dict[int, Place]:
+    """Find the tensors that the rank of a layout holds whole and wrote itself.
+
+    Args:
+        entries: The layout's entries.
+        chunks: Its chunks.
+        counts: How many checksums each entry has.
+    """
     if None not in chunks.box:
         return {}
     ends: list[int] = []

@@ -15,10 +15,18 @@ from hashlib import blake2b
 from typing import Any, Generic, TypeVar, overload
 
 from ckpipe.errors import InvalidManifest
+from ckpipe.format.checksum import chunk_count
 from ckpipe.format.columns import MAX_NUMBER, make_rows
 from ckpipe.format.item_sizes import STORED_ITEM_BYTES
 from ckpipe.format.keys import Json
-from ckpipe.format.layout_checks import ChunkColumns, EntryColumns, LayoutFacts, check_layout
+from ckpipe.format.layout_checks import (
+    ChunkColumns,
+    EntryColumns,
+    LayoutFacts,
+    Place,
+    check_layout,
+    private_tensors,
+)
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, TensorRow
 from ckpipe.format.manifest_tables import CHUNKS, ENTRIES
 
@@ -185,6 +193,16 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
     if source is not None and (source.tensors is tensors or source.tensors == tensors):
         return source.facts
     return check_layout(entry_columns(layout), chunk_columns(layout), tensors)
+
+
+def private_of(layout: Layout) -> Mapping[int, Place]:
+    """The tensors of a layout that was checked which its rank holds whole and wrote itself."""
+    source = text_of(layout)
+    if source is not None:
+        return source.facts.private
+    entries = entry_columns(layout)
+    counts = [chunk_count(nbytes) for nbytes in entries.nbytes]
+    return private_tensors(entries, chunk_columns(layout), counts)
 
 
 def entry_columns(layout: Layout) -> EntryColumns:

@@ -153,6 +153,7 @@ class Delivery(abc.ABC, Generic[B]):
             planned=self.replanned,
             captured_seconds=self.captured_seconds,
             blocks=self.clock.blocks(),
+            copied_bytes=self.clock.copied_bytes,
         )
 
     @abc.abstractmethod
@@ -187,6 +188,7 @@ class Depot:
         pace: Gives writes of blocks their turns, of all saves together.
         texts: What manifests said last that did not change from the one before.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
+        told_copies: Whether it was said already that ranks write the same bytes.
         told_links: Checkpoints that cannot be deleted through links, as was said already.
         respite: How long retention waits after a save.
         kept: How many checkpoints the last prune kept.
@@ -212,6 +214,7 @@ class Depot:
     pace: Pace = field(default_factory=Pace)
     texts: SteadyTexts = field(default_factory=SteadyTexts)
     told_missing: set[str] = field(default_factory=set)
+    told_copies: bool = False
     told_links: set[str] = field(default_factory=set)
     respite: Respite = field(default_factory=Respite)
     kept: int = 0

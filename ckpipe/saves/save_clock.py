@@ -29,6 +29,8 @@ class StageClock:
 
     def __init__(self, zero: float) -> None:
         self.zero = zero
+        self.copied_bytes = 0
+        """What this rank has found in the checkpoint that several ranks wrote alike."""
         self._began: dict[str, float] = {}
         self._ended: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
@@ -143,6 +145,7 @@ class StageClock:
         """All that was noted, as plain JSON, for another process of this machine."""
         return {
             "zero": self.zero,
+            "copied_bytes": self.copied_bytes,
             "began": self._began,
             "ended": self._ended,
             "bytes": self._bytes,
@@ -160,6 +163,7 @@ class StageClock:
             data: What :meth:`to_data` of the other clock returned.
         """
         self.zero = min(self.zero, data["zero"])
+        self.copied_bytes = data["copied_bytes"]
         self._began.update(data["began"])
         self._ended.update(data["ended"])
         self._busy.update(data["busy"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,14 +24,20 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.cargo import file_rows
+from ckpipe.format.copies import REMEDY
+from ckpipe.format.digests import Digest
 from ckpipe.format.manifest import Bundle, BundleKind, Part
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.object_names import index_key, manifest_key
+from ckpipe.ranks.agreements import agree
+from ckpipe.reports import size_text
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.stores.retrying import Tries, telling
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
 
 _OTHERS = "whether all other ranks have committed is for the store to say"
 
@@ -93,11 +101,28 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
     if outcome.complete or outcome.deleted:
         save.unsettled = None
     if outcome.index is not None:
-        depot.facts.learn(info.id, known_of(outcome.index))
+        known = known_of(outcome.index)
+        depot.facts.learn(info.id, known)
+        await _tell_copies(save, depot, known.digest)
     if outcome.complete:
         whole = described(replace(info, complete=True, reason=""), depot.facts)
         depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
     return outcome.complete
+
+
+async def _tell_copies(save: Delivery[B], depot: Depot, digest: Digest) -> None:
+    """Warn, once in a launch, that ranks write the same bytes."""
+    save.clock.copied_bytes = digest.copied_bytes
+    if depot.told_copies or not digest.is_wasteful:
+        return
+    depot.told_copies = True
+    with contextlib.suppress(CkpipeError):
+        if await agree(depot.patient, save.id.attempt, "tells-copies", save.rank) != save.rank:
+            return
+    logger.warning(
+        "%s of the %s of %s are copies: ranks wrote the same tensors, with equal checksums. %s",
+        size_text(digest.copied_bytes), size_text(digest.bytes), save.name, REMEDY,
+    )  # fmt: skip
 
 
 def _info(save: Delivery[B], depot: Depot) -> CheckpointInfo:
