@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.stores.registry import register_backend as register_backend
     from ckpipe.sync import SyncPipeline as SyncPipeline
+    from ckpipe.sync import load as load
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import LoadResult as LoadResult
     from ckpipe.types import VerifyResult as VerifyResult
@@ -76,6 +77,7 @@ _HOMES = {
     "Progress": "state_helpers",
     "RngState": "state_helpers",
     "SyncPipeline": "sync",
+    "load": "sync",
     "CheckpointInfo": "types",
     "LoadResult": "types",
     "VerifyResult": "types",

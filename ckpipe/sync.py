@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 from ckpipe.checkpoints.sweeping import SweepReport
-from ckpipe.errors import UsageError
+from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loads.per_rank import PerRankPolicy
@@ -15,6 +16,8 @@ from ckpipe.retention import Decision
 from ckpipe.running.call_arguments import Which, which
 from ckpipe.running.pipeline_base import PipelineBase
 from ckpipe.running.unseen_failures import raise_or_warn
+from ckpipe.settings import Settings
+from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
@@ -168,3 +171,63 @@ class SyncPipeline(PipelineBase):
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
         return self._core.call(self._core.engine.sweep, dry_run=dry_run)
+
+
+def load(
+    url: str | os.PathLike[str] | None = None,
+    into: Any = None,
+    step: Which | None = None,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    fallback: bool = False,
+    per_rank: PerRankPolicy | None = None,
+    pickle: Literal["refuse", "allow"] = "refuse",
+    settings: Settings | None = None,
+    **fields: Any,
+) -> LoadResult:
+    """Load a checkpoint, to evaluate or to look at it: in one line, and only reading.
+
+    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then.
+
+    Args:
+        url: Where checkpoints lie: a plain path, ``file:///…``, or the URL of another backend.
+        into: The state to load into; None makes a fresh state, on the CPU.
+        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``pickle``.
+        exclude: Globs of labels to leave as they are.
+        strict: Whether keys of plain containers must be the same on both sides.
+        cast: Whether tensors may change their dtype on the way.
+        fallback: Whether to go on to the next older checkpoint if one is damaged.
+        per_rank: What becomes of values that were different on each rank.
+        pickle: Whether pickled objects may be loaded, which runs code from the checkpoint.
+        settings: Settings to start from.
+        fields: Fields of :class:`~ckpipe.Settings`; they go before ``settings``.
+
+    Raises:
+        CheckpointNotFound: If the step is absent or incomplete, or there is no complete
+            checkpoint at all.
+        CkpipeError: Whatever opening a pipeline or :meth:`ckpipe.Pipeline.load` raises.
+    """
+    with SyncPipeline(url, settings=settings, **{**fields, "read_only": True}) as pipeline:
+        result = pipeline.load(
+            into,
+            step,
+            include=include,
+            exclude=exclude,
+            strict=strict,
+            cast=cast,
+            fallback=fallback,
+            per_rank=per_rank,
+            pickle=pickle,
+        )
+        if result is None:
+            incomplete = len(pipeline.steps())
+            raise CheckpointNotFound(
+                f"There is no complete checkpoint in {without_secrets(pipeline.settings.url or '')}"
+                + (f", and {incomplete} that are not complete" if incomplete else ""),
+                hint="Look with `ckpipe ls` whether this is the root of the run",
+            )
+    return result

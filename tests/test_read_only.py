@@ -105,3 +105,28 @@ def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.M
         assert loaded is not None
         assert loaded.state["weights"].tolist() == [1.0] * 5
     assert everything(root) == before
+
+
+def test_one_line_loads_and_changes_nothing(root: Path) -> None:
+    before = everything(root)
+    assert ckpipe.load(root).state["weights"].tolist() == [2.0] * 5
+    target = {"weights": torch.zeros(5)}
+    result = ckpipe.load(root, target, 1, load={"lanes": 2}, read_only=False)
+    assert (result.step, result.state is target) == (1, True)
+    assert target["weights"].tolist() == [1.0] * 5
+    settings = ckpipe.Settings(url=root, per_rank="drop")
+    assert ckpipe.load(settings=settings, include=["weights"]).step == 2
+    with pytest.raises(CheckpointNotFound, match="no checkpoint 7"):
+        ckpipe.load(root, step=7)
+    assert everything(root) == before
+
+
+def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        ckpipe.load(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    for index in root.glob("*.json"):
+        index.unlink()
+    with pytest.raises(CheckpointNotFound, match="run, and 2 that are not complete") as caught:
+        ckpipe.load(root)
+    assert str(root) in str(caught.value)
