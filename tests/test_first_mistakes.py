@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import Commands
+from ranks import ranks
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckpipe
@@ -96,6 +98,23 @@ def test_options_that_torch_adds_to_older_state_are_not_missed(tmp_path: Path) -
         pipeline.save({"optimizer": old}, step=1, until="committed")
         assert pipeline.load({"optimizer": optimizer}) is not None
     optimizer.step()
+
+
+def test_a_run_that_finds_nothing_to_load_says_where_it_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "ckpipe")
+    monkeypatch.chdir(tmp_path)
+    for number in range(2):
+        with ckpipe.SyncPipeline("runs/one") as pipeline:
+            assert (pipeline.load() is None) == (number == 0)
+            pipeline.save({"w": 1}, step=number)
+    told = [each.getMessage() for each in caplog.records if "fresh" in each.getMessage()]
+    assert told == [f"no complete checkpoint: training starts fresh at {tmp_path}/runs/one"]
+    caplog.clear()
+    with ranks(str(tmp_path / "runs" / "two"), 2) as pipelines:
+        assert [each.load() for each in pipelines] == [None, None]
+    assert caplog.text.count("training starts fresh") == 1
 
 
 def test_folders_of_other_programs_are_named(

@@ -10,6 +10,8 @@ bounded time, since a rank may have died.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -38,8 +40,11 @@ from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.running.choosing import first_choice, older_ones
 from ckpipe.saves.site import Site
+from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.collector import collector_paused_at_first
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
+
+logger = logging.getLogger("ckpipe")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _MOST_NAMED = 20
@@ -64,6 +69,7 @@ class Loading:
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        self._place = _place(site.settings.url or "")
         self._calls = 0
         self._unanswered = False
         self._under_way: dict[anyio.CancelScope, tuple[Hold, anyio.Event]] = {}
@@ -142,6 +148,8 @@ class Loading:
         while True:
             info = await first_choice(self._site, which, question, again=again)
             if info is None:
+                if self._site.rank == 0:
+                    logger.info("no complete checkpoint: training starts fresh at %s", self._place)
                 return None
             if fallback and self._site.world_size > 1:
                 return await self._together(info, request, f"{question}.ranks")
@@ -292,6 +300,12 @@ class _Round:
             hint="Call load(fallback=True) on all ranks alike, or raise "
             "load.agreement_timeout_seconds",
         )
+
+
+def _place(url: str) -> str:
+    """A root as a person finds it: a plain path whole, wherever the program runs."""
+    plain = "://" not in url
+    return os.path.abspath(os.path.expanduser(url)) if plain else without_secrets(url)
 
 
 def _closed() -> PipelineClosed:
