@@ -20,8 +20,30 @@ PREFIX = "CKPIPE_"
 _NOT_SETTINGS = ("CKPIPE_TEST_", "CKPIPE_BENCH_", "CKPIPE_DEMO_")
 _SHORT = {"staging_bytes": ("staging", "bytes"), "keep_last": ("retention", "keep_last")}
 _UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
-_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= dict.fromkeys((f"{_letter}i", f"{_letter}ib"), 1024**_power)
+    _UNITS |= dict.fromkeys((_letter, f"{_letter}b"), 1000**_power)
+# Names that other libraries have for the same: Orbax, torchtitan, Lightning, transformers, DCP.
+_OF_PEERS = {
+    "max_to_keep": "keep_last",
+    "keep_latest_k": "keep_last",
+    "save_total_limit": "keep_last",
+    "save_top_k": "retention=KeepBest(metric, n=...)",
+    "best_fn": "retention=KeepBest(metric)",
+    "best_mode": "retention=KeepBest(metric, mode=...)",
+    "monitor": "retention=KeepBest(metric)",
+    "keep_period": "retention=KeepEvery(steps=...)",
+    "save_interval_steps": "save_every_steps",
+    "save_steps": "save_every_steps",
+    "every_n_train_steps": "save_every_steps",
+    "train_time_interval": "save_every_seconds",
+    "async_mode": "save(..., until=...), which is asynchronous in any case",
+    "async_save": "save(..., until=...), which is asynchronous in any case",
+    "enable_async_checkpointing": "save(..., until=...), which is asynchronous in any case",
+    "dirpath": "url",
+    "output_dir": "url",
+    "folder": "url",
+}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -36,7 +58,9 @@ def parse_size(value: Any) -> Any:
     match = _SIZE.fullmatch(value)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError("a size is a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        raise ValueError(
+            "a size is a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB; 4G is 4 GB, 4Gi 4 GiB"
+        )
     whole, _, fraction = match[1].partition(".")
     size, rest = divmod(int(whole + fraction) * unit, 10 ** len(fraction))
     if rest:
@@ -132,33 +156,47 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file.
+def read_toml(path: str | os.PathLike[str], table: str | None = None) -> dict[str, Any]:
+    """The content of a TOML file, or of a table in it.
 
     Raises:
-        SettingsError: If the file cannot be read or is not TOML.
+        SettingsError: If the file cannot be read, is not TOML or has no such table.
     """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        found: Any = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"The settings file {str(path)!r} cannot be read: {error}") from error
     except ValueError as error:
         raise SettingsError(f"The settings file {str(path)!r} is not TOML: {error}") from error
+    for name in table.split(".") if table else ():
+        found = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise SettingsError(f"The settings file {str(path)!r} has no table [{table}]")
+    return found
 
 
 def explained(error: ValidationError, settings: type[BaseModel]) -> SettingsError:
-    """One readable error that names every wrong setting, where it came from and what is valid."""
+    """One readable error, with a line for each wrong setting: where it came from, what is valid."""
     texts: dict[str, list[str]] = {}
-    hints: dict[str, None] = {}
+    hints: dict[str, str] = {}
     for found in map(dict[str, Any], error.errors(include_url=False)):
         place = _place_of(found)
+        source = _source(place, found["input"])
+        name = f"{'.'.join(place)!r}{source}"
         if found["type"] == "extra_forbidden":
-            hints[_nearest(".".join(place), list(_names(settings)))] = None
-        name = f"{'.'.join(place)!r}{_source(place, found['input'])}"
+            hints[name] = _suggestion(
+                ".".join(place), list(_names(settings)), variable=bool(source)
+            )
         # A value that may have several types fails once for each of them.
         texts.setdefault(name, []).append(_reason(found))
-    said = "; ".join(f"The setting {name} {' or '.join(why)}" for name, why in texts.items())
-    return SettingsError(said, hint="; ".join(hints) or None)
+    said = [
+        (f"The setting {name} {' or '.join(why)}", hints.get(name)) for name, why in texts.items()
+    ]
+    if len(said) == 1:
+        return SettingsError(said[0][0], hint=said[0][1])
+    return SettingsError(
+        "\n".join(f"{text}. {hint}." if hint else f"{text}." for text, hint in said)
+    )
 
 
 def _place_of(found: dict[str, Any]) -> tuple[str, ...]:
@@ -202,12 +240,31 @@ def _names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield from _SHORT
 
 
-def _nearest(unknown: str, names: list[str]) -> str:
-    """The valid name that is most alike: as it is written, or as what follows its group."""
+def _suggestion(unknown: str, names: list[str], *, variable: bool) -> str:
+    """What to write instead: the valid name that is meant, or where all of them are."""
+    if ours := _OF_PEERS.get(unknown):
+        return f"Here it is called {ours}"
+    joined = {name.replace(".", "_"): name for name in names if "." in name}
+    nearest = joined.get(unknown) or _nearest(unknown, names)
+    if nearest is None:
+        return "help(ckpipe.Settings) names all of them"
+    if variable:
+        return f"The nearest valid name is {PREFIX + nearest.replace('.', '__').upper()}"
+    return f"The nearest valid name is {nearest!r}"
+
+
+_NEAR = 0.75
+
+
+def _nearest(unknown: str, names: list[str]) -> str | None:
+    """The valid name that is most alike, as it is written or as what follows its group, if any."""
     group, _, last = unknown.rpartition(".")
 
     def likeness(name: str) -> tuple[float, bool]:
         alike = difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio()
         return (alike, name.rpartition(".")[0] == group)
 
-    return f"The nearest valid name is {max(names, key=likeness)!r}"
+    best = max(names, key=likeness)
+    plain = best.rpartition(".")[2]
+    near = likeness(best)[0] >= _NEAR or plain.startswith(last) or last.startswith(plain)
+    return best if near else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
 import anyio
 
@@ -14,7 +14,7 @@ from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.retention import Decision
-from ckpipe.running.call_arguments import Which, which
+from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase
 from ckpipe.running.unseen_failures import raise_or_warn
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
@@ -104,7 +104,7 @@ class Pipeline(PipelineBase):
     async def save(
         self,
         state: Any,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -162,6 +162,7 @@ class Pipeline(PipelineBase):
                 ``"warn"``.
         """
         select = label_filter(include, exclude)
+        step = None if step is None else plain_step(step)
         with self._core.calling_task() as caller:
             request = self._core.request(
                 state, step, until, metrics, metadata, select, final, caller

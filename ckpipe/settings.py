@@ -13,8 +13,8 @@ This module imports pydantic, which is why ``import ckpipe`` does not import it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,8 @@ from ckpipe._settings_input import (
     read_environment,
     read_toml,
 )
+from ckpipe.planner_protocols import Planner
+from ckpipe.retention import Rule
 from ckpipe.settings_groups import (
     Export,
     Load,
@@ -42,6 +44,45 @@ from ckpipe.settings_groups import (
     Worker,
 )
 from ckpipe.stores.shown_urls import without_secrets
+
+
+class PipelineFields(TypedDict, total=False):
+    """The fields of :class:`Settings` but ``url``, and their short forms, as keywords."""
+
+    attempt_id: str | None
+    solo: bool
+    read_only: bool
+    meeting_timeout_seconds: float
+    incomplete_after_seconds: float
+    incomplete_in_a_row: int | None
+    save_every_steps: int | None
+    save_every_seconds: float | None
+    look_every_seconds: float
+    on_busy: Literal["wait", "skip", "fail"]
+    on_error: Literal["raise", "warn"]
+    drain_timeout_seconds: float
+    per_rank: Literal["raise", "drop", "rank0", "derive"]
+    pickle: Literal["refuse", "allow"]
+    keep_reports: bool
+    staging: Staging | Mapping[str, Any]
+    staging_bytes: int | str | None
+    plan: Plan | Mapping[str, Any] | Literal["local", "global"] | Planner
+    upload: Upload | Mapping[str, Any]
+    load: Load | Mapping[str, Any]
+    lock: Lock | Mapping[str, Any]
+    retention: Retention | Mapping[str, Any] | Rule
+    keep_last: int | None
+    final_format: Literal["ckpipe", "torch", "hf"]
+    export: Export | Mapping[str, Any]
+    preemption: Preemption | Mapping[str, Any] | bool
+    worker: Worker | Mapping[str, Any] | Literal["auto", "thread", "process"]
+    backends: Mapping[str, Mapping[str, Any]]
+
+
+class SettingsFields(PipelineFields, total=False):
+    """The fields of :class:`Settings`, and their short forms, as keywords."""
+
+    url: str | os.PathLike[str] | None
 
 
 class Settings(BaseSettings):
@@ -159,11 +200,12 @@ class Settings(BaseSettings):
     """Options for backends, by URL scheme: ``{"file": {"direct": False}}``. They may hold
     credentials, so neither ``repr`` nor error messages show them."""
 
-    def __init__(self, **fields: Any) -> None:
-        if isinstance(fields.get("url"), os.PathLike):
-            fields["url"] = os.fspath(fields["url"])
+    def __init__(self, **fields: Unpack[SettingsFields]) -> None:
+        given: dict[str, Any] = {**fields}
+        if isinstance(given.get("url"), os.PathLike):
+            given["url"] = os.fspath(given["url"])
         try:
-            super().__init__(**grouped(fields))
+            super().__init__(**grouped(given))
         except ValidationError as error:
             # The explanation has all of it, without the values that may be secret.
             raise explained(error, type(self)) from None
@@ -172,21 +214,40 @@ class Settings(BaseSettings):
         for name, value in super().__repr_args__():
             yield name, without_secrets(value) if name == "url" and value else value
 
+    @property
+    def keep_last(self) -> int | None:
+        """How many checkpoints are kept: short for ``retention.keep_last``."""
+        return self.retention.keep_last
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """Host memory of all saves together, in bytes: short for ``staging.bytes``."""
+        return self.staging.bytes
+
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
-        """Reads settings from a TOML file, below keywords and environment. Blocks while reading.
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        table: str | None = None,
+        **overrides: Unpack[SettingsFields],
+    ) -> Self:
+        """Read settings from a TOML file, below keywords and environment. Blocks while reading.
 
         Args:
             path: The file; its tables are the groups.
+            table: The table of a larger file that has the settings, with dots between names:
+                ``"tool.ckpipe"``. None: the whole file.
             overrides: Settings that win over the environment and the file.
 
         Raises:
-            SettingsError: If the file cannot be read, is not TOML, or holds what is not valid.
+            SettingsError: If the file cannot be read, is not TOML, has no such table, or holds
+                what is not valid.
         """
-        file, given = grouped(read_toml(path)), grouped(overrides)
+        file, given = grouped(read_toml(path, table)), grouped(overrides)
         return cls(**merged(file, grouped(read_environment(os.environ)), given))
 
-    def override(self, **fields: Any) -> Self:
+    def override(self, **fields: Unpack[SettingsFields]) -> Self:
         """New settings: these, with some of them changed.
 
         Args:
@@ -226,10 +287,12 @@ __all__ = [
     "Export",
     "Load",
     "Lock",
+    "PipelineFields",
     "Plan",
     "Preemption",
     "Retention",
     "Settings",
+    "SettingsFields",
     "Staging",
     "Upload",
     "Worker",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
 from ckpipe.checkpoints.sweeping import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loads.per_rank import PerRankPolicy
+from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
-from ckpipe.running.call_arguments import Which, which
+from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase
 from ckpipe.running.unseen_failures import raise_or_warn
 from ckpipe.settings import Settings
@@ -81,7 +83,7 @@ class SyncPipeline(PipelineBase):
     def save(
         self,
         state: Any,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -92,6 +94,7 @@ class SyncPipeline(PipelineBase):
     ) -> SyncSaveHandle:
         """Saves a state; returns as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
         select = label_filter(include, exclude)
+        step = None if step is None else plain_step(step)
         with Caller() as caller:
             request = self._core.request(
                 state, step, until, metrics, metadata, select, final, caller
@@ -171,6 +174,19 @@ class SyncPipeline(PipelineBase):
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
         return self._core.call(self._core.engine.sweep, dry_run=dry_run)
+
+
+def _complete_docstrings() -> None:
+    """Put the text of each method of :class:`Pipeline` below the line of its counterpart here."""
+    for name, method in vars(SyncPipeline).items():
+        text = inspect.getdoc(getattr(Pipeline, name, None))
+        if not name.startswith("_") and method.__doc__ and text:
+            own = method.__doc__.partition("\n")[0].partition(" See :meth:`ckpipe.Pipeline")[0]
+            _, _, rest = text.partition("\n")
+            method.__doc__ = f"{own}\n{rest}" if rest else own
+
+
+_complete_docstrings()
 
 
 def load(

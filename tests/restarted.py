@@ -40,7 +40,7 @@ def forget_dead_addresses() -> None:
     store.wait([forgotten])
 
 
-def main(root: str, plan: str, rendezvous: str) -> None:
+def main(root: str, plan: Any, rendezvous: str) -> None:
     """Goes on from what is there; in the first launch rank 1 dies after two saves."""
     if rendezvous == "static":
         forget_dead_addresses()

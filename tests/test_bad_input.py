@@ -583,6 +583,14 @@ def test_attempt_ids_that_are_no_names_are_refused(tmp_path: Path, attempt_id: s
         pass
 
 
+def test_steps_of_numpy_are_steps(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, save_every_steps=5) as pipeline:
+        assert pipeline.should_save(np.int64(5))
+        pipeline.save({"a": 1}, np.int64(5)).wait()
+        (info,) = pipeline.steps()
+        assert info.step == 5
+
+
 @pytest.mark.parametrize("step", [-1, 10**12, 1.5, "7", True])
 def test_steps_that_are_no_steps_are_refused(tmp_path: Path, step: Any) -> None:
     with (

@@ -27,7 +27,7 @@ def data_bytes(root: Path, step: int) -> int:
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_infos_say_what_was_saved(tmp_path: Path, worker: str) -> None:
+def test_infos_say_what_was_saved(tmp_path: Path, worker: Any) -> None:
     with ckpipe.SyncPipeline(tmp_path, worker=worker) as pipeline:
         handle = pipeline.save({"w": torch.zeros(7)}, 1, **GIVEN)
         first, whole = handle.wait(), handle.wait_complete()

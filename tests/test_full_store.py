@@ -213,7 +213,7 @@ def test_nothing_goes_where_the_commit_may_have_landed(store: Stores) -> None:
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_save_without_room_leaves_the_disk_as_it_was(tmp_path: Path, worker: str) -> None:
+def test_a_save_without_room_leaves_the_disk_as_it_was(tmp_path: Path, worker: Any) -> None:
     with (
         mounted(["-t", "tmpfs", "-o", "size=8M", "tmpfs"], tmp_path / "disk") as disk,
         ckpipe.SyncPipeline(disk / "run", worker=worker, **ONCE) as pipeline,

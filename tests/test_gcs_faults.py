@@ -73,7 +73,7 @@ def pipeline(
     url: str,
     endpoint: str,
     retention: dict[str, Any] | None = None,
-    worker: str = "thread",
+    worker: Any = "thread",
     fault: Fault | None = None,
     **upload: Any,
 ) -> ckpipe.SyncPipeline:

@@ -86,7 +86,7 @@ class Store:
 
         self.proxy.rule = rule
 
-    def pipeline(self, endpoint: str, worker: str, **upload: Any) -> ckpipe.SyncPipeline:
+    def pipeline(self, endpoint: str, worker: Any, **upload: Any) -> ckpipe.SyncPipeline:
         """A pipeline whose larger data files are made of parts."""
         return ckpipe.SyncPipeline(
             f"{self.scheme}://{BUCKET}/{self.root}",
@@ -96,7 +96,7 @@ class Store:
             worker=worker,
         )
 
-    def save(self, state: dict[str, Any], worker: str = "thread", **upload: Any) -> None:
+    def save(self, state: dict[str, Any], worker: Any = "thread", **upload: Any) -> None:
         """Saves once through the proxy."""
         with self.pipeline(self.proxy.url, worker, **upload) as opened:
             opened.save(state, step=1, until="committed")
@@ -177,7 +177,7 @@ def test_the_connection_is_reset_after_the_write(
 )
 @STATES
 def test_the_answer_comes_after_the_try_was_given_up(
-    store: Store, state: dict[str, Any], fault: Fault, worker: str
+    store: Store, state: dict[str, Any], fault: Fault, worker: Any
 ) -> None:
     store.disturb(fault)
     store.save(state, worker, attempt_timeout_seconds=1.5)

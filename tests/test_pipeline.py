@@ -267,7 +267,7 @@ def test_include_and_exclude_select_by_label(tmp_path: Path) -> None:
 
 def test_settings_and_topology_are_checked_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(errors.SettingsError, match="on_busy"):
-        ckpipe.SyncPipeline(tmp_path, on_bussy="wait")
+        ckpipe.SyncPipeline(tmp_path, on_bussy="wait")  # type: ignore[call-arg]
     with pytest.raises(errors.SettingsError, match="url"):
         ckpipe.SyncPipeline()
     with pytest.raises(errors.BackendNotFound, match="nosuch"):

@@ -88,7 +88,7 @@ def test_planner_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["globl", 3, object(), LocalPlanner])
-def test_what_is_no_planner_is_refused(wrong: object) -> None:
+def test_what_is_no_planner_is_refused(wrong: Any) -> None:
     with pytest.raises(SettingsError, match="'local', 'global' or an object with a method plan"):
         ckpipe.Settings(plan=wrong)
 

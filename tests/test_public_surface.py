@@ -28,10 +28,12 @@ MODULES = ["distributed", "errors", "events", "planning", "testing"]
 
 _OPEN = """(
     self, url: str | os.PathLike[str] | None = None, *, guard: Guarded = None,
-    state_lock: StateLock | None = None, settings: Settings | None = None, **fields: Any
+    state_lock: StateLock | None = None, settings: Settings | None = None,
+    **fields: Unpack[PipelineFields]
 ) -> None"""
 _SAVE = """(
-    self, state: Any, step: int | None = None, *, metrics: Mapping[str, float] | None = None,
+    self, state: Any, step: SupportsIndex | None = None, *,
+    metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
     until: Literal['captured', 'staged', 'committed'] = 'staged',
     final: bool = False, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
@@ -61,7 +63,7 @@ _PIPELINE = {
     "on_complete": "(self, hook: Hook[Completed]) -> Hook[Completed]",
     "on_failed": "(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]",
     "on_staged": "(self, hook: Hook[Staged]) -> Hook[Staged]",
-    "should_save": "(self, step: int, *, last: int | None = None) -> bool",
+    "should_save": "(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool",
     "statistics": "(self) -> Statistics",
     "unpin": "(self, step: Which) -> None",
     "verify": "(self, step: Which) -> VerifyResult",
@@ -346,3 +348,14 @@ def test_the_package_shows_its_names_and_no_others() -> None:
     namespace: dict[str, Any] = {}
     exec("from ckpipe import *", namespace)
     assert set(NAMES.split()) <= namespace.keys()
+
+
+def test_help_of_the_blocking_pipeline_has_the_whole_text() -> None:
+    for name, method in vars(ckpipe.SyncPipeline).items():
+        awaiting = getattr(ckpipe.Pipeline, name, None)
+        if name.startswith("_") or awaiting is None:
+            continue
+        ours, theirs = (inspect.getdoc(each) or "" for each in (method, awaiting))
+        assert ours.partition("\n")[2] == theirs.partition("\n")[2], name
+        assert ours.partition("\n")[0]
+    assert "metrics: Numbers by name" in (inspect.getdoc(ckpipe.SyncPipeline.save) or "")

@@ -199,7 +199,7 @@ def test_what_becomes_of_values_of_ranks_is_a_setting(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="'derive' or a function"):
             pipelines[0].load(state, per_rank="rank1")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="per_rank"):
-        ckpipe.Settings(per_rank="rank1")
+        ckpipe.Settings(per_rank="rank1")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

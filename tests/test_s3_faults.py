@@ -78,7 +78,7 @@ def pipeline(
     url: str,
     endpoint: str,
     profile: str | None = None,
-    worker: str = "thread",
+    worker: Any = "thread",
     fault: Fault | None = None,
     **upload: Any,
 ) -> ckpipe.SyncPipeline:
@@ -143,7 +143,7 @@ class Once:
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_a_save_and_a_load_through_nothing_but_a_proxy(
-    server: S3Server, proxy: FaultProxy, url: str, worker: str
+    server: S3Server, proxy: FaultProxy, url: str, worker: Any
 ) -> None:
     assert save(url, proxy.url, worker=worker) is None
     operations = [operation for operation, _ in proxy.log]

@@ -18,7 +18,16 @@ from pydantic import BaseModel, ValidationError
 
 from ckpipe.errors import SettingsError
 from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, KeepWithin
-from ckpipe.settings import Load, Lock, Retention, Settings, Staging, Upload
+from ckpipe.settings import (
+    Load,
+    Lock,
+    PipelineFields,
+    Retention,
+    Settings,
+    SettingsFields,
+    Staging,
+    Upload,
+)
 
 MIB = 1024 * 1024
 
@@ -133,7 +142,7 @@ def test_override_changes_what_is_named_and_keeps_the_rest(
     assert after.retention.rule == rule
     assert (before.upload.lanes, before.on_busy) == (3, "wait")
     with pytest.raises(SettingsError, match="'on_bus' does not exist"):
-        before.override(on_bus="skip")
+        before.override(on_bus="skip")  # type: ignore[call-arg]
 
 
 def test_settings_are_frozen() -> None:
@@ -196,6 +205,8 @@ def test_replicated_is_a_word_or_a_list_of_globs(
         ("2TB", 2_000_000_000_000),
         ("65536 kB", 65_536_000),
         ("67108864 B", 64 * MIB),
+        ("4G", 4_000_000_000),
+        ("64Mi", 64 * MIB),
     ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
@@ -220,6 +231,15 @@ def test_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
         ({"staging_byte": 1}, "nearest valid name is 'staging_bytes'"),
         ({"drain_timeout": 1}, "nearest valid name is 'drain_timeout_seconds'"),
         ({"timeout": 1}, "nearest valid name is '(plan|lock).timeout_seconds'"),
+        ({"upload_lanes": 1}, "nearest valid name is 'upload.lanes'"),
+        ({"frobnicate": 1}, r"does not exist. help\(ckpipe.Settings\) names all of them"),
+        ({"max_to_keep": 1}, "Here it is called keep_last"),
+        ({"keep_latest_k": 1}, "Here it is called keep_last"),
+        ({"save_interval_steps": 1}, "Here it is called save_every_steps"),
+        ({"async_mode": "async"}, r"Here it is called save\(..., until=...\)"),
+        ({"async_save": True}, r"Here it is called save\(..., until=...\)"),
+        ({"keep_period": 1}, r"Here it is called retention=KeepEvery\(steps=...\)"),
+        ({"best_fn": max}, r"Here it is called retention=KeepBest\(metric\)"),
         ({"on_busy": "queue"}, "'on_busy' is not valid: input should be 'wait', 'skip' or 'fail'"),
         ({"attempt_id": ""}, "'attempt_id' is not valid"),
         (
@@ -251,7 +271,7 @@ def test_wrong_settings_are_refused_and_named(fields: dict[str, Any], message: s
 
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
-        Settings(upload={"lans": 3, "retries": -1}, solo="perhaps")
+        Settings(upload={"lans": 3, "retries": -1}, solo="perhaps")  # type: ignore[arg-type]
     text = str(caught.value)
     assert all(name in text for name in ("'upload.lans'", "'upload.retries'", "'solo'"))
     assert caught.value.__cause__ is None
@@ -260,7 +280,8 @@ def test_all_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("CKPIPE_LANES", "3", r"\(from CKPIPE_LANES\) does not exist.*'upload.lanes'"),
+        ("CKPIPE_LANES", "3", r"\(from CKPIPE_LANES\) does not exist.*CKPIPE_UPLOAD__LANES"),
+        ("CKPIPE_UPLOAD_LANES", "3", r"nearest valid name is CKPIPE_UPLOAD__LANES"),
         ("CKPIPE_UPLOAD__LANS", "3", r"\(from CKPIPE_UPLOAD__LANS\) does not exist"),
         (
             "CKPIPE_UPLOAD__LANES",
@@ -276,6 +297,52 @@ def test_wrong_variables_are_refused_and_named(
     monkeypatch.setenv(variable, text)
     with pytest.raises(SettingsError, match=message):
         Settings()
+
+
+def test_each_fault_has_a_line_with_its_remedy() -> None:
+    fields: dict[str, Any] = {"keep_lst": 3, "max_to_keep": 2}
+    with pytest.raises(SettingsError) as caught:
+        Settings(**fields)
+    assert str(caught.value).splitlines() == [
+        "The setting 'keep_lst' does not exist. The nearest valid name is 'keep_last'.",
+        "The setting 'max_to_keep' does not exist. Here it is called keep_last.",
+    ]
+
+
+def test_keywords_have_types_as_the_settings_have() -> None:
+    assert set(SettingsFields.__annotations__) == {
+        *Settings.model_fields,
+        "keep_last",
+        "staging_bytes",
+    }
+    assert PipelineFields.__annotations__.keys() == SettingsFields.__annotations__.keys() - {"url"}
+
+
+def test_a_wrong_keyword_is_found_by_the_type_checker(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("import ckpipe\nckpipe.SyncPipeline('runs', keep_lst=3)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 'Unexpected keyword argument "keep_lst"' in done.stdout
+    assert "keep_last" in done.stdout
+
+
+def test_short_forms_are_read_as_they_are_written() -> None:
+    settings = Settings(keep_last=3, staging_bytes="4G")
+    assert (settings.keep_last, settings.staging_bytes) == (3, 4 * 10**9)
+
+
+def test_a_table_of_a_larger_file(tmp_path: Path) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.write_text("[project]\nname = 'x'\n[tool.ckpipe]\nkeep_last = 4\nupload.lanes = 2\n")
+    settings = Settings.from_file(file, table="tool.ckpipe", keep_last=5)
+    assert (settings.keep_last, settings.upload.lanes) == (5, 2)
+    with pytest.raises(SettingsError, match=r"no table \[tool.other\]"):
+        Settings.from_file(file, table="tool.other")
 
 
 def test_variable_is_not_blamed_for_a_keyword(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,4 +90,4 @@ def test_what_is_no_lock_of_a_state_is_refused(tmp_path: Path, lock: Any) -> Non
 
 def test_a_lock_given_in_place_of_its_settings_is_explained(tmp_path: Path) -> None:
     with pytest.raises(errors.SettingsError, match="state_lock"):
-        ckpipe.SyncPipeline(tmp_path, lock=ckpipe.StateLock())
+        ckpipe.SyncPipeline(tmp_path, lock=ckpipe.StateLock())  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import json
 import operator
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ckpipe.errors import UsageError
 from ckpipe.format.keys import encode_float
@@ -48,14 +48,18 @@ def which(checkpoint: Which) -> int | str:
     raise UsageError(f"A checkpoint is named by its step, its id or its info, not {checkpoint!r}")
 
 
-def check_step(step: int) -> None:
-    """Looks whether this is a step.
+def plain_step(step: SupportsIndex) -> int:
+    """Give a step as an int, which numpy's and torch's integers are not.
 
     Raises:
-        UsageError: If it is not.
+        UsageError: If it is no step.
     """
-    if type(step) is not int or not 0 <= step < 10**12:
+    number = -1
+    with contextlib.suppress(TypeError):
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    if not 0 <= number < 10**12:
         raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
+    return number
 
 
 def check_until(until: str, step: int | None) -> None:

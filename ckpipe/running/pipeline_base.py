@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import SupportsIndex, Unpack
 
 from torch.optim import Optimizer
 
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.locking.guard import Guarded
 from ckpipe.locking.lock import StateLock
-from ckpipe.running.call_arguments import location
+from ckpipe.running.call_arguments import location, plain_step
 from ckpipe.running.ledger import Statistics
 from ckpipe.running.pipeline_core import Hook, PipelineCore
-from ckpipe.settings import Settings
+from ckpipe.settings import PipelineFields, Settings
 
 
 class PipelineBase:
@@ -26,11 +26,11 @@ class PipelineBase:
         guard: Guarded = None,
         state_lock: StateLock | None = None,
         settings: Settings | None = None,
-        **fields: Any,
+        **fields: Unpack[PipelineFields],
     ) -> None:
-        self._core = PipelineCore(location(url), guard, state_lock, settings, fields)
+        self._core = PipelineCore(location(url), guard, state_lock, settings, {**fields})
 
-    def should_save(self, step: int, *, last: int | None = None) -> bool:
+    def should_save(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool:
         """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
 
         Once :attr:`preempted`, it is True until a save has begun, and False from then on.
@@ -52,7 +52,8 @@ class PipelineBase:
             SettingsError: If neither is set, preemption is not either, and ``last`` is not given.
             PipelineClosed: If the pipeline is not open.
         """
-        return self._core.should_save(step, last)
+        last = None if last is None else plain_step(last)
+        return self._core.should_save(plain_step(step), last)
 
     @property
     def preempted(self) -> bool:

@@ -34,7 +34,6 @@ from ckpipe.ranks.topology import ALONE, find_topology
 from ckpipe.running.announcing import END
 from ckpipe.running.call_arguments import (
     check_load,
-    check_step,
     check_until,
     plain_metadata,
     plain_metrics,
@@ -366,8 +365,6 @@ class PipelineCore:
             )
         check_until(until, step)
         owners = self._owners(step) if until == "captured" else ()
-        if step is not None:
-            check_step(step)
         self.lock.check_capture_allowed()
         return SaveRequest(
             state,
@@ -397,9 +394,6 @@ class PipelineCore:
     def should_save(self, step: int, last: int | None) -> bool:
         """Whether the settings ask for a save at a step."""
         engine, together = self.engine, self._topology.world_size > 1
-        check_step(step)
-        if last is not None:
-            check_step(last)
         called = engine.diary.ask(step) if together else frozenset()
         if END in called:
             self.preemption.arrive()
