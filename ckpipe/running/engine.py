@@ -37,7 +37,7 @@ from ckpipe.running.entering import enter, store_of
 from ckpipe.running.final_export import exported
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
-from ckpipe.running.loading import Loading
+from ckpipe.running.loading import Loading, place_of
 from ckpipe.running.rollbacks import name_at_once, next_name
 from ckpipe.running.site_making import make_site
 from ckpipe.save_run import run_save
@@ -106,7 +106,8 @@ class Engine(Housekeeping):
         async with backend:
             entry = await enter(backend, self._settings, self._topology, meeting)
             self._site, worker = make_site(self._settings, entry, self._lock, self._events)
-            self._follower, self._loading = Follower(self._site), Loading(self._site)
+            place = await anyio.to_thread.run_sync(place_of, self._settings.url or "")
+            self._follower, self._loading = Follower(self._site), Loading(self._site, place)
             self._course = Course(entry.attempt)
             lease = Lease(entry.patient, entry.attempt.partition("Z-")[2])
             try:

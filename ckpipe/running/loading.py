@@ -65,11 +65,11 @@ class Loading:
 
     Args:
         site: Where checkpoints lie.
+        place: The same, for people; see :func:`place_of`.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._place = _place(site.settings.url or "")
+    def __init__(self, site: Site, place: str) -> None:
+        self._site, self._place = site, place
         self._calls = 0
         self._unanswered = False
         self._under_way: dict[anyio.CancelScope, tuple[Hold, anyio.Event]] = {}
@@ -302,8 +302,8 @@ class _Round:
         )
 
 
-def _place(url: str) -> str:
-    """A root as a person finds it: a plain path whole, wherever the program runs."""
+def place_of(url: str) -> str:
+    """A root as people find it: a plain path in full. Blocking."""
     plain = "://" not in url
     return os.path.abspath(os.path.expanduser(url)) if plain else without_secrets(url)
 
@@ -349,4 +349,4 @@ def _none_is_whole(
     return first
 
 
-__all__ = ["Loading"]
+__all__ = ["Loading", "place_of"]
