@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
@@ -16,7 +17,7 @@ from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.retention import Decision
 from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase
-from ckpipe.running.unseen_failures import raise_or_warn
+from ckpipe.running.unseen_failures import note_failures, raise_or_warn
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 
@@ -24,9 +25,11 @@ class Pipeline(PipelineBase):
     """Saves and loads training state while training goes on.
 
     An async context manager, entered once, or opened and closed by :meth:`open` and
-    :meth:`aclose`. Entering opens the store; leaving waits for saves
-    under way and raises what failed and was not yet seen. Leaving on an exception still lets
-    saves finish whose state is staged, and cancels the others. Everything runs on an event loop
+    :meth:`aclose`. Entering opens the store; leaving waits for saves under way, without a limit,
+    and raises what failed and was not yet seen. Leaving on an exception gives saves whose state is
+    staged ``drain_timeout_seconds`` to finish and cancels the others; all that is lost is logged
+    and noted on the exception. An interrupt while leaving waits does the same; a second one gives
+    the saves up. Everything runs on an event loop
     of the pipeline's own, in a thread of its own, so a coroutine that trains without ever
     awaiting holds no upload back. Only user code, such as ``state_dict`` and ``load_state_dict``,
     runs on the caller's event loop, in the task that awaits.
@@ -72,7 +75,7 @@ class Pipeline(PipelineBase):
                 ``"warn"``.
             UsageError: If a hook of this pipeline calls it, since closing waits for hooks.
         """
-        await self._leave(failed=False)
+        await self._leave(None)
 
     async def __aenter__(self) -> Self:
         """Open the pipeline; see :meth:`open`."""
@@ -93,13 +96,46 @@ class Pipeline(PipelineBase):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._leave(failed=exc is not None)
+        await self._leave(exc)
 
-    async def _leave(self, *, failed: bool) -> None:
-        with self._core.leaving(), anyio.CancelScope(shield=True):
-            failures = await anyio.to_thread.run_sync(lambda: self._core.close(failed=failed))
-        if not failed:
+    async def _leave(self, error: BaseException | None) -> None:
+        closed: Future[list[Exception]] = Future()
+        with self._core.leaving():
+            try:
+                await self._close(closed, failed=error is not None)
+            except BaseException as cancelled:
+                error = cancelled
+                raise
+            finally:
+                failures = closed.result()
+                if error is not None:
+                    note_failures(failures, error)
+        if error is None:
             raise_or_warn(failures, self._core.settings.on_error)
+
+    async def _close(self, closed: Future[list[Exception]], *, failed: bool) -> None:
+        """Close in a thread; once cancelled, ``drain_timeout_seconds`` counts."""
+        ended = anyio.Event()
+
+        def close() -> None:
+            try:
+                closed.set_result(self._core.close(failed=failed))
+            except BaseException as error:
+                closed.set_exception(error)
+
+        async def close_in_thread() -> None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(close)
+            ended.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close_in_thread)
+            with anyio.CancelScope(shield=failed):
+                try:
+                    await ended.wait()
+                except anyio.get_cancelled_exc_class():
+                    self._core.hurry()
+                    raise
 
     async def save(
         self,

@@ -150,7 +150,9 @@ class Settings(BaseSettings):
     """Whether a failed save that nobody waited for raises from the pipeline later, or warns."""
 
     drain_timeout_seconds: float = Field(600.0, ge=0)
-    """How long leaving the pipeline on an exception waits for staged saves, in seconds."""
+    """How long leaving the pipeline on an exception, or after a signal of ``preemption``, waits for
+    staged saves, in seconds. Leaving it normally waits until all is durable, without a limit; this
+    one bounds only what follows then, such as retention and hooks."""
 
     per_rank: Literal["raise", "drop", "rank0", "derive"] = "raise"
     """What a load does with values of one rank each, and with random generators, where another

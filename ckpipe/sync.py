@@ -17,7 +17,7 @@ from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
 from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase
-from ckpipe.running.unseen_failures import raise_or_warn
+from ckpipe.running.unseen_failures import note_failures, raise_or_warn
 from ckpipe.settings import Settings
 from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.caller import Caller
@@ -51,7 +51,7 @@ class SyncPipeline(PipelineBase):
 
     def close(self) -> None:
         """Wait until all saves are durable and close; see :meth:`ckpipe.Pipeline.aclose`."""
-        self._leave(failed=False)
+        self._leave(None)
 
     def __enter__(self) -> Self:
         """Open the pipeline; see :meth:`open`."""
@@ -72,13 +72,15 @@ class SyncPipeline(PipelineBase):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._leave(failed=exc is not None)
+        self._leave(exc)
 
-    def _leave(self, *, failed: bool) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         with self._core.leaving():
-            failures = self._core.close(failed=failed)
-        if not failed:
+            failures = self._core.close(failed=error is not None)
+        if error is None:
             raise_or_warn(failures, self._core.settings.on_error)
+        else:
+            note_failures(failures, error)
 
     def save(
         self,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from heard_signals import signals_heard
 from pipelines import Stores, stores
 
 import ckpipe
@@ -95,6 +99,76 @@ def test_a_hook_cannot_close_its_own_pipeline(tmp_path: Path) -> None:
         pipeline.close()
     with pytest.raises(errors.PipelineClosed):
         other.save(STATE, step=0)
+
+
+def leave_while_a_save_is_held(
+    store: Stores, pipeline: ckpipe.SyncPipeline, then: Callable[[], object]
+) -> ckpipe.SyncSaveHandle:
+    """Close on this thread; once that has begun, another does something and releases the store."""
+
+    def once_it_closes() -> None:
+        with contextlib.suppress(errors.PipelineClosed):
+            while True:
+                pipeline.save(STATE)
+        then()
+        store.slow.release()
+
+    store.slow.hold("write")
+    handle = pipeline.save(STATE, step=0)
+    thread = threading.Thread(target=once_it_closes)
+    thread.start()
+    try:
+        pipeline.close()
+    finally:
+        store.slow.release()
+        thread.join()
+    return handle
+
+
+def test_a_normal_leave_has_no_limit(store: Stores) -> None:
+    staging = {"bytes": "8MiB", "block_bytes": 65536}
+    pipeline = ckpipe.SyncPipeline(store.url, drain_timeout_seconds=0, staging=staging).open()
+    assert leave_while_a_save_is_held(store, pipeline, lambda: None).status == "committed"
+
+
+def test_a_first_ctrl_c_lets_saves_end_within_the_limit(store: Stores) -> None:
+    staging = {"bytes": "8MiB", "block_bytes": 65536}
+    pipeline = ckpipe.SyncPipeline(store.url, staging=staging).open()
+    with signals_heard(), pytest.raises(KeyboardInterrupt):
+        leave_while_a_save_is_held(store, pipeline, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with ckpipe.SyncPipeline(store.url) as fresh:
+        assert fresh.load(step=0) is not None
+
+
+def test_a_save_that_an_exception_gives_up_is_logged_and_noted(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.slow.hold("write")
+    pipeline = ckpipe.SyncPipeline(store.url, drain_timeout_seconds=0)
+    with pytest.raises(ZeroDivisionError) as caught, pipeline:  # noqa: PT012
+        handle = pipeline.save(STATE, step=7)
+        raise ZeroDivisionError
+    (note,) = caught.value.__notes__
+    assert "given up" in note
+    assert "step 7" in note
+    assert handle.status == "failed"
+    assert any(
+        each.levelname == "ERROR" and "given up" in each.message and "step" in each.message
+        for each in caplog.records
+    )
+
+
+async def test_a_leave_that_is_cancelled_gives_up_after_the_limit(store: Stores) -> None:
+    store.slow.hold("write")
+    pipeline = await ckpipe.Pipeline(store.url, drain_timeout_seconds=0).open()
+    handle = await pipeline.save(STATE, step=7)
+    leaving = asyncio.create_task(pipeline.aclose())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await leaving
+    assert handle.status == "failed"
+    assert "step 7" in "".join(caught.value.__notes__)
 
 
 LEFT_OPEN = """

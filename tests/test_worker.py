@@ -226,6 +226,7 @@ def test_closing_never_hangs_and_says_what_is_lost(tmp_path: Path) -> None:
     worker = worker_of(opened)
     os.kill(worker, signal.SIGSTOP)
     opened.save(state_of(2))
+    opened.preempt()
     with pytest.raises(errors.DrainTimeout):
         opened.__exit__(None, None, None)
     assert not psutil.pid_exists(worker)

@@ -58,6 +58,9 @@ from ckpipe.types import CheckpointId, LoadResult
 
 logger = logging.getLogger("ckpipe")
 
+LOOK_SECONDS = 0.2
+"""How often closing looks whether a signal ends the program meanwhile."""
+
 
 class Engine(Housekeeping):
     """Everything of one pipeline that lives on its loop.
@@ -87,7 +90,7 @@ class Engine(Housekeeping):
         self._next_step = 0
         self._stop = anyio.Event()
         self._background: list[Exception] = []
-        self._saved_final = False
+        self._saved_final = self._hurries = False
         self._warming, self._beginning = anyio.Lock(), anyio.Lock()
         self.cadence = Cadence(settings.save_every_steps, settings.save_every_seconds)
         self.diary = Diary(2 * PATIENCE_SECONDS)
@@ -277,47 +280,81 @@ class Engine(Housekeeping):
         """Notes that a caller was told of a failure."""
         self._background = [each for each in self._background if each is not error]
 
-    async def drain(self, *, staged_only: bool, within: float | None = None) -> None:
-        """Waits until all saves have ended, and hooks returned, for ``drain_timeout_seconds``.
+    async def drain(self, *, staged_only: bool) -> None:
+        """Wait until all saves have ended and hooks returned.
 
+        There is no limit until all is durable. ``drain_timeout_seconds`` bounds what follows, such
+        as retention and hooks, and everything once an exception or a signal ends the program.
         Hooks may begin further saves, which are waited for as well.
 
         Args:
-            staged_only: Cancels the saves that still need the caller's state.
-            within: Seconds to wait if that is less; None if nothing else bounds it.
+            staged_only: Whether an exception ends it: cancels the saves that still need the
+                caller's state.
         """
         if staged_only:
+            self.hurry()
             for save in [each for each in self._active if not each.safe.done()]:
                 await self.cancel(save)
-        limit = min(self._settings.drain_timeout_seconds, math.inf if within is None else within)
-        with anyio.move_on_after(limit):
-            await self._idle()
-        if late_saves := list(self._active):
-            for save in late_saves:
-                await self._give_up(save, limit)
-            with anyio.move_on_after(limit):
-                await self.hooks.drained()
+                if save.status == "cancelled":
+                    reason = "The save was given up, since its state had not been copied"
+                    self._background.append(SaveCancelled(reason, step=save.id.step))
+        if await self._idle_in_time():
+            return
+        for save in list(self._active):
+            await self._give_up(save)
+        with anyio.move_on_after(self._settings.drain_timeout_seconds):
+            await self.hooks.drained()
         if late := self.hooks.describe_running():
+            limit = self._settings.drain_timeout_seconds
             logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
 
-    async def _idle(self) -> None:
+    def hurry(self) -> None:
+        """Have ``drain_timeout_seconds`` count for all saves from now on."""
+        self._hurries = True
+
+    async def _idle_in_time(self) -> bool:
+        """Whether all saves ended and all hooks returned before the limit."""
+        limit, grace = self._settings.drain_timeout_seconds, self._settings.preemption.grace_seconds
+        ends_at: float | None = None
         with self.site.respite.skipped():
             while self._active or self.hooks.describe_running():
-                for ended in list(self._active.values()):
-                    await ended.wait()
-                await self.hooks.drained()
+                left = math.inf
+                if self._hurries or self._preemption.signalled or self._is_durable:
+                    ends_at = ends_at or time.monotonic() + limit
+                    left = ends_at - time.monotonic()
+                else:
+                    ends_at = None
+                grace_left = self._preemption.seconds_left(grace)
+                left = left if grace_left is None else min(left, grace_left)
+                with anyio.move_on_after(min(left, LOOK_SECONDS)):
+                    await self._idle()
+                if left <= 0:
+                    return not (self._active or self.hooks.describe_running())
+        return True
 
-    async def _give_up(self, save: Save, limit: float) -> None:
-        if not save.committed.done():
+    @property
+    def _is_durable(self) -> bool:
+        return all(save.committed.done() for save in self._active)
+
+    async def _idle(self) -> None:
+        while self._active or self.hooks.describe_running():
+            for ended in list(self._active.values()):
+                await ended.wait()
+            await self.hooks.drained()
+
+    async def _give_up(self, save: Save) -> None:
+        if save.committed.done():
+            logger.warning("What follows the commit of %s was given up on leaving", save.name)
+        else:
             error = DrainTimeout(
-                f"The save was not through {limit:g} s after the pipeline began to close",
+                "The save was given up: it was not durable within drain_timeout_seconds "
+                f"({self._settings.drain_timeout_seconds:g} s) or preemption.grace_seconds after "
+                "an exception or a signal ended the program",
                 step=save.id.step,
                 rank=save.rank,
-                hint="Raise drain_timeout_seconds, or wait for the handle before closing",
+                hint="Raise the limit, or wait for the handle before leaving",
             )
-            save.status = "failed"
-            self._background.append(error)
-            self._end(save, error)
+            self._failed(save, error)
         save.call_off()
         if save in self._active:
             await self._active[save].wait()

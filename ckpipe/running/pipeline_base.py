@@ -84,7 +84,7 @@ class PipelineBase:
         A plain function runs in a thread of its own, a coroutine function on the pipeline's own
         event loop, which it must not block; so does what a plain function returns if that can
         be awaited. No save waits for it. It is called for one event
-        after the other; leaving the pipeline waits for it and for saves that it begins, for
+        after the other; leaving the pipeline waits for saves that it begins, and then for it for
         ``drain_timeout_seconds`` at most.
         What it raises is logged, and raises or warns like a failed save that nobody waited for.
 

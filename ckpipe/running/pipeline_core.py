@@ -41,7 +41,7 @@ from ckpipe.running.call_arguments import (
 from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.ledger import Ledger, Statistics
-from ckpipe.running.unseen_failures import has_failed, raise_or_warn
+from ckpipe.running.unseen_failures import has_failed, note_failures, raise_or_warn
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.stores.shown_urls import without_secrets
@@ -185,7 +185,6 @@ class PipelineCore:
         with self._life:
             if self._loop is None or self._closing:  # by the thread that a signal interrupted
                 return []
-            self._closing = True
             return self._drain(failed=failed)
 
     def _drain(self, *, failed: bool) -> list[Exception]:
@@ -193,17 +192,49 @@ class PipelineCore:
         assert self._engine is not None
         assert self._served is not None
         try:
-            within = self.preemption.seconds_left(self.settings.preemption.grace_seconds)
-            self.submit(self._engine.drain, staged_only=failed, within=within).result()
+            interrupt = self._await_saves(self._engine, failed=failed)
             failures = self._loop.at_once(self._engine.take_failures)
             self.submit(self._engine.stop).result()
             self._served.result()
-        except BaseException:
-            # Whoever interrupts the waiting wants no more of it.
+        except BaseException as error:
+            # An interrupt of this waiting, which ends it.
+            for save in self._engine.under_way():
+                if not save.committed.done():
+                    error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
             self._shut(LoopThread.abandon)
             raise
         self._shut(LoopThread.close)
+        if interrupt is not None:
+            note_failures(failures, interrupt)
+            raise interrupt
         return failures
+
+    def _await_saves(self, engine: Engine, *, failed: bool) -> BaseException | None:
+        """Wait for the saves; a first interrupt bounds the waiting and is returned."""
+        drained: Future[None] | None = None
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._closing = True
+                if drained is None:
+                    drained = self.submit(engine.drain, staged_only=failed)
+                drained.result()
+                return interrupt
+            except BaseException as error:
+                if failed or interrupt is not None or (drained is not None and drained.done()):
+                    raise
+                interrupt = error
+                self.hurry()
+                logger.warning(
+                    "Interrupted: saves have %g s to end, and another interrupt gives them up",
+                    self.settings.drain_timeout_seconds,
+                )
+
+    def hurry(self) -> None:
+        """Have ``drain_timeout_seconds`` count from now on, since the program is interrupted."""
+        loop, engine = self._loop, self._engine
+        if loop is not None and engine is not None and not self._forked:
+            loop.post(engine.hurry)
 
     def _shut(self, end: Callable[[LoopThread], None]) -> None:
         self._at_exit()

@@ -22,6 +22,13 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
         raise error
 
 
+def note_failures(failures: list[Exception], error: BaseException) -> None:
+    """Note on the exception that ends the program which saves failed or were given up."""
+    for each in failures:
+        if each is not error:
+            error.add_note(f"Besides, a checkpoint failed: {each}")
+
+
 def has_failed(served: Future[None]) -> PipelineClosed:
     """What whoever goes on using a pipeline is told once something has ended its event loop.
 
