@@ -410,6 +410,29 @@ def test_a_bit_flipped_once_on_the_way_back_is_read_again(
     assert turn > 2
 
 
+def test_a_copy_reads_a_flipped_bit_again(
+    server: S3Server,
+    proxy: FaultProxy,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert save(url, server.url) is None
+    monkeypatch.setenv("CKPIPE_BACKENDS__S3__ENDPOINT_URL", proxy.url)
+    for turn in itertools.count():
+        proxy.rule = Once("Get", Fault.FLIPPED_BACK, behind=turn)
+        proxy.log.clear()
+        target = tmp_path / str(turn)
+        assert run(["cp", url, str(target)]) == 0
+        with ckpipe.SyncPipeline(target) as opened:
+            loaded = opened.load()
+        assert loaded is not None
+        assert same(loaded.state, state())
+        if not proxy.faults():
+            break
+    assert turn > 2
+
+
 def test_bits_flipped_on_the_way_back_each_time_are_told_from_damage_on_the_store(
     server: S3Server, proxy: FaultProxy, url: str
 ) -> None:

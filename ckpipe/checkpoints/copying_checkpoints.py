@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -35,6 +36,7 @@ from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import data_file_key, index_key, prefix, tombstone_key
 from ckpipe.loads.entry_tables import PartData
 from ckpipe.stores.retrying import RetryPolicy, retrying
+from ckpipe.stores.second_reading import read_decoded, warn
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointId
 
@@ -100,8 +102,11 @@ async def copy_checkpoint(
         CorruptCheckpoint: If the source is not what was saved; the target stays incomplete.
         StoreError: If a store failed; the target stays incomplete.
     """
-    index = await _read(source, index_key(id), id)
-    bundle = await anyio.to_thread.run_sync(_decoded, index, id)
+    key, limit = index_key(id), MAX_STORED_BYTES
+    try:
+        bundle, index = await read_decoded(source, key, limit, partial(_decoded, id))
+    except ObjectNotFound as error:
+        raise MissingObject("The index is gone", step=id.step, key=key) from error
     await _check_target(target, id, index)
     report = CopyReport(str(id))
     for part in bundle.parts:
@@ -119,8 +124,8 @@ async def copy_checkpoint(
     return report
 
 
-def _decoded(data: bytes, id: CheckpointId) -> Bundle:
-    return decode_bundle(data, key=index_key(id), id=id, kind="index")
+def _decoded(id: CheckpointId, data: bytes) -> tuple[Bundle, bytes]:
+    return decode_bundle(data, key=index_key(id), id=id, kind="index"), data
 
 
 async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None:
@@ -204,6 +209,19 @@ class _File:
         there = await self._size_there()
         if there == self.check.size and await self._is_whole():
             return False
+        try:
+            await self._copy(there)
+        except ChecksumMismatch:
+            try:
+                await self._copy(there)
+            except ChecksumMismatch as error:
+                error.message += "; it was read twice"
+                raise
+            warn(f"A part of {self._key}")
+        return True
+
+    async def _copy(self, there: int | None) -> None:
+        """Copies the file; what is on the target is replaced once the source was found whole."""
         with _located(self._id, self._rank, self._key):
             upload = await self._target.open_upload(
                 self._key, size=self.check.size, block_bytes=self._block_bytes
@@ -217,7 +235,6 @@ class _File:
             with anyio.CancelScope(shield=True):
                 await upload.abort()
             raise
-        return True
 
     async def _size_there(self) -> int | None:
         try:
