@@ -117,8 +117,9 @@ class Settings(BaseSettings):
     read_only: bool = False
     """Whether the pipeline only looks and loads: then it writes nothing at all, so that a
     read-only mount or a key without the right to write will do. Saving raises, and
-    what is being loaded is not protected from others who delete. Several ranks name the
-    checkpoint that they load, since they could only agree on the newest by writing."""
+    what is being loaded is not protected from others who delete. Several ranks that load the newest
+    agree on it through the store of ``torch.distributed``; without one they name a step, and all
+    of them without ``fallback``."""
 
     meeting_timeout_seconds: float = Field(300.0, gt=0)
     """How long opening waits for the other ranks when they agree on an attempt, in seconds."""

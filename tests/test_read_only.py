@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gang import gang, told
 
 import ckpipe
 from ckpipe.errors import CheckpointNotFound, PermissionDenied, StoreError, UnsupportedTopology
@@ -97,7 +98,7 @@ def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")
     before = everything(root)
     with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
-        with pytest.raises(UnsupportedTopology, match="newest"):
+        with pytest.raises(UnsupportedTopology, match=r"newest.*init_process_group"):
             pipeline.load()
         with pytest.raises(UnsupportedTopology, match="falls back"):
             pipeline.load(step=1, fallback=True)
@@ -130,3 +131,25 @@ def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Pa
     with pytest.raises(CheckpointNotFound, match="run, and 2 that are not complete") as caught:
         ckpipe.load(root)
     assert str(root) in str(caught.value)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
+
+
+def test_many_ranks_agree_on_the_newest_and_write_nothing(root: Path, tmp_path: Path) -> None:
+    with gang() as world:
+        before = names(root)
+        assert world.run("reading_ranks:newest", root, 3, saves=False) == [0] * 3
+        assert names(root) == before
+        found = told(root, "loaded")
+        assert set(map(tuple, found.values())) == {tuple(found[0])}
+        assert ["000000000002" in each for each in found[0]] == [True] * 4
+        busy = tmp_path / "busy"
+        busy.mkdir()
+        assert world.run("reading_ranks:newest", busy, 3, saves=True) == [0] * 3
+        found = told(busy, "loaded")
+        assert set(map(tuple, found.values())) == {tuple(found[0])}
+        assert world.run("reading_ranks:alone", root, 3) == [0] * 3
+        refused = told(root, "refused")
+        assert "Ranks 2 did not load the newest checkpoint here within 0.5 s" in refused[0][0]

@@ -78,16 +78,24 @@ class Meeting:
         topology: This rank and how many there are.
         url: The root, spelt alike on all ranks, so that meetings for two roots stay apart.
         timeout_seconds: How long to wait for the others.
+        what: What all ranks do alike, for errors.
     """
 
-    def __init__(self, store: Store, topology: Topology, url: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        topology: Topology,
+        url: str,
+        timeout_seconds: float,
+        what: str = "open a pipeline here",
+    ) -> None:
         # Only here, where a store proves that this torch has torch.distributed at all.
         from torch._C._distributed_c10d import PrefixStore
 
         topic = sha256(url.encode()).hexdigest()[:16]
         self._store: Store = PrefixStore(f"{_PREFIX}/{topic}", store)
         self._rank, self._world_size = topology.rank, topology.world_size
-        self._seconds = timeout_seconds
+        self._seconds, self._what = timeout_seconds, what
         self._until = time.monotonic() + timeout_seconds
 
     def host(self, attempt: str) -> None:
@@ -102,7 +110,7 @@ class Meeting:
         keys = [_hello_key(call, rank) for rank in others]
         if not self._wait_for(keys):
             missing = [rank for rank, key in zip(others, keys, strict=True) if not self._has(key)]
-            raise self._late(f"Ranks {_shown(missing)} did not open a pipeline here")
+            raise self._late(f"Ranks {_shown(missing)} did not {self._what}")
         hellos = ["", *(self._store.get(key).decode() for key in keys)]
         self._store.set(_list_key(call), json.dumps({"attempt": attempt, "hellos": hellos}))
 
@@ -123,7 +131,7 @@ class Meeting:
             time.sleep(_PAUSE_SECONDS)
             if self._left() <= 0:
                 break
-        raise self._late("Rank 0 did not open a pipeline here, or not together with this rank")
+        raise self._late(f"Rank 0 did not {self._what}, or not together with this rank")
 
     def _answer(self, call: str) -> str | None:
         hello = secrets.token_hex(8)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
+
+import anyio.to_thread
 
 from ckpipe.checkpoints.discovery import discover
 from ckpipe.checkpoints.healing import find_healed, newest_healed, newest_likely
-from ckpipe.errors import CheckpointIncomplete, InvalidManifest
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    InvalidManifest,
+    StoreUnavailable,
+    UnsupportedTopology,
+)
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.awaiting import until_finished
+from ckpipe.ranks.meeting import Meeting, default_store
+from ckpipe.ranks.topology import Topology
 from ckpipe.saves.site import Site
 from ckpipe.types import CheckpointInfo
 
@@ -36,6 +46,8 @@ async def first_choice(
         return await newest_likely(site.patient)
     if site.world_size == 1 or question is None:
         return await _found(site, which)
+    if site.settings.read_only:
+        return await _met_on(site, question)
     return await _agreed_on(site, which, question)
 
 
@@ -57,6 +69,51 @@ async def _found(
     if which is None:
         return await newest_healed(site.patient)
     return await find_healed(site.patient, which)
+
+
+async def _met_on(site: Site, question: str) -> CheckpointInfo | None:
+    """Take the newest checkpoint that rank 0 finds, where nothing may be written to agree.
+
+    Raises:
+        UnsupportedTopology: If there is no ``torch.distributed`` store to meet in, or ranks did
+            not come in time.
+        StoreUnavailable: If rank 0 could not look.
+    """
+    store = await anyio.to_thread.run_sync(default_store)
+    if store is None:
+        raise UnsupportedTopology(
+            "Several ranks that read only can agree on the newest checkpoint through "
+            "torch.distributed alone, and it is not initialized",
+            rank=site.rank,
+            hint="Call torch.distributed.init_process_group before, or name the same step or id "
+            "on all ranks; steps() tells what there is",
+        )
+    meeting = Meeting(
+        store,
+        Topology(site.rank, site.world_size),
+        f"{site.settings.url} {question}",
+        site.settings.meeting_timeout_seconds,
+        "load the newest checkpoint here",
+    )
+    if site.rank:
+        told = json.loads(await anyio.to_thread.run_sync(meeting.join, abandon_on_cancel=True))
+        if told["error"] is not None:
+            raise StoreUnavailable(
+                f"Rank 0 could not look for the newest checkpoint: {told['error']}",
+                rank=site.rank,
+                hint="Load again on all ranks",
+            )
+        return None if told["id"] is None else await find_healed(site.patient, told["id"])
+    said: dict[str, str | None] = {"id": None, "error": None}
+    try:
+        found = await _found(site, None)
+        said["id"] = None if found is None else found.id
+    except Exception as error:
+        said["error"] = str(error)
+        raise
+    finally:
+        await anyio.to_thread.run_sync(meeting.host, json.dumps(said), abandon_on_cancel=True)
+    return found
 
 
 async def _agreed_on(site: Site, which: int | str | None, question: str) -> CheckpointInfo | None:

@@ -88,9 +88,8 @@ class Loading:
         Raises:
             CheckpointNotFound: If the one named is absent or incomplete.
             CorruptCheckpoint: If it is damaged; with a fallback, if all are.
-            UnsupportedTopology: If several ranks may not write, but would have to agree. If, with
-                a fallback, some ranks do not say in time whether the
-                checkpoint is whole for them.
+            UnsupportedTopology: If several ranks that may not write cannot agree. If, with a
+                fallback, some ranks do not say in time whether the checkpoint is whole for them.
             PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Whatever :func:`ckpipe.loads.restore.read_all` raises.
         """
@@ -121,8 +120,13 @@ class Loading:
     async def _counted(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
     ) -> LoadResult | None:
-        if self._site.settings.read_only and self._site.world_size > 1:
-            _check_agreed(which, fallback=fallback)
+        if self._site.settings.read_only and self._site.world_size > 1 and fallback:
+            raise UnsupportedTopology(
+                "A pipeline with read_only=True falls back on one rank only: several agree by "
+                "writing which checkpoint is whole for all of them",
+                rank=self._site.rank,
+                hint="Load without fallback, or name another step on all ranks",
+            )
         if which is not None and not fallback:
             return await self._answer(which, request, None, fallback=False)
         # Counted on all ranks alike, since all of them call alike.
@@ -313,16 +317,6 @@ def _closed() -> PipelineClosed:
         "The pipeline was closed before the load had the state lock",
         hint="Wait for loads before you leave the pipeline",
     )
-
-
-def _check_agreed(which: int | str | None, *, fallback: bool) -> None:
-    """Refuses what many ranks would have to agree on, if nothing may be written."""
-    if which is None or fallback:
-        what = "falls back" if fallback else "loads the newest checkpoint"
-        raise UnsupportedTopology(
-            f"A pipeline with read_only=True {what} on one rank only: several agree by writing",
-            hint="Name the same step or id on all ranks; steps() tells what there is",
-        )
 
 
 def _verdict(data: Json) -> _Verdict:
