@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -615,6 +615,88 @@ async def test_cancelled_call_waits_for_its_thread(native: bool) -> None:
     await asyncio.wait([task])
     assert ended.is_set()
     assert task.cancelled() is native
+
+
+class Stuck:
+    """A disk that does not answer a call until it is released."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.begun, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.begun.set()
+        assert self.release.wait(30)
+        return self._call(*args, **options)
+
+    async def cancelled_in(self, method: Callable[[], Awaitable[object]]) -> asyncio.Task[object]:
+        """Calls a method, and cancels it once it is stuck."""
+
+        async def call() -> object:
+            return await method()
+
+        task = asyncio.create_task(call())
+        await anyio.to_thread.run_sync(self.begun.wait)
+        task.cancel()
+        await anyio.wait_all_tasks_blocked()
+        return task
+
+
+@pytest.mark.parametrize("operation", ["get", "list", "children"])
+async def test_a_cancelled_small_read_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    async with LocalBackend(str(tmp_path)) as backend:
+        await backend.put("a/f", b"x", PutMode.CREATE)
+
+        async def all_objects() -> list[str]:
+            return [info.key async for info in backend.list("a/")]
+
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "get": partial(backend.get, "a/f", max_bytes=1),
+            "list": all_objects,
+            "children": partial(backend.children, "a/"),
+        }
+        stuck = Stuck(os.fstat if operation == "get" else os.scandir)
+        monkeypatch.setattr(os, "fstat" if operation == "get" else "scandir", stuck)
+        task = await stuck.cancelled_in(calls[operation])
+        assert task.cancelled()
+        stuck.release.set()
+        monkeypatch.undo()
+        assert await backend.get("a/f", max_bytes=1) == b"x"
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "link"])
+async def test_a_cancelled_write_is_whole_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    async with LocalBackend(str(tmp_path)) as backend:
+        stuck = Stuck(getattr(os, call))
+        monkeypatch.setattr(os, call, stuck)
+        task = await stuck.cancelled_in(partial(backend.put, "a/f", b"whole", PutMode.CREATE))
+        assert not task.done()
+        stuck.release.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        monkeypatch.undo()
+        assert files_below(tmp_path) == ["a/f"]
+        assert await backend.get("a/f", max_bytes=5) == b"whole"
+
+
+async def test_a_cancelled_deletion_is_whole_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LocalBackend(str(tmp_path)) as backend:
+        for key in ("a/b/one", "a/b/two", "a/three"):
+            await backend.put(key, b"x", PutMode.CREATE)
+        stuck = Stuck(os.unlink)
+        monkeypatch.setattr(os, "unlink", stuck)
+        task = await stuck.cancelled_in(partial(backend.delete, ["a/b/one", "a/b/two", "a/three"]))
+        assert not task.done()
+        stuck.release.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert list(tmp_path.iterdir()) == []
 
 
 async def test_call_cancelled_before_it_begins_never_runs() -> None:

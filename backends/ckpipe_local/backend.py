@@ -42,6 +42,12 @@ from ckpipe_local.partial import PartialFile, begin_file, put_object
 from ckpipe_local.residency import resident_view
 from ckpipe_local.upload import LocalUpload
 
+# Each is one call of one thread, so that a caller who is cancelled goes on at once and leaves no
+# file open. What writes or deletes goes through in_thread: it is never left behind half done.
+_read_small = aiofiles.os.wrap(read_small)
+_list_objects = aiofiles.os.wrap(list_objects)
+_list_children = aiofiles.os.wrap(list_children)
+
 
 class LocalBackend(Backend):
     """Objects as files below a root directory, which is made if it is missing.
@@ -124,7 +130,7 @@ class LocalBackend(Backend):
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         path = self._path(key)
         with reading(f"read {path}", key):
-            return await in_thread(read_small, path, key, max_bytes)
+            return await _read_small(path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         # A class that overrides this method has another read_here, which may do nothing.
@@ -145,14 +151,14 @@ class LocalBackend(Backend):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         check_prefix(prefix)
         with reading(f"list {self._root}/{prefix}"):
-            found = await in_thread(list_objects, self._root, prefix)
+            found = await _list_objects(self._root, prefix)
         for info in found:
             yield info
 
     async def children(self, prefix: str = "") -> Children:
         check_prefix(prefix)
         with reading(f"list {self._root}/{prefix}"):
-            return await in_thread(list_children, self._root, prefix)
+            return await _list_children(self._root, prefix)
 
     async def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
