@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +187,64 @@ class Quitter:
         raise SystemExit(4)
 
 
-def test_user_code_that_leaves_the_program_fails_only_its_own_save(store: Stores) -> None:
-    store.slow.hold("write")
-    with ckpipe.SyncPipeline(store.url, staging_bytes="64MiB") as pipeline:
-        good = pipeline.save({"good": Quitter(saves=True)}, step=0)
-        with pytest.raises(errors.UsageError, match=r"SystemExit\(3\)") as caught:
-            pipeline.save({"bad": Quitter(saves=False)}, step=1)
-        assert (caught.value.key, caught.value.step) == ("bad", 1)
-        store.slow.release()
-        good.wait()
-        with pytest.raises(errors.UsageError, match=r"SystemExit\(4\)"):
-            pipeline.load({"good": Quitter(saves=True)})
-        assert pipeline.save({"w": 1}, step=2).wait().step == 2
+@pytest.mark.parametrize("main", [True, False])
+def test_user_code_that_leaves_the_program_does_so(store: Stores, main: bool) -> None:
+    ended: list[str] = []
+
+    def train() -> None:
+        store.slow.hold("write")
+        with ckpipe.SyncPipeline(store.url, staging_bytes="64MiB") as pipeline:
+            pipeline.events.add(
+                lambda event: (
+                    ended.append(event.status) if isinstance(event, events.SaveEnded) else None
+                )
+            )
+            good = pipeline.save({"good": Quitter(saves=True)}, step=0)
+            for step in (1, 2):  # with stages of its own, and by a head start
+                with pytest.raises(SystemExit, match="3"):
+                    pipeline.save({"bad": Quitter(saves=False)}, step=step)
+            store.slow.release()
+            good.wait()
+            with pytest.raises(SystemExit, match="4"):
+                pipeline.load({"good": Quitter(saves=True)})
+            assert pipeline.save({"w": 1}, step=3).wait().step == 3
+        assert sorted(ended) == ["cancelled", "cancelled", "committed", "committed"]
+
+    if main:
+        train()
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(train).result()
+
+
+class Interrupted:
+    """An object that a signal interrupts, whose handler ends the program."""
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return {"value": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_signal_handler_that_leaves_the_program_during_the_walk_does_so(store: Stores) -> None:
+    def leave(*_: object) -> None:
+        sys.exit(5)
+
+    async def train() -> None:
+        async with ckpipe.Pipeline(store.url) as pipeline:
+            await pipeline.save({"w": Quitter(saves=True)}, step=0, until="committed")
+            with pytest.raises(SystemExit, match="5"):
+                await pipeline.load({"w": Interrupted()})
+            await pipeline.save({"w": Interrupted()}, step=1)
+
+    before = signal.signal(signal.SIGUSR2, leave)
+    try:
+        pipeline = ckpipe.SyncPipeline(store.url)
+        with signals_heard(), pytest.raises(SystemExit, match="5"), pipeline:
+            pipeline.save({"w": Interrupted()}, step=0)
+        with pytest.raises(SystemExit, match="5"):
+            asyncio.run(train())
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -25,6 +25,7 @@ import anyio.lowlevel
 
 from ckpipe.errors import UsageError
 from ckpipe.tasks.awaited_threads import in_thread
+from ckpipe.tasks.user_code import on_calling_thread
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -67,6 +68,10 @@ class Caller:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Do no more jobs, and say of those that were interrupted that they are over."""
         with self._offering:
             self._gone = True
         # Of all jobs, since an interrupt may come between a job and what is said of it.
@@ -173,14 +178,20 @@ class Job(Generic[Result]):
         return self.outcome.done()
 
     def run(self) -> None:
-        """Do it, unless it was given up."""
+        """Do it, unless it was given up.
+
+        ``SystemExit`` and ``KeyboardInterrupt`` pass. The job is over once the caller has left
+        because of them: its save is given up by then, and does not fail for another reason.
+        """
         if self._give_up():
             try:
-                self.outcome.set_result(self._function())
+                with on_calling_thread():
+                    result = self._function()
             except Exception as error:
                 self.outcome.set_exception(error)
-            finally:
-                self.end()
+            else:
+                self.outcome.set_result(result)
+            self.end()
 
     def end(self) -> None:
         """Say that it is over, whether or not it was run; may be called twice."""

@@ -89,6 +89,8 @@ class LoopThread:
                 self.submit(work.give_up)
             raise
         except BaseException:
+            if caller is not None:
+                caller.leave()
             with anyio.CancelScope(shield=True), contextlib.suppress(RuntimeError):
                 ended = self.submit(work.give_up)  # fails if the loop has ended
                 while not ended.done():
@@ -124,6 +126,8 @@ class LoopThread:
                 caller.serve_until(future)
             return future.result()
         except BaseException:
+            if caller is not None:
+                caller.leave()
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.submit(work.give_up).result()
             raise

@@ -12,27 +12,44 @@ LEAVING = (SystemExit, KeyboardInterrupt)
 """What is raised to end a program; where a coroutine lets it pass, its event loop ends."""
 
 
+class _Thread(threading.local):
+    calls = False
+
+
+_this = _Thread()
+
+
+@contextmanager
+def on_calling_thread() -> Iterator[None]:
+    """Have :func:`user_code` let everything pass, as the caller of the pipeline is waiting here."""
+    before, _this.calls = _this.calls, True
+    try:
+        yield
+    finally:
+        _this.calls = before
+
+
 @contextmanager
 def user_code(what: str, label: str) -> Iterator[None]:
-    """Keeps an attempt to leave the program from ending the pipeline's loop with all its saves.
+    """Let ``SystemExit`` and ``KeyboardInterrupt`` pass only where they reach the program.
 
-    Errors pass as they are. ``SystemExit`` and its like mean the thread that they are raised on,
-    which is seldom the caller's here. Only an interruption of the main thread, where Ctrl-C is
-    raised in whatever runs just then, passes too.
+    That is the thread that called the pipeline, and the main thread, where signals are handled. On
+    a thread of the pipeline they would only end its event loop, with all its saves. Errors pass
+    anywhere.
 
     Args:
         what: What is called.
         label: Where in the state.
 
     Raises:
-        UsageError: If the code raised what is no error.
+        UsageError: If the code raised what is no error, on a thread of the pipeline.
     """
     try:
         yield
     except Exception:
         raise
     except BaseException as signal:
-        if isinstance(signal, KeyboardInterrupt) and _is_main_thread():
+        if _this.calls or threading.current_thread() is threading.main_thread():
             raise
         raise no_way_out(what, signal, label) from signal
 
@@ -50,7 +67,3 @@ def no_way_out(what: str, signal: BaseException, label: str = "") -> UsageError:
         key=label or None,
         hint="Raise an Exception instead",
     )
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
