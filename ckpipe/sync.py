@@ -229,7 +229,8 @@ def load(
             checkpoint at all.
         CkpipeError: Whatever opening a pipeline or :meth:`ckpipe.Pipeline.load` raises.
     """
-    with SyncPipeline(url, settings=settings, **{**fields, "read_only": True}) as pipeline:
+    fields["read_only"] = True
+    with SyncPipeline(url, settings=settings, **fields) as pipeline:
         result = pipeline.load(
             into,
             step,

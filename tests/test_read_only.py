@@ -10,7 +10,13 @@ import torch
 from gang import gang, told
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound, PermissionDenied, StoreError, UnsupportedTopology
+from ckpipe.errors import (
+    AttemptReused,
+    CheckpointNotFound,
+    PermissionDenied,
+    StoreError,
+    UnsupportedTopology,
+)
 from ckpipe.format.object_names import LEASES
 
 REFUSED = "opened to read only"
@@ -108,6 +114,30 @@ def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.M
     assert everything(root) == before
 
 
+def test_a_pipeline_that_saves_nothing_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    before = names(root)
+    for _ in range(2):  # the name of a launch that saved nothing may be used again
+        with ckpipe.SyncPipeline(root, attempt_id="look") as pipeline:
+            assert pipeline.load() is not None
+            assert pipeline.load({"weights": torch.zeros(5)}, 1, fallback=True) is not None
+            assert len(pipeline.steps()) == 2
+        assert names(root) == before
+    with ckpipe.SyncPipeline(tmp_path / "none") as pipeline:
+        assert pipeline.load() is None
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="mine"), ckpipe.SyncPipeline(root):
+        raise ValueError("mine")
+    assert names(root) == before
+    with ckpipe.SyncPipeline(root, attempt_id="look") as pipeline:
+        pipeline.save({"weights": torch.zeros(5)}, 3)
+    with pytest.raises(AttemptReused), ckpipe.SyncPipeline(root, attempt_id="look"):
+        pass
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
+
+
 def test_one_line_loads_and_changes_nothing(root: Path) -> None:
     before = everything(root)
     assert ckpipe.load(root).state["weights"].tolist() == [2.0] * 5
@@ -131,10 +161,6 @@ def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Pa
     with pytest.raises(CheckpointNotFound, match="run, and 2 that are not complete") as caught:
         ckpipe.load(root)
     assert str(root) in str(caught.value)
-
-
-def names(root: Path) -> list[str]:
-    return sorted(str(path) for path in root.rglob("*"))
 
 
 def test_many_ranks_agree_on_the_newest_and_write_nothing(root: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import secrets
 from datetime import UTC, datetime, timedelta
 
+import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode
@@ -25,6 +26,7 @@ from ckpipe.types import attempt_name, attempt_parts
 
 _FORMAT = "%Y%m%dT%H%M%S%f"
 _MAX_BYTES = 4096
+_REMOVE_SECONDS = 5.0
 
 
 async def open_attempt(
@@ -60,6 +62,13 @@ async def open_attempt(
 def unclaimed_attempt() -> str:
     """The name of an attempt that never writes, and so is nowhere on the store."""
     return attempt_name(datetime.now(UTC), secrets.token_hex(4))
+
+
+async def remove_claim(backend: Backend, attempt: str) -> None:
+    """Remove what a launch of one rank left that has saved nothing, as far as the store lets it."""
+    chosen = launch_id(attempt)
+    with anyio.move_on_after(_REMOVE_SECONDS, shield=True), contextlib.suppress(StoreError):
+        await backend.delete([claim_key(chosen, 0), attempt_start_key(chosen)])
 
 
 async def _named(backend: Backend, attempt_id: str | None) -> str:

@@ -27,6 +27,7 @@ from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.loads.restore import LoadRequest
 from ckpipe.locking.lock import StateLock
 from ckpipe.ranks.appointments import Diary
+from ckpipe.ranks.attempts import remove_claim
 from ckpipe.ranks.cadence import Cadence
 from ckpipe.ranks.course import Course
 from ckpipe.ranks.meeting import arrange_meeting
@@ -104,6 +105,7 @@ class Engine(Housekeeping):
 
     async def serve(self, *, task_status: TaskStatus[None]) -> None:
         """Opens the store and serves until :meth:`stop`."""
+        read_only, together = self._settings.read_only, self._topology.world_size > 1
         meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
         backend = await anyio.to_thread.run_sync(store_of, self._settings)
         async with backend:
@@ -115,11 +117,11 @@ class Engine(Housekeeping):
             lease = Lease(entry.patient, entry.attempt.partition("Z-")[2])
             try:
                 async with anyio.create_task_group() as self._tasks:
-                    if not self._settings.read_only:
+                    if not read_only:
                         # Its first object comes with the first renewal: the claim is that new.
                         self._tasks.start_soon(lease.keep, name="lease of the attempt")
                     await self._tasks.start(self.hooks.serve, self._background.append)
-                    if self._topology.world_size > 1 and not self._settings.read_only:
+                    if together and not read_only:
                         told = (self.diary, self.cadence, self._preemption)
                         self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
                     if worker is not None:
@@ -133,6 +135,8 @@ class Engine(Housekeeping):
                 self._site.arena.close()
                 with anyio.CancelScope(shield=True):
                     await lease.release()
+                if not (read_only or together or self._course.has_saved):
+                    await remove_claim(entry.patient, entry.attempt)
 
     # Saves
 
