@@ -383,6 +383,15 @@ class Pipeline(PipelineBase):
         """
         return await self._core.run(self._core.engine.prune, dry_run=dry_run)
 
+    async def trim(self) -> int:
+        """Give staging memory that nothing uses back to the system; return how many bytes.
+
+        A pipeline keeps what its last saves needed, so that the next one finds touched pages: about
+        the size of the state. The next save takes as long as the first one. A staged state that is
+        looked at stays, and so does what saves and loads under way use.
+        """
+        return await self._core.run(self._core.engine.trim)
+
     async def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
 

@@ -47,8 +47,10 @@ class Staging(_Group):
 
     bytes: Size | None = Field(None, ge=0)
     """Host memory of all saves together, in bytes. By default the first save's size, rounded
-    up, and at most 40 % of the available memory. More saves in flight need more. At least one
-    block; also written ``staging_bytes=`` at the top level."""
+    up, and at most 40 % of the available memory. More saves in flight need more. It stays with the
+    pipeline until closing, for the next save: a state of 1 GiB keeps 1 GiB of host memory.
+    ``pipeline.trim()`` gives it back, and a lower bound has the state stream through less. At least
+    one block; also written ``staging_bytes=`` at the top level."""
 
     block_bytes: BlockSize = 16 * 1024 * 1024
     """The unit of staging and upload, in bytes, or the smallest that the store takes if that is

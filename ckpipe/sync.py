@@ -173,6 +173,10 @@ class SyncPipeline(PipelineBase):
         """Applies the retention rules now, or says only what they would do, and why."""
         return self._core.call(self._core.engine.prune, dry_run=dry_run)
 
+    def trim(self) -> int:
+        """Give staging memory back to the system. See :meth:`ckpipe.Pipeline.trim`."""
+        return self._core.call(self._core.engine.trim)
+
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
         return self._core.call(self._core.engine.sweep, dry_run=dry_run)

@@ -57,6 +57,7 @@ _PIPELINE = {
     "preempt": "(self) -> None",
     "preempted": "property -> bool",
     "prune": "(self, *, dry_run: bool = False) -> Decision",
+    "trim": "(self) -> int",
     "sweep": "(self, *, dry_run: bool = False) -> SweepReport",
     "steps": "(self, *, metadata: bool = False) -> list[CheckpointInfo]",
     "on_committed": "(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]",

@@ -270,6 +270,10 @@ class Engine(Housekeeping):
         """Ends what :meth:`hold_staged` began."""
         self.site.take_back(save, held)
 
+    async def trim(self) -> int:
+        """Give free staging memory back to the system; returns how many bytes."""
+        return self.site.give_memory_back()
+
     def take_failures(self) -> list[Exception]:
         """The failures of the background that nobody has seen yet; they count as seen then."""
         taken, self._background = self._background, []

@@ -352,6 +352,12 @@ class Site(Depot):
         """Shrinks the arena to what the last saves needed."""
         self.arena.trim(max(self.recent_blocks, default=0))
 
+    def give_memory_back(self) -> int:
+        """Give back what no save, load or view uses; returns how many bytes."""
+        before = self.arena.blocks
+        self.arena.trim(0)
+        return (before - self.arena.blocks) * self.arena.block_bytes
+
     async def warm(self) -> None:
         """Touches the memory that later saves will want, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
