@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 from ckpipe.errors import InvalidKey
 
@@ -176,6 +176,22 @@ class Upload(abc.ABC):
         that did land. Never raises for an upload that is already gone."""
 
 
+class CachedRange(Protocol):
+    """A range of an object that its store has in memory; several threads read it at a time."""
+
+    def read_into(self, at: int, buffer: memoryview) -> None:
+        """Fill a buffer with what begins somewhere in the range; blocks the calling thread.
+
+        Args:
+            at: Where to begin, in bytes from the beginning of the range.
+            buffer: Writable flat bytes; all of it is filled.
+
+        Raises:
+            TruncatedObject: If the object has become shorter meanwhile.
+            StoreError: If the store failed.
+        """
+
+
 class Backend(abc.ABC):
     """A store of objects under one root.
 
@@ -315,17 +331,19 @@ class Backend(abc.ABC):
         """
         return False
 
-    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
-        """The bytes of an object without copying them, where they already are in memory.
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        """Tell whether a range of an object is in memory already, as in the page cache.
 
-        An optional speed-up of :meth:`read_into`; the default has nothing to offer. The view
-        stays valid as long as it is referenced, and is read only.
+        An optional speed-up of :meth:`read_into`; the default has nothing to offer. A load reads
+        such a range in small pieces, each into memory that stays in the processor's cache.
 
         Returns:
-            ``size`` bytes from ``offset`` on, or None where :meth:`read_into` is the better way.
+            The range of ``size`` bytes from ``offset`` on, which can be read as long as it is
+            referenced, or None where :meth:`read_into` is the better way.
 
         Raises:
             ObjectNotFound: If no object has the key.
+            TruncatedObject: If the object ends before the range does.
             StoreError: If the store failed.
         """
         return None
@@ -410,4 +428,13 @@ def check_key(key: str) -> str:
     return key
 
 
-__all__ = ["Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits", "check_key"]
+__all__ = [
+    "Backend",
+    "CachedRange",
+    "Children",
+    "ObjectInfo",
+    "PutMode",
+    "Upload",
+    "UploadLimits",
+    "check_key",
+]

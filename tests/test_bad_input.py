@@ -24,8 +24,10 @@ from pipelines import same, small_state
 from sampling import EVERY
 
 import ckpipe
-from ckpipe import errors, events
+from ckpipe import errors, events, register_backend
+from ckpipe.backend import CachedRange
 from ckpipe.format.sealed_json import seal, unseal
+from ckpipe_local import LocalBackend
 
 Document = dict[str, Any]
 
@@ -349,6 +351,34 @@ def test_any_flipped_bit_is_found(saved: Path, which: str) -> None:
                 assert same(result.state, expected)
             path.write_bytes(good)
         pipeline.verify(5)
+
+
+class CutShort(LocalBackend):
+    """A directory whose data files are cut off as soon as a load has found them in memory."""
+
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        found = await super().cached(key, offset, size)
+        assert found is not None, "the page cache holds what was just written"
+        if "step-000000000005" in key:
+            os.truncate(Path(self._root) / key, offset + size // 2)
+        return found
+
+
+def test_file_that_is_cut_off_while_it_is_read_from_the_page_cache(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(3_000_000.0)}
+    with ckpipe.SyncPipeline(tmp_path, backends={"file": {"direct": False}}) as pipeline:
+        for step in (1, 5):
+            pipeline.save(state, step=step).wait()
+    register_backend("cut", lambda url: CutShort(str(tmp_path)))
+    with ckpipe.SyncPipeline("cut://", solo=True) as pipeline:
+        with pytest.raises(errors.TruncatedObject) as caught:
+            pipeline.load()
+        says(caught.value, "step 5", "rank 0", "key 'step-000000000005", "bytes")
+        with pytest.warns(RuntimeWarning, match="damaged"):
+            result = pipeline.load(fallback=True)
+    assert result is not None
+    assert result.step == 1
+    assert same(result.state, state)
 
 
 # Hostile indexes

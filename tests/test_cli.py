@@ -469,7 +469,7 @@ def test_what_a_command_reads_is_not_removed_meanwhile(
         save_steps(made.url, 1, 2)
         more = {"verify": (), "diff": ("2",), "cp": ()}[command]
         place = (str(tmp_path),) if command == "cp" else ()
-        gate = made.faulty.pause(lambda each: each.verb in ("read_into", "view"))
+        gate = made.faulty.pause(lambda each: each.verb in ("read_into", "cached"))
         reader = pool.submit(run, [command, made.url, *place, "1", *more])
         gate.wait_until_held()
         refused = call("rm", made.url, 1)

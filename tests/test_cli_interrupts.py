@@ -19,7 +19,7 @@ from ckpipe_local import LocalBackend
 
 class Stuck(WrappedBackend):
     async def around(self, operation, call):
-        if operation.verb in ("read_into", "view", "get"):
+        if operation.verb in ("read_into", "cached", "get"):
             print("stuck", flush=True)
             await anyio.sleep_forever()
         return await call()

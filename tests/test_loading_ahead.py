@@ -72,7 +72,7 @@ def test_ranges_are_read_while_the_lease_is_being_written_and_wait_for_it() -> N
     target = {"a": torch.zeros(1000)}
     with stores() as store, ckpipe.SyncPipeline(store.url) as pipeline:
         pipeline.save({"a": torch.ones(1000)}, step=1, until="committed")
-        store.slow.hold("put", "view")
+        store.slow.hold("put", "cached")
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(pipeline.load, target)
             try:

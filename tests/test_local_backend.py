@@ -321,17 +321,48 @@ async def test_bulk_data_stays_out_of_the_page_cache(
 ) -> None:
     size = 1 << 20
     await upload(backend, "f", skewed(aligned_buffer, pattern(size), 0), size // 4)
-    assert await backend.view("f", 0, size) is None
+    assert await backend.cached("f", 0, size) is None
     await backend.read_into("f", 0, aligned_buffer(size))
-    assert await backend.view("f", 0, size) is None
+    assert await backend.cached("f", 0, size) is None
 
 
-async def test_cached_data_is_viewed(tmp_path: Path, backend: LocalBackend) -> None:
+async def test_cached_data_is_read_piece_by_piece(tmp_path: Path, backend: LocalBackend) -> None:
     (tmp_path / "f").write_bytes(pattern(100_000))
-    view = await backend.view("f", 5000, 90_000)
-    assert view is not None
-    assert view.readonly
-    assert view == pattern(100_000)[5000:95_000]
+    found = await backend.cached("f", 5000, 90_000)
+    assert found is not None
+    buffer = memoryview(bytearray(30_000))
+    await anyio.to_thread.run_sync(found.read_into, 60_000, buffer)
+    assert buffer == pattern(100_000)[65_000:95_000]
+
+
+async def test_cached_range_that_is_cut_off_says_so(tmp_path: Path, backend: LocalBackend) -> None:
+    (tmp_path / "f").write_bytes(pattern(100_000))
+    found = await backend.cached("f", 0, 100_000)
+    assert found is not None
+    os.truncate(tmp_path / "f", 50_000)
+    buffer = memoryview(bytearray(1000))
+    await anyio.to_thread.run_sync(found.read_into, 49_000, buffer)
+    assert buffer == pattern(100_000)[49_000:50_000]
+    with pytest.raises(TruncatedObject, match="50000") as caught:
+        await anyio.to_thread.run_sync(found.read_into, 49_001, buffer)
+    assert caught.value.key == "f"
+
+
+async def test_file_of_a_cached_range_is_closed_with_it(
+    tmp_path: Path, backend: LocalBackend
+) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(pattern(100))
+
+    def is_open() -> bool:
+        links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+        return str(file) in map(os.path.realpath, links)
+
+    found = await backend.cached("f", 0, 100)
+    assert found is not None
+    assert await anyio.to_thread.run_sync(is_open)
+    del found
+    assert not await anyio.to_thread.run_sync(is_open)
 
 
 class Inverted(LocalBackend):
@@ -397,7 +428,7 @@ async def test_a_pipe_is_no_object(tmp_path: Path, direct: bool) -> None:
         for call in (
             partial(backend.get, "f", max_bytes=10),
             partial(backend.read_into, "f", 0, memoryview(bytearray(1))),
-            partial(backend.view, "f", 0, 1),
+            partial(backend.cached, "f", 0, 1),
             partial(backend.stat, "f"),
         ):
             with pytest.raises(ObjectNotFound, match=r"/f is not a file but a pipe \[key 'f'\]"):
@@ -406,12 +437,12 @@ async def test_a_pipe_is_no_object(tmp_path: Path, direct: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 100_001])
-async def test_view_beyond_the_end(backend: LocalBackend, size: int) -> None:
+async def test_cached_range_beyond_the_end(backend: LocalBackend, size: int) -> None:
     await backend.put("f", pattern(size), PutMode.CREATE)
     with pytest.raises(TruncatedObject, match=str(size)):
-        await backend.view("f", 0, size + 1)
+        await backend.cached("f", 0, size + 1)
     with pytest.raises(TruncatedObject, match=str(size)):
-        await backend.view("f", 10 * size, 1)
+        await backend.cached("f", 10 * size, 1)
 
 
 @pytest.mark.usefixtures("passes_cache")

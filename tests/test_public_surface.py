@@ -115,6 +115,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     },
     "Backend": {
         "__aenter__": "(self) -> Self",
+        "cached": "(self, key: str, offset: int, size: int) -> CachedRange | None",
         "children": "(self, prefix: str = '') -> Children",
         "delete": "(self, keys: Iterable[str]) -> None",
         "get": "(self, key: str, *, max_bytes: int) -> bytes",
@@ -128,7 +129,6 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "read_into": "(self, key: str, offset: int, buffer: memoryview) -> None",
         "remove_stale_uploads": "(self, prefix: str, *, before: datetime) -> int",
         "stat": "(self, key: str) -> ObjectInfo",
-        "view": "(self, key: str, offset: int, size: int) -> memoryview | None",
     },
     "Upload": {
         "abort": "(self) -> None",

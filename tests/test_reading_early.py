@@ -47,7 +47,7 @@ BUFFERS = 2 + DELIVERERS
 
 
 class Remote(MemoryBackend):
-    """A store that shows no memory, tells what was read, and can be told never to answer."""
+    """A store that has nothing in memory, tells what was read, and can be told never to answer."""
 
     silent: frozenset[str] = frozenset()
 
@@ -56,15 +56,13 @@ class Remote(MemoryBackend):
         self.fetched: dict[str, int] = {}
         self.reads, self.enough, self.full = 0, 0, threading.Event()
 
-    async def view(  # type: ignore[override]
-        self, key: str, offset: int, size: int
-    ) -> memoryview | None:
+    async def cached(self, key: str, offset: int, size: int) -> None:
         return None
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if key in self.silent:
             await anyio.sleep_forever()
-        buffer[:] = await MemoryBackend.view(self, key, offset, len(buffer))
+        await super().read_into(key, offset, buffer)
         self.fetched[key] = self.fetched.get(key, 0) + len(buffer)
         self.reads += 1
         if self.reads == self.enough:
@@ -167,7 +165,7 @@ def test_reads_are_under_way_before_the_match_has_ended(shared: Stores) -> None:
     tensor, waiting = torch.zeros(1000), Waiting(0, threading.Event())
     with ckpipe.SyncPipeline(shared.url) as pipeline:
         pipeline.save({"a": torch.ones(1000), "x": Waiting(1)}, step=1, until="committed")
-        shared.slow.hold("view")
+        shared.slow.hold("cached")
         result = pipeline.load({"a": tensor, "x": waiting})
     assert tensor.all()
     assert waiting.value == 1

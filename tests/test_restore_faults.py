@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored_states import BLOCK_BYTES, ID, load, store
 
-from ckpipe.backend import Backend, PutMode
+from ckpipe.backend import Backend, CachedRange, PutMode
 from ckpipe.errors import (
     ChecksumMismatch,
     CorruptCheckpoint,
@@ -37,28 +37,22 @@ MIB = 1 << 20
 
 
 class BufferedBackend(MemoryBackend):
-    """A store that shows nothing where it lies, as remote ones do not."""
+    """A store that has nothing in memory, as remote ones have not."""
 
-    async def view(self, key: str, offset: int, size: int) -> None:  # type: ignore[override]
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
         return None
 
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        found = await MemoryBackend.view(self, key, offset, len(buffer))
-        buffer[:] = found
 
-
-class PartlyShown(BufferedBackend):
-    """A store that shows what it has in memory, which is all but a few bytes of each object."""
+class PartlyCached(BufferedBackend):
+    """A store that has all but a few bytes of each object in memory."""
 
     cold, fetched = range(5 * MIB + 3, 5 * MIB + 9), 0
 
-    async def view(  # type: ignore[override]
-        self, key: str, offset: int, size: int
-    ) -> memoryview | None:
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
         wanted = range(offset, offset + size)
         if wanted.start < self.cold.stop and self.cold.start < wanted.stop:
             return None
-        return await MemoryBackend.view(self, key, offset, size)
+        return await MemoryBackend.cached(self, key, offset, size)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.fetched += len(buffer)
@@ -82,7 +76,7 @@ class ReadInThreads(BufferedBackend):
         self.left -= 1
         self.here += 1
         assert threading.current_thread() is not threading.main_thread()
-        buffer[:] = anyio.run(MemoryBackend.view, self, key, offset, len(buffer))
+        anyio.run(MemoryBackend.read_into, self, key, offset, buffer)
         return True
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -90,7 +84,7 @@ class ReadInThreads(BufferedBackend):
         await super().read_into(key, offset, buffer)
 
 
-BACKENDS = [MemoryBackend, BufferedBackend, PartlyShown, ReadInThreads]
+BACKENDS = [MemoryBackend, BufferedBackend, PartlyCached, ReadInThreads]
 
 
 def state() -> dict[str, Any]:
@@ -163,8 +157,8 @@ async def test_a_whole_checkpoint_loads_and_verifies(kind: type[MemoryBackend]) 
 async def test_what_is_not_in_memory_is_read_and_the_rest_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reading_module, "_VIEW_BYTES", 2 * MIB)
-    backend, target = PartlyShown(), blank()
+    monkeypatch.setattr(reading_module, "_CACHED_BYTES", 2 * MIB)
+    backend, target = PartlyCached(), blank()
     bundle = await store(state(), backend)
     await load(backend, bundle, target)
     for ours, theirs in zip(leaves(target), leaves(state()), strict=True):

@@ -14,6 +14,7 @@ import anyio
 
 from ckpipe.backend import (
     Backend,
+    CachedRange,
     Children,
     ObjectInfo,
     PutMode,
@@ -24,6 +25,7 @@ from ckpipe.backend import (
 from ckpipe.errors import InvalidKey, UsageError
 from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.awaited_threads import in_thread
+from ckpipe_local.cached_file import cached_range
 from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct, read_small
 from ckpipe_local.directories import (
     delete_files,
@@ -39,7 +41,6 @@ from ckpipe_local.directories import (
 from ckpipe_local.failures import opening, reading, writing
 from ckpipe_local.object_files import check_regular
 from ckpipe_local.partial import PartialFile, begin_file, put_object
-from ckpipe_local.residency import resident_view
 from ckpipe_local.upload import LocalUpload
 
 # Each is one call of one thread, so that a caller who is cancelled goes on at once and leaves no
@@ -143,10 +144,10 @@ class LocalBackend(Backend):
             read(path, key, offset, buffer)
         return True
 
-    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
         path = self._path(key)
         with reading(f"read {path}", key):
-            return await in_thread(resident_view, path, key, offset, size)
+            return await in_thread(cached_range, path, key, offset, size)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         check_prefix(prefix)

@@ -128,7 +128,7 @@ def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:
     """Fills ``buffer`` from a file, through the page cache."""
     descriptor = open_object(path, key)
     try:
-        done = _read(descriptor, buffer, offset)
+        done = read_at(descriptor, buffer, offset)
         _check_full(descriptor, key, offset, buffer, done)
     finally:
         os.close(descriptor)
@@ -139,9 +139,9 @@ def read_direct(path: str, key: str, offset: int, buffer: memoryview) -> None:
     descriptor = open_object(path, key)
     try:
         cached = cached_length(descriptor, path, offset, len(buffer))
-        done = _read(descriptor, buffer[:cached], offset)
+        done = read_at(descriptor, buffer[:cached], offset)
         done += _read_past_cache(descriptor, buffer[done:], offset + done)
-        done += _read(descriptor, buffer[done:], offset + done)
+        done += read_at(descriptor, buffer[done:], offset + done)
         _check_full(descriptor, key, offset, buffer, done)
     finally:
         os.close(descriptor)
@@ -154,7 +154,7 @@ def _check_full(descriptor: int, key: str, offset: int, buffer: memoryview, done
 
 def _read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
     start, stop = aligned_part(buffer, offset)
-    if stop == start or (done := _read(descriptor, buffer[:start], offset)) < start:
+    if stop == start or (done := read_at(descriptor, buffer[:start], offset)) < start:
         return 0
     # One descriptor is switched over rather than the path opened twice, because the path may
     # have got another file in between.
@@ -167,12 +167,12 @@ def _read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
         return done
     try:
         middle = buffer[start:stop]
-        return done + _read(descriptor, middle, offset + start, stop_at=(errno.EINVAL,))
+        return done + read_at(descriptor, middle, offset + start, stop_at=(errno.EINVAL,))
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def _read(
+def read_at(
     descriptor: int,
     buffer: memoryview,
     offset: int,

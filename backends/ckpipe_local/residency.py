@@ -1,4 +1,4 @@
-"""What the page cache holds of a file: how much from an offset on, and a view of it.
+"""What the page cache holds of a file: how much from an offset on, and whether all of a range.
 
 ``cachestat`` counts the pages of a range at the cost of a few microseconds; ``mincore``, which
 looks at each, is asked only for where a gap begins, and by older kernels. ``RWF_NOWAIT`` is not
@@ -12,8 +12,6 @@ import mmap
 import os
 
 from ckpipe.memory.addresses import address_of
-from ckpipe_local.failures import truncated
-from ckpipe_local.object_files import open_object
 from ckpipe_local.system_calls import cached_pages, resident_pages
 
 _LOOKED_THROUGH_BYTES = 128 << 20
@@ -37,39 +35,26 @@ def _pages(offset: int, size: int) -> int:
     return (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
 
 
-def resident_view(path: str, key: str, offset: int, size: int) -> memoryview | None:
-    """Maps a range of a file if the page cache holds all of it; None otherwise.
-
-    Pages are mapped when they are read, 16 at a time, by as many threads as read them. Should
-    memory get so short that the kernel drops some before, reading these waits for the disk.
-    """
-    descriptor = open_object(path, key)
-    try:
-        length = os.fstat(descriptor).st_size
-        if offset + size > length:
-            raise truncated(key, offset, size, length)
-        if not size:
-            return memoryview(b"")
-        return _view(descriptor, offset, size) if _tells_residency(descriptor, path) else None
-    finally:
-        os.close(descriptor)
-
-
-def _view(descriptor: int, offset: int, size: int) -> memoryview | None:
+def is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
+    """Tell whether the page cache holds all of a range that lies in the file."""
+    if not size:
+        return True
+    if not _tells_residency(descriptor, path):
+        return False
     cached = cached_pages(descriptor, offset, size)
-    if cached is None and size > _LOOKED_THROUGH_BYTES:
-        return None
-    if cached is not None and cached < _pages(offset, size):
-        return None
-    view, skipped = _map(descriptor, offset, size)
-    length = len(view)
-    if cached is None and resident_pages(address_of(view), length) * mmap.PAGESIZE < length:
-        return None
-    return view[skipped:]
+    if cached is not None:
+        return cached >= _pages(offset, size)
+    if size > _LOOKED_THROUGH_BYTES:
+        return False
+    view, _ = _map(descriptor, offset, size)
+    return resident_pages(address_of(view), len(view)) * mmap.PAGESIZE >= len(view)
 
 
 def _map(descriptor: int, offset: int, size: int) -> tuple[memoryview, int]:
-    """Maps a range from the page on in which it begins; the mapping ends with its last view."""
+    """Map a range from the page on in which it begins; the mapping ends with its last view.
+
+    It is asked about and never read: reading a page that was cut off ends the process.
+    """
     skipped = offset % mmap.ALLOCATIONGRANULARITY
     length, start = skipped + size, offset - skipped
     mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)

@@ -56,20 +56,21 @@ class Arrived:
 
     Args:
         file: The number of the file.
-        source: The bytes.
+        fetch: Brings the bytes between two places of them; to be called in any thread, in which
+            the next call may overwrite what the last one has brought.
         runs: What nobody has taken yet. Deliverers draw from it at the same time, which the
             interpreter's lock makes safe for the iterator of a list.
         buffer: The buffer that the bytes are in, if any.
     """
 
     file: int
-    source: memoryview
+    fetch: Callable[[int, int], memoryview]
     runs: Iterator[_Run]
     buffer: memoryview | None = None
 
 
-def shown(reads: list[Read], source: memoryview) -> Arrived:
-    """What is delivered from where it is, by several deliverers."""
+def shared(reads: list[Read], fetch: Callable[[int, int], memoryview]) -> Arrived:
+    """What several deliverers fetch and deliver side by side."""
     begin, runs = reads[0].offset, list[_Run]()
     for read in reads:
         count = max(1, -(-len(read.pieces) // _RUNS))
@@ -77,7 +78,7 @@ def shown(reads: list[Read], source: memoryview) -> Arrived:
             runs.append((read.offset - begin, read.pieces[first : first + count], ()))
         if read.fragments:
             runs.append((read.offset - begin, (), read.fragments))
-    return Arrived(reads[0].file, source, iter(runs))
+    return Arrived(reads[0].file, fetch, iter(runs))
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
@@ -119,25 +120,27 @@ class Delivery:
         Raises:
             ChecksumMismatch: If a chunk is damaged; nothing behind it is delivered.
         """
-        address = address_of(arrived.source)
+        fetch = arrived.fetch
         with torch.no_grad():
             for shift, pieces, fragments in arrived.runs:
                 anyio.from_thread.check_cancelled()
                 for batch in _batches(pieces):
-                    if len(batch) > 1 and self._take_small(batch, arrived.source, shift, address):
+                    first, last = batch[0], batch[-1]
+                    source = fetch(shift + first.at, shift + last.at + last.hi - last.lo)
+                    if len(batch) > 1 and self._take_small(batch, source):
                         continue
                     for piece in batch:
-                        begin = shift + piece.at
-                        self._take(piece, arrived.source[begin : begin + piece.hi - piece.lo])
+                        begin = piece.at - first.at
+                        self._take(piece, source[begin : begin + piece.hi - piece.lo])
                 for fragment in fragments:
-                    self._join(fragment, address + shift + fragment.at)
+                    begin = shift + fragment.at
+                    self._join(fragment, address_of(fetch(begin, begin + fragment.size)))
 
-    def _take_small(
-        self, pieces: Sequence[Piece], source: memoryview, shift: int, address: int
-    ) -> bool:
+    def _take_small(self, pieces: Sequence[Piece], source: memoryview) -> bool:
         """Verify chunks together and hand them on; False, with nothing done, if one is damaged."""
-        begins = [shift + at for _, _, _, at, _ in pieces]
-        ends = [shift + at + hi - lo for _, lo, hi, at, _ in pieces]
+        shift, address = pieces[0].at, address_of(source)
+        begins = [at - shift for _, _, _, at, _ in pieces]
+        ends = [at - shift + hi - lo for _, lo, hi, at, _ in pieces]
         (sums,) = crc32c_of_each([Parts(source, begins, ends)])
         if any(sums[n] != piece.checksum for n, piece in enumerate(pieces)):
             return False
@@ -149,10 +152,10 @@ class Delivery:
                     start, stop, target = destination
                     if start <= lo and hi <= stop:
                         targets.append(target + lo - start)
-                        sources.append(address + shift + at)
+                        sources.append(address + at - shift)
                         sizes.append(hi - lo)
                         continue
-                destination.put(address + shift + at, lo, hi)
+                destination.put(address + at - shift, lo, hi)
         copy_each(targets, sources, sizes, lets_go=False)
         return True
 
@@ -173,4 +176,4 @@ class Delivery:
             destination.put(address, piece.lo, piece.hi)
 
 
-__all__ = ["Arrived", "Delivery", "ReadTally", "shown"]
+__all__ = ["Arrived", "Delivery", "ReadTally", "shared"]

@@ -8,9 +8,10 @@
 
 A fixed number of buffers bounds the memory. Lanes read whenever one is free, so the store never
 waits for a checksum; there is a deliverer for each core, since more would only take turns. What
-the store has in memory already is delivered from where it is, by all deliverers together, each
-taking the next few chunks when it is through with some. A chunk's bytes reach nothing before its
-checksum was found right, and are copied while they are still in the processor's cache.
+the store has in memory already is read by all deliverers together: each takes the next few chunks
+when it is through with some, and reads a mebibyte at a time into a buffer of its own, which stays
+in the processor's cache. A chunk's bytes reach nothing before its checksum was found right, and
+what is copied then is what was checked.
 
 Lanes and deliverers are threads from beginning to end. A disk lies still from the end of a read to
 the beginning of the next, and the way through the event loop and back took a tenth of the time
@@ -44,7 +45,7 @@ from ckpipe.errors import (
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow
 from ckpipe.format.object_names import data_file_key
-from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shown
+from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shared
 from ckpipe.loads.destinations import Destination
 from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.handover import Handover
@@ -58,7 +59,7 @@ from ckpipe.tasks.awaited_threads import in_thread, on_loop
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
-_VIEW_BYTES = 128 << 20
+_CACHED_BYTES = 128 << 20
 """Of how many bytes together the store is asked whether it has them in memory, if not of all."""
 
 DELIVERERS = min(8, len(os.sched_getaffinity(0)))
@@ -79,8 +80,7 @@ class Reader:
 
     Attributes:
         tally: What was read.
-        views: What the store has shown of its memory. To let it go takes milliseconds that neither
-            the event loop nor a deliverer has, so that is left to whoever comes to it.
+        cached: The sizes of the ranges that the store has had in memory.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class Reader:
         self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally()
-        self.views: list[memoryview] = []
+        self.cached: list[int] = []
+        self._own = threading.local()
         self._lanes = max(1, len(buffers) - DELIVERERS)
         self._lock = threading.Lock()
         self._under_way, self._idle_since = 0, 0.0
@@ -145,15 +146,11 @@ class Reader:
             # Lanes may be reading for long when it turns out that this was in vain.
             await threads.run(self._not_in_memory(data, reads, handover), delivery.get)
 
-    async def forget_views(self) -> None:
-        """Lets go of what the store has shown of its memory, and does not count it as read.
-
-        Only for views of which nothing was delivered.
-        """
-        if self.views:
-            self.tally.reads -= len(self.views)
-            self.tally.bytes -= sum(map(len, self.views))
-            await anyio.to_thread.run_sync(self.views.clear)
+    def forget_cached(self) -> None:
+        """Count what the store has in memory as not read; only if nothing of it was delivered."""
+        self.tally.reads -= len(self.cached)
+        self.tally.bytes -= sum(self.cached)
+        self.cached.clear()
 
     async def _delivery(
         self, data: EntryTable, destinations: Callable[[], Awaitable[Destinations]]
@@ -173,14 +170,14 @@ class Reader:
     async def _not_in_memory(
         self, data: EntryTable, reads: Sequence[Read], handover: Handover
     ) -> AsyncIterator[Sequence[Read]]:
-        """Has what the store has in memory delivered from there, and tells the rest."""
+        """Give deliverers what the store has in memory, and yield the rest."""
         groups = deque(batched(reads))
         while groups:
             group = groups.popleft()
-            if (seen := await self._view(data, group)) is not None:
+            if (seen := await self._cached(data, group)) is not None:
                 for _ in range(min(DELIVERERS, len(group))):
                     handover.arrive(seen)
-            elif len(smaller := list(batched(group, _VIEW_BYTES))) > 1:
+            elif len(smaller := list(batched(group, _CACHED_BYTES))) > 1:
                 groups.extendleft(reversed(smaller))
             else:
                 yield group
@@ -192,7 +189,7 @@ class Reader:
             rank, name = data.ranks[read.file], data.files[read.file].name
             source = self._filled(rank, name, read.offset, buffer[: read.size])
             run = (0, read.pieces, read.fragments)
-            handover.arrive(Arrived(read.file, source, iter([run]), buffer))
+            handover.arrive(Arrived(read.file, partial(_part, source), iter([run]), buffer))
 
     def _deliverer(self, handover: Handover, delivery: Ahead[Delivery]) -> None:
         while (arrived := handover.next_arrived()) is not None:
@@ -250,20 +247,35 @@ class Reader:
                 key=key,
             )
 
-    async def _view(self, data: EntryTable, batch: list[Read]) -> Arrived | None:
-        """What reads bring where it is in memory already, if it is and the store shows it."""
+    async def _cached(self, data: EntryTable, batch: list[Read]) -> Arrived | None:
+        """What reads bring, to be read by deliverers, if the store has all of it in memory."""
         first, last = batch[0], batch[-1]
         size = last.offset + last.size - first.offset
-        key = data_file_key(self._id, data.files[first.file].name)
-        with self._working(), _translated(self._id.step, data.ranks[first.file], key):
-            view = await self._backend.view(key, first.offset, size)
-        if view is None or len(view) != size:
+        rank, name = data.ranks[first.file], data.files[first.file].name
+        key = data_file_key(self._id, name)
+        with self._working(), _translated(self._id.step, rank, key):
+            found = await self._backend.cached(key, first.offset, size)
+        if found is None:
             return None
+
+        def fetch(begin: int, end: int) -> memoryview:
+            buffer = self._own_buffer(end - begin)
+            with _translated(self._id.step, rank, key):
+                found.read_into(begin, buffer)
+            return buffer
+
         with self._lock:
             self.tally.reads += 1
             self.tally.bytes += size
-        self.views.append(view)
-        return shown(batch, view)
+        self.cached.append(size)
+        return shared(batch, fetch)
+
+    def _own_buffer(self, size: int) -> memoryview:
+        """The calling thread's own buffer, whose content the next call may overwrite."""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._own.buffer = memoryview(bytearray(max(size, CHUNK_BYTES)))
+        return buffer[:size]
 
     def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
         """The buffer, filled with a range of a file; to be called in a thread."""
@@ -312,6 +324,10 @@ class Reader:
             raise told(error, same=chunk == damaged)
         warn(f"{what} of step {self._id.step}, rank {rank},")
         return chunk
+
+
+def _part(source: memoryview, begin: int, end: int) -> memoryview:
+    return source[begin:end]
 
 
 def known(destinations: Destinations) -> Callable[[], Awaitable[Destinations]]:

@@ -100,7 +100,6 @@ class ReadyLoad:
         matched: What fits where.
         stages: Reports of what was done.
         tally: What was read.
-        views: What the store has shown of its memory, which is not needed any more.
         started: When the load began.
     """
 
@@ -110,7 +109,6 @@ class ReadyLoad:
     matched: _Matched
     stages: Mapping[str, StageReport]
     tally: ReadTally
-    views: list[memoryview]
     started: float
 
     async def apply(self) -> LoadResult:
@@ -120,12 +118,8 @@ class ReadyLoad:
             CkpipeError: If an object refuses its state.
         """
         began = time.perf_counter()
-        freed = Ahead(partial(anyio.to_thread.run_sync, self.views.clear))
         with _located(self.bundle, self.rank):
-            async with freed.started():
-                state = await on_caller(
-                    self.request.caller, _apply, self.matched, self.request.hold
-                )
+            state = await on_caller(self.request.caller, _apply, self.matched, self.request.hold)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
         report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
@@ -202,7 +196,7 @@ async def read_all(
     seconds = time.perf_counter() - tally.began
     read = StageReport(seconds, tally.bytes, tally.began - started, tally.waited)
     stages = {"match": stage, "read": read}
-    return ReadyLoad(bundle, request, rank, matched, stages, tally, reader.views, started)
+    return ReadyLoad(bundle, request, rank, matched, stages, tally, started)
 
 
 async def _timed(match: Callable[[], _Matched], request: LoadRequest, started: float) -> _Timed:
@@ -327,7 +321,7 @@ async def _read(
     with _touching(reader.tally, in_place=in_place):
         if expected.needs and await _read_as_expected(reader, data, reads, matching):
             return
-    await reader.forget_views()
+    reader.forget_cached()
     targets = (await matching.get())[0].targets
     takers = known(targets.destinations)
     if targets.first_needs:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, CachedRange
 from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.registry import create_backend, create_reader, scheme_of
 from ckpipe.stores.retrying import RetryPolicy, logging_policy
@@ -55,11 +55,11 @@ class WatchedBackend(PatientBackend):
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
         return False  # what is read is told on the event loop
 
-    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
-        view = await super().view(key, offset, size)
-        if view is not None:
-            self._on_read(len(view))
-        return view
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        found = await super().cached(key, offset, size)
+        if found is not None:
+            self._on_read(size)
+        return found
 
 
 @asynccontextmanager

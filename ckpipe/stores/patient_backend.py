@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
-from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload
+from ckpipe.backend import Backend, CachedRange, Children, ObjectInfo, PutMode, Upload
 from ckpipe.errors import StoreError
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import RetryPolicy, retrying
@@ -65,8 +65,8 @@ class PatientBackend(Backend):
                 return False  # and so it is tried again as other requests are
             raise
 
-    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
-        return await self._try(lambda: self._inner.view(key, offset, size))
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        return await self._try(lambda: self._inner.cached(key, offset, size))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         # A list that breaks off begins again, so nothing of it is handed on before its end.

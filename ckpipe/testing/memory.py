@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from anyio.lowlevel import checkpoint
 
-from ckpipe.backend import Backend, ObjectInfo, PutMode, Upload, check_key
+from ckpipe.backend import Backend, CachedRange, ObjectInfo, PutMode, Upload, check_key
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, TruncatedObject, UsageError
 
 
@@ -36,6 +36,14 @@ class _Store:
 
 
 _shared: dict[str, _Store] = {}
+
+
+@dataclass(frozen=True)
+class _MemoryRange:
+    data: memoryview
+
+    def read_into(self, at: int, buffer: memoryview) -> None:
+        buffer[:] = self.data[at : at + len(buffer)]
 
 
 class MemoryBackend(Backend):
@@ -78,10 +86,14 @@ class MemoryBackend(Backend):
         return bytes(data)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        buffer[:] = await self.view(key, offset, len(buffer))
-
-    async def view(self, key: str, offset: int, size: int) -> memoryview:
         await checkpoint()
+        buffer[:] = self._range(key, offset, len(buffer))
+
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        await checkpoint()
+        return _MemoryRange(self._range(key, offset, size))
+
+    def _range(self, key: str, offset: int, size: int) -> memoryview:
         data = self._store.find(key).data
         if offset + size > len(data):
             message = f"The object has {len(data)} bytes, {offset + size} were expected"

@@ -9,7 +9,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self, TypeVar
 
-from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload
+from ckpipe.backend import Backend, CachedRange, Children, ObjectInfo, PutMode, Upload
 
 Result = TypeVar("Result")
 
@@ -84,9 +84,9 @@ class WrappedBackend(Backend, abc.ABC):
         operation = Operation("read_into", key, len(buffer))
         await self.around(operation, lambda: self.inner.read_into(key, offset, buffer))
 
-    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
-        operation = Operation("view", key, size)
-        return await self.around(operation, lambda: self.inner.view(key, offset, size))
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        operation = Operation("cached", key, size)
+        return await self.around(operation, lambda: self.inner.cached(key, offset, size))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async def collect() -> tuple[ObjectInfo, ...]:
