@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -742,6 +742,45 @@ def test_a_tensor_that_has_become_nested_is_refused_by_name(
         optimizer.state[weight]["lengths"] = state.pop("other")
         pipeline.save(state, step=2, until=until).wait()
         pipeline.verify(2)
+
+
+@pytest.fixture
+def recursion_limit() -> Iterator[int]:
+    limit = sys.getrecursionlimit()
+    yield limit
+    sys.setrecursionlimit(limit)
+
+
+def nested(levels: int) -> Any:
+    found: Any = torch.ones(1)
+    for _ in range(levels):
+        found = [found]
+    return {"deep": found}
+
+
+def test_nesting_that_fits_the_recursion_limit_survives(
+    tmp_path: Path, recursion_limit: int
+) -> None:
+    save_one(tmp_path, nested(150), step=1)
+    assert same(load_one(tmp_path).state, nested(150))
+    with pytest.raises(errors.UnsupportedState) as caught:
+        save_one(tmp_path, nested(400))
+    says(
+        caught.value,
+        f"limit of {recursion_limit}",
+        "about \\d+ containers",
+        "sys.setrecursionlimit",
+    )
+    sys.setrecursionlimit(20 * recursion_limit)
+    save_one(tmp_path, nested(400))
+    verify_one(tmp_path)
+    found, levels = load_one(tmp_path).state["deep"], 0
+    while isinstance(found, list):
+        (found,), levels = found, levels + 1
+    assert levels == 400
+    sys.setrecursionlimit(recursion_limit)
+    with pytest.raises(errors.CkpipeError, match="nested too deeply"):
+        load_one(tmp_path)
 
 
 class Holder:

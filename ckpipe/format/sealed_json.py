@@ -250,7 +250,10 @@ def unseal(
         del plain
         document = _parsed(text, elements or {})
     except RecursionError:
-        raise InvalidManifest("The object is nested too deeply") from None
+        raise InvalidManifest(
+            "The object is nested too deeply",
+            hint="If the state was saved under a higher sys.setrecursionlimit, load it under that",
+        ) from None
     except ValueError as error:
         raise InvalidManifest(f"The object is not valid JSON: {error}") from None
     del document["crc32c"]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,10 @@ from ckpipe.state.values import PLAIN_VALUES, NotInline, class_path, encode_valu
 ABSENT: Node = ["absent"]
 
 _TENSOR = "Save a tensor over it: torch.empty(0, dtype=torch.uint8).set_(storage)"
+
+
+_FRAMES = 5
+"""Calls that the walk makes for each container that it enters."""
 
 
 class _Pickler(pickle.Pickler):
@@ -83,8 +88,11 @@ def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
     try:
         tree = going.node(state, "")
     except RecursionError:
+        limit = sys.getrecursionlimit()
         raise UnsupportedState(
-            "The state is nested too deeply", hint="Flatten it, or raise sys.setrecursionlimit"
+            f"The state is nested too deeply: Python's recursion limit of {limit} is enough for "
+            f"about {limit // _FRAMES - 10} containers in one another",
+            hint="Flatten it, or raise the limit with sys.setrecursionlimit, for loads too",
         ) from None
     going.mark_shared()
     captured = Captured(
