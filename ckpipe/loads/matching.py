@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.format.keys import LabelFilter, encode_key, join
+from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
 from ckpipe.format.trees import MAPPINGS, Node, children_of, leaf_labels
 from ckpipe.loads.live_tensors import FILLABLE, misfit
 from ckpipe.loads.making import Make, same, stays
@@ -279,7 +279,7 @@ class Matching:
         self.objects.append((inner, hint.live))
         check_stateful(target, hint, inner, label)
         if isinstance(hint.live, dict) and inner[0] in MAPPINGS:
-            saved = {key for key, _, _ in children_of(inner, label)}
+            saved = {key if type(key) is str else decode_key(key) for key in inner[1]}
             own = ((join(label, key), hint.live[key]) for key in hint.live if key not in saved)
             self.kept += [where for where, live in own if any_selected(live, where, self._select)]
         make = self._rebuild.plan(inner, label, hint)
