@@ -102,7 +102,7 @@ class Here:
         known = self._known.setdefault(save, anyio.Event())
         async with unsummed, filled:
             await known.wait()
-            with short_turns():
+            with short_turns(depot.switch_interval):
                 await run_delivery(save, depot, unsummed, filled)
 
     def set_out(self, save: Delivery[B]) -> None:

@@ -167,6 +167,7 @@ SETTINGS = """
     incomplete_in_a_row final_format export.part export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
     drain_timeout_seconds per_rank pickle keep_reports read_only
+    switch_interval_seconds
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds

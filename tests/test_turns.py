@@ -75,3 +75,40 @@ def test_saves_want_them_until_they_are_through(
         settle(opened)
         assert sys.getswitchinterval() == about(0.005)
     assert seen == [about(TURN_SECONDS)] * len(seen) != []
+
+
+class Looking:
+    """An object that notes the interval while it is looked at."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.seen.append(sys.getswitchinterval())
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"value": 1}
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize(("setting", "during"), [(None, 0.005), (0.002, 0.002), (0.01, 0.005)])
+def test_the_interval_is_a_setting(
+    tmp_path: Path, worker: Literal["thread", "process"], setting: float | None, during: float
+) -> None:
+    seen: list[float] = []
+    looking = Looking()
+
+    def look(event: Event) -> None:
+        if isinstance(event, BlockUploaded):
+            seen.append(sys.getswitchinterval())
+
+    with ckpipe.SyncPipeline(
+        tmp_path, worker=worker, switch_interval_seconds=setting, **SETTINGS
+    ) as opened:
+        opened.events.add(look)
+        opened.save(state_of(1) | {"looking": looking}).wait()
+        looking.seen.clear()
+        opened.load({"looking": looking}, include=["looking*"])
+    assert seen == [about(during)] * len(seen) != []
+    assert looking.seen == [about(during)] * len(looking.seen) != []

@@ -63,6 +63,7 @@ class LoadRequest:
             is another now.
         hold: What the load takes before it looks at the target, and whoever asks for it ends.
         caller: Runs user code on the thread that called; None if another is to do it.
+        switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
     """
 
     into: Any | None
@@ -73,6 +74,7 @@ class LoadRequest:
     per_rank: PerRankPolicy = "raise"
     hold: Hold = field(default_factory=NoHold)
     caller: Caller | None = None
+    switch_interval: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,11 @@ async def read_all(
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    with _located(bundle, rank), lane_buffers(arena, backend, lanes) as buffers, short_turns():
+    with (
+        _located(bundle, rank),
+        lane_buffers(arena, backend, lanes) as buffers,
+        short_turns(request.switch_interval),
+    ):
         expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
         work = partial(_match, bundle, expected, request, rank, world_size)
         matching = Ahead(partial(_timed, work, request, started))

@@ -467,7 +467,10 @@ class PipelineCore:
         per_rank = self.settings.per_rank if per_rank is None else per_rank
         check_load(per_rank, pickle)
         hold = NoHold() if into is None else LoadHold(self.lock, caller)
-        return LoadRequest(into, select, strict, cast, pickle == "allow", per_rank, hold, caller)
+        interval = self.settings.switch_interval_seconds
+        return LoadRequest(
+            into, select, strict, cast, pickle == "allow", per_rank, hold, caller, interval
+        )
 
     def statistics(self) -> Statistics:
         """What was done so far, in numbers; in any thread and at any time."""

@@ -53,6 +53,7 @@ def make_site(
         retry=logging_policy(settings.upload),
         sweep_after=settings.retention.sweep_after,
         keep_reports=settings.keep_reports,
+        switch_interval=settings.switch_interval_seconds,
         respite=Respite(RESPITE_SECONDS),
     )
     if around is None:

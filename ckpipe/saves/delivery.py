@@ -185,6 +185,8 @@ class Depot:
         sweep_after: How long the mark of a deleted checkpoint stays.
         rule: Which checkpoints to keep; None for all.
         keep_reports: Whether manifests keep the reports of their saves.
+        switch_interval: The switch interval of the GIL while a save is brought to the store, in
+            seconds; None leaves it alone.
         pace: Gives writes of blocks their turns, of all saves together.
         texts: What manifests said last that did not change from the one before.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
@@ -206,6 +208,7 @@ class Depot:
     sweep_after: timedelta
     rule: Rule | None = None
     keep_reports: bool = True
+    switch_interval: float | None = None
     resumed_from: str | None = None
     facts: Facts = field(default_factory=Facts)
     deleted: set[CheckpointId] = field(default_factory=set)

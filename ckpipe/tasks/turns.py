@@ -28,11 +28,11 @@ class _Turns:
         self._wanted = 0
         self._before = self._set = 0.0
 
-    def shorten(self) -> None:
+    def shorten(self, seconds: float) -> None:
         if not self._wanted:
             self._before = sys.getswitchinterval()
-            if self._before > TURN_SECONDS:
-                sys.setswitchinterval(TURN_SECONDS)
+        if sys.getswitchinterval() > seconds:
+            sys.setswitchinterval(seconds)
             self._set = sys.getswitchinterval()
         self._wanted += 1
 
@@ -55,13 +55,19 @@ os.register_at_fork(after_in_child=_turns.begin_child)
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
-    """Has threads hand the interpreter on sooner, unless they do so already; for any thread.
+def short_turns(seconds: float | None = TURN_SECONDS) -> Iterator[None]:
+    """Lower the switch interval of the GIL, unless it is as low already; for any thread.
 
-    The interval of before is back once nobody wants short turns, if nobody has set it meanwhile.
+    The interval of before is back once no thread wants a lower one, unless it was set meanwhile.
+
+    Args:
+        seconds: How long a thread may keep the GIL from others; None leaves the interval alone.
     """
+    if seconds is None:
+        yield
+        return
     with _turns.lock:
-        _turns.shorten()
+        _turns.shorten(seconds)
     try:
         yield
     finally:

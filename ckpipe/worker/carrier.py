@@ -164,7 +164,8 @@ class WorkerCarrier:
                     tasks.start_soon(self._announce, save, voyage, filled, "upload")
                     tasks.start_soon(self._seal, save, voyage)
                     await voyage.begun.wait()
-                    with short_turns():  # else a loop of Python hears late that all is durable
+                    # Else a loop of Python hears late that all is durable.
+                    with short_turns(depot.switch_interval):
                         errand = await voyage.ended()
                     tasks.cancel_scope.cancel()
             if errand.error is not None:
