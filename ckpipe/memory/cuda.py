@@ -1,4 +1,8 @@
-"""CUDA as far as ckpipe uses it, and only once the program itself has initialised it."""
+"""CUDA as far as ckpipe uses it, and only once the program itself has initialised it.
+
+Copies from a device are queued only where a fence orders them: after the kernels that the trainer
+has queued, and before those that change their source. Devices other than CUDA are copied blocking.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,29 @@ def in_use() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def fences() -> tuple[Any, ...]:
-    """Marks behind the work queued by this thread on the current stream of each device."""
-    if not in_use():
-        return ()
-    return tuple(
-        torch.cuda.current_stream(device).record_event()
-        for device in range(torch.cuda.device_count())
-    )
+FENCED = {"cuda"}
+"""The types of devices from which copies are queued. Others are copied blocking, until the streams
+and events of ``torch.accelerator`` serve them all."""
+
+
+def events_behind(devices: Iterable[str]) -> list[Any]:
+    """Record events behind what this thread has queued on devices; wait for those without fences.
+
+    To be called by the thread that has looked at the state, after that: ``state_dict`` itself may
+    have queued kernels.
+
+    Args:
+        devices: The devices that the state is on.
+    """
+    found = []
+    for device in sorted(devices):
+        kind = torch.device(device).type
+        if kind in FENCED:
+            found.append(_module(device).current_stream(device).record_event())
+        elif kind != "cpu":
+            module = _module(device)
+            module.synchronize(*[device] * (module.device_count() > 1))
+    return found
 
 
 class StreamFence:
@@ -36,7 +55,7 @@ class StreamFence:
 
     def hold_back(self) -> None:
         """Has the calling thread's current stream wait for them on the device."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        _module(self._device).current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         """Blocks until they are done."""
@@ -44,7 +63,7 @@ class StreamFence:
 
 
 class SideStreams:
-    """Copies from devices beside the program's own work, and after the marks given.
+    """Copies from devices beside the program's own work, and after the events given.
 
     Args:
         after: Events behind the work that the copies must come after.
@@ -56,7 +75,7 @@ class SideStreams:
 
     def serves(self, device: str) -> bool:
         """Whether tensors on a device are copied by it."""
-        return device.startswith("cuda")
+        return device.partition(":")[0] in FENCED
 
     def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[StreamFence]:
         """Queues copies; returns their ends, one for each device.
@@ -68,17 +87,21 @@ class SideStreams:
         ordered = sorted(devices)
         with contextlib.ExitStack() as entered:
             for device in ordered:
-                entered.enter_context(torch.cuda.stream(self._stream(device)))
+                entered.enter_context(_module(device).stream(self._stream(device)))
             copy()
         return [StreamFence(each, self._stream(each).record_event()) for each in ordered]
 
     def _stream(self, device: str) -> Any:
         if device not in self._streams:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for fence in self._after:
-                stream.wait_event(fence)
+            stream = _module(device).Stream(device)
+            for event in self._after:
+                stream.wait_event(event)
             self._streams[device] = stream
         return self._streams[device]
+
+
+def _module(device: str) -> Any:
+    return torch.get_device_module(device)
 
 
 def register(memory: torch.Tensor) -> str:

@@ -28,7 +28,6 @@ from ckpipe.loads.restore import LoadRequest
 from ckpipe.locking.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.locking.lock import StateLock, lock_of
 from ckpipe.locking.lock_turns import LoadHold
-from ckpipe.memory import cuda
 from ckpipe.ranks.preemption import Preemption, SignalWatch
 from ckpipe.ranks.topology import ALONE, find_topology
 from ckpipe.running.announcing import END
@@ -404,7 +403,6 @@ class PipelineCore:
             plain_metadata(metadata, step) if metadata else {},
             final,
             threading.get_ident(),
-            cuda.fences(),
             owners,
             self.preemption.answer(),
             caller,

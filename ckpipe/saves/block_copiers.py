@@ -164,7 +164,7 @@ class BlockCopiers:
         threads: int,
     ) -> None:
         self._turn, self._state, self._devices, self._out = turn, state, devices, out
-        self._on_devices = any(map(devices.serves, state.derived(_devices)))
+        self._on_devices = any(map(devices.serves, state.derived(devices_of)))
         self.threads = 1 if self._on_devices else threads
         self._places = anyio.Semaphore(self.threads)
         self._ready: deque[Piece] = deque()
@@ -339,7 +339,8 @@ def _numbers(pieces: Sequence[Piece]) -> array[int]:
     return numbers
 
 
-def _devices(state: Captured) -> set[str]:
+def devices_of(state: Captured) -> set[str]:
+    """The devices that tensors of a state are on."""
     return {leaf.device for leaf in state.tensors}
 
 
@@ -352,4 +353,4 @@ def _changed_beside(leaf: TensorLeaf) -> StateChanged:
     )
 
 
-__all__ = ["BlockCopiers", "CopyEnd", "DeviceCopies", "Outlet", "Piece"]
+__all__ = ["BlockCopiers", "CopyEnd", "DeviceCopies", "Outlet", "Piece", "devices_of"]

@@ -24,6 +24,7 @@ from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
 from ckpipe.format.cargo import BlockPlace, Span
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
 from ckpipe.memory.arena import Block
+from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.raw_memory import copy_each
 from ckpipe.memory.summed_copies import summed_copies
 from ckpipe.plans.drafting import Source
@@ -302,7 +303,7 @@ def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> lis
                 case CopyWindow():
                     target = block.tensor[step.at : step.at + step.hi - step.lo]
                     window = _bytes_from(state.memory[step.tensor])[step.lo : step.hi]
-                    target.copy_(window, non_blocking=True)
+                    target.copy_(window, non_blocking=window.device.type in FENCED)
                 case Fill():
                     block.view[step.at : step.at + len(step.data)] = step.data
     found = moves.run()
@@ -358,19 +359,20 @@ class _Moves:
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:
+    queued = tensor.device.type in FENCED
     end = step.at + (step.hi - step.lo) * tensor.itemsize
     target = block[step.at : end].view(tensor.dtype)
     if step.part is not None:
         tensor = _narrowed(tensor, step.part[0], box_shape(step.part))
     if step.hi - step.lo == tensor.numel():
-        target.view(tensor.shape).copy_(tensor, non_blocking=True)
+        target.view(tensor.shape).copy_(tensor, non_blocking=queued)
     elif tensor.is_contiguous():
-        target.copy_(tensor.view(-1)[step.lo : step.hi], non_blocking=True)
+        target.copy_(tensor.view(-1)[step.lo : step.hi], non_blocking=queued)
     else:
         done = 0
         for starts, sizes in flat_range_boxes(tensor.shape, step.lo, step.hi):
             part = _narrowed(tensor, starts, sizes)
-            target[done : done + part.numel()].view(part.shape).copy_(part, non_blocking=True)
+            target[done : done + part.numel()].view(part.shape).copy_(part, non_blocking=queued)
             done += part.numel()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -50,7 +50,6 @@ class SaveRequest:
         metadata: Metadata, plain JSON.
         final: Whether it is the run's final checkpoint.
         thread: The thread that called.
-        fences: Events on the devices' streams, behind the work that the caller had queued.
         owners: Guarded optimizers whose tensors are copied while training goes on; none if the
             caller waits for all copies.
         urgent: Whether there may be no later one, so that it waits where others are skipped.
@@ -63,7 +62,6 @@ class SaveRequest:
     metadata: Mapping[str, Json]
     final: bool
     thread: int
-    fences: tuple[Any, ...] = ()
     owners: tuple[Optimizer, ...] = ()
     urgent: bool = False
     caller: Caller | None = None
@@ -91,11 +89,13 @@ class CapturedState:
     Args:
         turn: The hold.
         captured: What was found.
+        after: Events on devices, behind the work that the walk and its thread have queued.
         deferral: There if the caller is gone already.
     """
 
     turn: Turn
     captured: Captured
+    after: Sequence[Any]
     deferral: Deferral | None = None
 
 
@@ -105,6 +105,7 @@ class PlannedState:
 
     turn: Turn
     captured: Captured
+    after: Sequence[Any]
     program: Program
     deferral: Deferral | None = None
 

@@ -36,12 +36,14 @@ async def run(
         async for state in inbox:
             if state.deferral is not None:
                 known = state.deferral.program
-                await out.send(PlannedState(state.turn, state.captured, known, state.deferral))
+                await out.send(
+                    PlannedState(state.turn, state.captured, state.after, known, state.deferral)
+                )
                 continue
             with save.clock.timing("plan"):
                 program = _fitting(state.captured, own, site.reusable_program)
                 if program is not None and _has_memory(save, program):
-                    await out.send(PlannedState(state.turn, state.captured, program))
+                    await out.send(PlannedState(state.turn, state.captured, state.after, program))
                     continue
                 state.turn.release()
                 if program is None:

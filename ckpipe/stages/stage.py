@@ -17,9 +17,9 @@ from ckpipe.loads.selecting import unmatched
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Watch
 from ckpipe.memory.arena import Block
-from ckpipe.memory.cuda import SideStreams
+from ckpipe.memory.cuda import SideStreams, events_behind
 from ckpipe.plans.planning import fingerprint
-from ckpipe.saves.block_copiers import BlockCopiers, Outlet, Piece
+from ckpipe.saves.block_copiers import BlockCopiers, Outlet, Piece, devices_of
 from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.programs import Division, Program, divide
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
@@ -89,10 +89,11 @@ def look(save: Save, site: Site, turn: Turn) -> CapturedState | None:
     if not turn.begin():
         return None
     captured = _walk(save, site, turn)
+    after = events_behind(captured.derived(devices_of))
     deferral = _let_caller_go(save, site, turn, captured) if save.request.owners else None
     if deferral is not None or not save.request.owners:
         captured.objects = []  # only a division is made of them
-    return CapturedState(turn, captured, deferral)
+    return CapturedState(turn, captured, after, deferral)
 
 
 def _walk(save: Save, site: Site, turn: Turn) -> Captured:
@@ -201,7 +202,7 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet, *, beside: bool) -
             save.note(each)
             outlet.send(each)
 
-    streams = SideStreams(save.request.fences)
+    streams = SideStreams(state.after)
     # Copies beside training take no processor that the trainer did not give to torch; for all
     # others it waits, so that its own are free.
     cores = torch.get_num_threads() if beside else own_cores()

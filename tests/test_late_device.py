@@ -1,0 +1,20 @@
+"""Saves from a device that is as late as it may be, with fences and of a kind that has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("late_device_runs.py")
+
+
+@pytest.mark.parametrize("kind", ["fenced", "not fenced"])
+def test_what_is_saved_is_what_the_device_computes_before_and_in_the_walk(
+    tmp_path: Path, kind: str
+) -> None:
+    command = [sys.executable, str(PROGRAM), kind, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
