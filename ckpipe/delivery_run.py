@@ -67,7 +67,7 @@ async def run_delivery(
             )
             tasks.start_soon(retention.run, save, depot, complete, name=f"retention {save.name}")
     except BaseException:
-        if save.stored and not save.may_count:
+        if save.stored and not save.may_count and not save.again:
             await _remove_stored(save, depot)
         raise
 

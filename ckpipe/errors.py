@@ -39,7 +39,7 @@
     │   ├── StateLockTimeout        the lock was held for too long
     │   ├── CaptureTooSlow          a step would have waited too long for the copy
     │   ├── DrainTimeout            the pipeline closed before the save was through
-    │   ├── WorkerDied              the worker process is gone, and the save with it
+    │   ├── WorkerDied              the worker process is gone, and no other can take the save over
     │   ├── CommitConflict          another writer owns the name
     │   └── CommitUnknown           whether the commit landed could not be found out
     └── StoreError                  look at the store
@@ -256,7 +256,9 @@ class DrainTimeout(SaveError):
 class WorkerDied(SaveError):
     """The worker process that brought the save to the store was killed, hung or did not start.
 
-    The message has its exit code and the last lines of its log. The next save starts another.
+    A save is delivered again by the next worker, or by a thread, so this is raised only where its
+    staging memory holds other bytes by now, or where every worker crashed with it. The message has
+    the exit code and the last lines of the log.
     """
 
 

@@ -64,7 +64,7 @@ def depot(backend: MemoryBackend) -> Depot:
 
 
 def planned() -> Planned:
-    save = Planned(CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0), 0, 0.0)
+    save = Planned(CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0), 0, 0.0, "token")
     file = FilePlan("rank-00000.safetensors", b"{}", range(0), SIZE)
     save.cargo = Cargo((file,), Layout((), ()), (Held.plan,))
     return save

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -145,7 +146,9 @@ def test_a_whole_session_gives_way() -> None:
     assert done.stdout.split()[-2:] == ["nice", "7"]
 
 
-def test_a_dead_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
+def test_a_dead_worker_is_noticed_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckpipe.SyncPipeline(tmp_path, **PROCESS) as pipeline:
         pipeline.save(state_of(1)).wait()
         settle(pipeline)
@@ -153,11 +156,10 @@ def test_a_dead_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGSTOP)
         handle = pipeline.save(state_of(2))
         os.kill(worker, signal.SIGKILL)
-        with pytest.raises(errors.WorkerDied, match=r"exit code -9.*log ends with") as caught:
-            handle.wait(timeout=30)
-        assert (caught.value.step, caught.value.rank) == (handle.step, 0)
-        assert handle.status == "failed"
+        handle.wait(timeout=60)
+        assert re.search(r"exit code -9.*log ends with", caplog.text)
         assert not psutil.pid_exists(worker)
+        assert 0 < (handle.report.staged_seconds or 0) < (handle.report.durable_seconds or 0)
         last = pipeline.save(state_of(3))
         last.wait()
         settle(pipeline)
@@ -329,18 +331,20 @@ def test_what_cannot_cross_is_said_at_open_or_stays_here(
         assert hasattr(opened._core.engine.site.carrier, "process_id")
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_says_why_and_a_thread_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     fields: dict[str, Any] = {"worker": {"mode": "process", "log_dir": str(tmp_path / "file")}}
-    with (
-        ckpipe.SyncPipeline(tmp_path / "run", **fields) as opened,
-        pytest.raises(errors.WorkerDied, match="could be started"),
-    ):
+    with ckpipe.SyncPipeline(tmp_path / "run", **fields) as opened:
         opened.save(state_of(1), until="committed")
+    assert re.search(r"by a thread of this process.*could be started", caplog.text)
 
 
 @pytest.mark.parametrize("spare", [None, 1 << 20])
-def test_a_worker_without_memory_is_dead(tmp_path: Path, spare: int | None) -> None:
+def test_a_worker_without_memory_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spare: int | None
+) -> None:
     with ckpipe.SyncPipeline(tmp_path, **PROCESS) as opened:
         opened.save(state_of(1), step=1).wait()
         settle(opened)
@@ -348,10 +352,10 @@ def test_a_worker_without_memory_is_dead(tmp_path: Path, spare: int | None) -> N
         # Either nothing more is to be had, or too little to map what the next save lies in.
         limit = 1 if spare is None else worker.memory_info().vms + spare
         resource.prlimit(worker.pid, resource.RLIMIT_AS, (limit, limit))
-        with pytest.raises(errors.WorkerDied, match=r"MemoryError|it failed.*allocate memory"):
-            opened.save({"large": torch.empty(20_000_000)}, step=2).wait(timeout=30)
+        opened.save({"large": torch.empty(20_000_000)}, step=2).wait(timeout=60)
+        assert re.search(r"MemoryError|it failed.*allocate memory", caplog.text)
         opened.save(state_of(3), step=3).wait()
-        assert [info.step for info in opened.steps()] == [1, 3]
+        assert [info.step for info in opened.steps()] == [1, 2, 3]
 
 
 def test_a_worker_needs_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from test_worker_surroundings import PROCESS, customize
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
-from ckpipe import errors
 from ckpipe.worker import worker_link
 from ckpipe.worker.worker_process import WorkerProcess
 
@@ -63,7 +63,9 @@ def next_timer(pipeline: ckpipe.SyncPipeline) -> float:
     return float(core._loop.at_once(look))
 
 
-def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(tmp_path: Path) -> None:
+def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     took = [math.inf]
     with ckpipe.SyncPipeline(tmp_path, **PATIENT) as pipeline:
         while min(took) > 1 and len(took) < 20:  # the machine may have other things to do
@@ -71,9 +73,11 @@ def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(tmp_path: Path
             assert next_timer(pipeline) > 30
             killed = time.monotonic()
             os.kill(worker, signal.SIGKILL)
-            with pytest.raises(errors.WorkerDied, match="exit code -9"):
-                handle.wait(PATIENCE)
+            while "is delivered again" not in caplog.text:
+                os.sched_yield()
             took.append(time.monotonic() - killed)
+            handle.wait(PATIENCE)
+            caplog.clear()
     assert min(took) < 1
 
 
@@ -86,12 +90,14 @@ def children_ignored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("children_ignored")
-def test_an_exit_code_that_nobody_tells_is_not_made_up(tmp_path: Path) -> None:
+def test_an_exit_code_that_nobody_tells_is_not_made_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckpipe.SyncPipeline(tmp_path, **PATIENT) as pipeline:
         worker, handle = held_save(pipeline)
         os.kill(worker, signal.SIGKILL)
-        with pytest.raises(errors.WorkerDied, match=r"exit code unknown.*SIGCHLD"):
-            handle.wait(timeout=30)
+        handle.wait(PATIENCE)
+    assert re.search(r"exit code unknown.*SIGCHLD", caplog.text)
 
 
 TRACER = """
@@ -144,15 +150,16 @@ def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
 
 
 @pytest.mark.usefixtures("soon_left")
-def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(tmp_path: Path) -> None:
+def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckpipe.SyncPipeline(tmp_path / "run", **OFTEN_LOOKED_AT) as pipeline:
         worker, process = idle_worker(pipeline), process_of(pipeline)
         with kept_from_ending(worker):
             os.kill(worker, signal.SIGSTOP)
             handle = pipeline.save(state_of(2))
             os.kill(worker, signal.SIGKILL)
-            with pytest.raises(errors.WorkerDied, match="not ended it yet"):
-                handle.wait(PATIENCE)
-            pipeline.save(state_of(3)).wait(PATIENCE)
+            handle.wait(PATIENCE)
+            assert "not ended it yet" in caplog.text
             assert psutil.pid_exists(worker)
         assert process.ended(PATIENCE), "nobody waits for it any more"

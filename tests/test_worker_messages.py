@@ -66,7 +66,7 @@ PLAIN = st.recursive(
     "message",
     [
         NewCargo(3, CARGO),
-        Begin(1, ID, 12.5, 3, None, False),
+        Begin(1, ID, 12.5, "token", False, 3, None, False),
         NewShape(
             Structure(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),), 2)
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import site
 import subprocess
@@ -18,7 +19,6 @@ from ranks import settle
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
-from ckpipe import errors
 from ckpipe.worker.worker_process import first_environment
 
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
@@ -64,7 +64,7 @@ def test_a_worker_that_is_started_later_saves_to_the_same_root(
 
 
 def test_the_log_of_a_dead_worker_is_found_from_another_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     worker = {"mode": "process", "log_dir": "logs"}
@@ -75,8 +75,8 @@ def test_the_log_of_a_dead_worker_is_found_from_another_directory(
         handle = pipeline.save(state_of(2), step=2)
         monkeypatch.chdir("/")
         os.kill(worker_of(pipeline), signal.SIGKILL)
-        with pytest.raises(errors.WorkerDied, match="log ends with"):
-            handle.wait(timeout=300)
+        handle.wait(timeout=300)
+    assert "log ends with" in caplog.text
 
 
 GROUP = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -103,16 +103,17 @@ for each in {GROUP}:
         assert worker_of(pipeline) == worker
 
 
-def test_a_worker_of_another_version_is_dead_and_the_pipeline_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_saves_do_without_workers_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = "import ckpipe._worker.messages as messages\nmessages.VERSION += 1\n"
     code = customize(tmp_path, monkeypatch, other)
     with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
-        with pytest.raises(errors.WorkerDied, match="of different versions"):
-            pipeline.save(state_of(1), step=1).wait(timeout=300)
+        pipeline.save(state_of(1), step=1).wait(timeout=300)
+        assert re.search("by a thread of this process.*of different versions", caplog.text)
         code.unlink()
         pipeline.save(state_of(2), step=2).wait(timeout=300)
+        assert worker_of(pipeline)
 
 
 def test_a_trainer_needs_no_standard_streams(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ class Job(Delivery[SharedBlock]):
     """
 
     def __init__(self, begin: Begin, cargo: Cargo, rank: int, channel: Channel) -> None:
-        super().__init__(begin.id, rank, begin.began)
+        super().__init__(begin.id, rank, begin.began, begin.token)
+        self.again = begin.again
         self.number, self.cargo, self._channel = begin.save, cargo, channel
         self._waits = begin.waits
         self._contents: Contents | None = None

@@ -7,7 +7,7 @@ travels with its first byte (``SCM_RIGHTS``, unix(7)). Messages keep their order
 The life of a save: ``NewCargo`` if its plan is new, ``Begin``, a ``Block`` for each block and each
 of the two stages that need it, ``Handed`` once all is copied; from then on nobody needs the
 trainer. Back come ``Free`` for each block, ``Told`` for each event, ``Settled`` at the commit and
-``Ended`` at the end.
+``Ended`` at the end. If the worker dies, another one is told the same.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class Begin:
         save: Its number on this socket.
         id: The checkpoint.
         began: When it was called for, by ``time.perf_counter``, which all processes share.
+        token: By which its manifest is known again.
+        again: Whether another worker died with it.
         cargo: The number of what it stores.
         resumed_from: Id of the checkpoint that the run had loaded.
         waits: Whether the copy waits for blocks to come back.
@@ -114,6 +116,8 @@ class Begin:
     save: int
     id: CheckpointId
     began: float
+    token: str
+    again: bool
     cargo: int
     resumed_from: str | None
     waits: bool

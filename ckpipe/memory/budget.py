@@ -42,8 +42,12 @@ class ByteBudget:
         """How many requests wait."""
         return len(self._waiters)
 
-    def acquire_nowait(self, amount: int) -> None:
+    def acquire_nowait(self, amount: int, *, first: bool = False) -> None:
         """Takes bytes at once.
+
+        Args:
+            amount: How many.
+            first: Whether to go before those who wait.
 
         Raises:
             ValueError: If the amount is larger than the capacity, so that waiting is in vain.
@@ -51,7 +55,7 @@ class ByteBudget:
         """
         if amount > self.capacity:
             raise ValueError(f"{amount} bytes can never be had of {self.capacity}")
-        if self._waiters or self.used + amount > self.capacity:
+        if (self._waiters and not first) or self.used + amount > self.capacity:
             raise anyio.WouldBlock
         self.used += amount
 
@@ -167,14 +171,18 @@ class Ration:
         self._needed -= count
         return blocks
 
-    def take_back(self, block: Block) -> bool:
+    def take_back(self, block: Block, *, first: bool = False) -> bool:
         """Takes a block again that was given back, with what it held; False if that cannot be.
 
         It counts towards the budget again, and :meth:`give` returns it.
+
+        Args:
+            block: The block.
+            first: Whether the save goes before those that wait for memory, as it came before them.
         """
         size = self._arena.block_bytes
         try:
-            self._budget.acquire_nowait(size)
+            self._budget.acquire_nowait(size, first=first)
         except (anyio.WouldBlock, ValueError):
             return False
         if not self._arena.take_back(block):

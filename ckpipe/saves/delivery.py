@@ -112,10 +112,11 @@ class Delivery(abc.ABC, Generic[B]):
         id: The checkpoint.
         rank: The rank.
         began: When ``save`` was called, by ``time.perf_counter``.
+        token: By which its manifest is known again, whichever process has committed it.
     """
 
-    def __init__(self, id: CheckpointId, rank: int, began: float) -> None:
-        self.id, self.rank, self.began = id, rank, began
+    def __init__(self, id: CheckpointId, rank: int, began: float, token: str) -> None:
+        self.id, self.rank, self.began, self.token = id, rank, began, token
         self.clock = StageClock(began)
         self.cargo: Cargo | None = None
         """What is to be stored; None until that is planned."""
@@ -128,6 +129,8 @@ class Delivery(abc.ABC, Generic[B]):
         """Keys of its data files that are complete, or may be."""
         self.may_count = False
         """Whether its commit was begun and may have landed: what is stored must stay then."""
+        self.again = False
+        """Whether a worker process died with it: its data files, and its commit, may be there."""
         self.unsettled: CheckpointInfo | None = None
         """The checkpoint, once this rank has committed and while others may not have."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import secrets
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -146,7 +147,7 @@ class Save(Delivery[FilledBlock]):
     """
 
     def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
-        super().__init__(id, rank, time.perf_counter())
+        super().__init__(id, rank, time.perf_counter(), secrets.token_hex(16))
         self.request = request
         self._copied: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
         self._in_use: dict[Block, FilledBlock] = {}
@@ -258,6 +259,24 @@ class Save(Delivery[FilledBlock]):
             filled = self._in_use[block] = FilledBlock(plan, block, 0)
         filled.users += 1
         return filled
+
+    def take_again(self, filled: FilledBlock, uses: int) -> FilledBlock | None:
+        """Take a block for both stages that were through with it; None if it holds other bytes.
+
+        Args:
+            filled: The block.
+            uses: How often its memory had been handed out when it was filled.
+        """
+        block = filled.block
+        if block.uses != uses:
+            return None
+        if block not in self._in_use:
+            if self.ration is None or not self.ration.take_back(block, first=True):
+                return None
+            self._in_use[block] = filled
+        again = self._in_use[block]
+        again.users += 2
+        return again
 
     def release_view(self, held: list[FilledBlock]) -> int:
         """Gives back what :meth:`hold_blocks` returned; returns how many still look."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -155,7 +154,7 @@ def _drawn_up(
         values=contents.values,
         files=file_rows(cargo.files, stored.header_sums),
         checksums=tuple(checksums),
-        token=secrets.token_hex(16),
+        token=save.token,
         started=contents.started,
         writer=contents.writer,
         metadata=contents.metadata,

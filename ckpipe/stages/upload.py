@@ -171,7 +171,7 @@ class _Files(Generic[B]):
     async def _complete(self, number: int, upload: Upload) -> None:
         file = self._cargo.files[number]
         key = data_file_key(self._save.id, file.name)
-        tries, may_be_ours = Tries(self._policy), False
+        tries, may_be_ours = Tries(self._policy), self._save.again
         # Noted before it is complete: a save that is cancelled meanwhile does not hear of it.
         self._save.stored.append(key)
         while True:
@@ -197,6 +197,9 @@ class _Files(Generic[B]):
         """
         try:
             landed = await retrying(self._policy, upload.landed)
+            if landed is False and self._save.again:  # a worker that is dead may have made it
+                await retrying(self._policy, upload.abort)
+                landed = None
             if landed is None and size is not None:
                 landed = (await self._depot.patient.stat(key)).size == size
         except StoreError:

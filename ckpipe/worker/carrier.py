@@ -9,6 +9,11 @@ worker are the very functions that run in a thread else.
 socket before ``staged`` is told, and the system delivers what is on a socket whether or not its
 sender lives. So a trainer that dies after ``staged`` leaves a save that is finished without it.
 
+*A save outlives its worker.* What a worker had in hand when it died is delivered again by the next
+one, or by a thread of this process, as long as its blocks hold the bytes of the save. The dead one
+may have stored data files, and may have committed: the name is the save's alone, so a data file of
+the right size counts as stored, and a manifest with the save's token as the commit.
+
 *No memory is used twice.* Blocks come back when the worker says so, or when it is dead: one that
 hangs is killed first, since it might wake up and store what lies in its blocks then.
 """
@@ -16,13 +21,17 @@ hangs is killed first, since it might wake up and store what lies in its blocks 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable
 
 import anyio
+import anyio.lowlevel
+from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe._worker.messages import Hello, Use
+from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import WorkerDied
 from ckpipe.memory.arena import Segment
 from ckpipe.saves.delivery import Depot
@@ -39,36 +48,56 @@ GIVE_UP_SECONDS = 30.0
 """How long a worker has to give a save up, longer than any upload takes to be given up."""
 
 
+WORKERS = 2
+"""How many workers may die with a save in hand before a thread delivers it."""
+
+
 class _Voyage:
-    """A save while it is copied: which of its blocks were announced."""
+    """A save while it is copied and brought to the store: its blocks, in order of arrival."""
 
     def __init__(self) -> None:
         self.planned = anyio.Event()
-        self.copied = anyio.Event()
         self.handed = anyio.Event()
-        self.begun = anyio.Event()
-        self.booked: tuple[Link, Errand] | None = None
-        self.announced = 0
-        self.progress = anyio.Event()
+        self.copied = False
+        self.blocks: list[tuple[FilledBlock, Use]] = []
+        self._changed = anyio.Event()
 
-    async def ended(self) -> Errand:
-        """Waits for the end of the save in the worker, good or bad."""
-        await self.begun.wait()
-        assert self.booked is not None
-        errand = self.booked[1]
-        await errand.ended.wait()
-        return errand
+    def change(self) -> None:
+        """Tell who waits for blocks, or for the end of the copy."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
+    async def collect(self, inbox: MemoryObjectReceiveStream[FilledBlock], use: Use) -> None:
+        """Take the blocks that one stage may have."""
+        async for filled in inbox:
+            self.blocks.append((filled, use))
+            self.change()
 
-def _judge(save: Save, error: Exception) -> None:
-    """Raises what went wrong in the worker, unless all that is lost is made up for by others.
+    async def each(self, save: Save) -> AsyncIterator[tuple[FilledBlock, Use]]:
+        """Iterate over all blocks from the first, and return once the save is copied as well."""
+        number = 0
+        while True:
+            changed = self._changed
+            while number < len(self.blocks):
+                yield self.blocks[number]
+                number += 1
+            # Blocks may still be on their way here when the copy has ended.
+            if self.copied and save.cargo is not None and number == 2 * len(save.cargo.blocks):
+                return
+            await changed.wait()
 
-    What a worker does after a commit, anybody may do: the next save applies the retention rules,
-    and whoever commits or looks next completes a checkpoint of many ranks.
-    """
-    if not (isinstance(error, WorkerDied) and save.committed.done()):
-        raise error
-    logger.warning("%s was committed before its worker died: %s", save.name, error)
+    def take_again(self, save: Save, errand: Errand) -> bool:
+        """Take the blocks that a dead worker was through with; False if one holds other bytes."""
+        taken: dict[FilledBlock, FilledBlock] = {}
+        for filled, uses in errand.freed:
+            if (again := save.take_again(filled, uses)) is None:
+                for each in taken.values():
+                    save.release(each)
+                    save.release(each)  # of both stages
+                return False
+            taken[filled] = again
+        self.blocks = [(taken.get(filled, filled), use) for filled, use in self.blocks]
+        return True
 
 
 class WorkerCarrier:
@@ -148,31 +177,22 @@ class WorkerCarrier:
         unsummed: MemoryObjectReceiveStream[FilledBlock],
         filled: MemoryObjectReceiveStream[FilledBlock],
     ) -> None:
-        """Has the worker bring a save to the store; returns when it is through.
+        """Has a worker bring a save to the store; returns when it is through.
 
         Raises:
-            WorkerDied: If the worker died before the commit, or there is none to be had.
+            WorkerDied: If the worker died before the commit, and the save cannot be delivered
+                again.
             CkpipeError: What went wrong in the worker.
         """
         voyage = self._voyage(save)
         try:
-            async with unsummed, filled:
-                await self._connected()
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._set_out, save, voyage)
-                    tasks.start_soon(self._announce, save, voyage, unsummed, "serialize")
-                    tasks.start_soon(self._announce, save, voyage, filled, "upload")
-                    tasks.start_soon(self._seal, save, voyage)
-                    await voyage.begun.wait()
-                    # Else a loop of Python hears late that all is durable.
-                    with short_turns(depot.switch_interval):
-                        errand = await voyage.ended()
-                    tasks.cancel_scope.cancel()
-            if errand.error is not None:
-                _judge(save, errand.error)
+            async with unsummed, filled, anyio.create_task_group() as tasks:
+                tasks.start_soon(voyage.collect, unsummed, "serialize")
+                tasks.start_soon(voyage.collect, filled, "upload")
+                await self._bring(save, depot, voyage)
+                tasks.cancel_scope.cancel()
         finally:
             del self._voyages[save]
-            await self._end(save, voyage)
 
     def set_out(self, save: Save) -> None:
         """Has the worker open the data file while the first block is copied."""
@@ -181,54 +201,65 @@ class WorkerCarrier:
     async def hand_over(self, save: Save) -> None:
         """Returns when a save that is copied will be finished whatever becomes of this process."""
         voyage = self._voyage(save)
-        voyage.copied.set()
+        voyage.copied = True
+        voyage.change()
         await voyage.handed.wait()
 
     def _voyage(self, save: Save) -> _Voyage:
         return self._voyages.setdefault(save, _Voyage())
 
-    async def _set_out(self, save: Save, voyage: _Voyage) -> None:
+    async def _bring(self, save: Save, depot: Depot, voyage: _Voyage) -> None:
+        """Deliver a save by a worker, by the next one if that dies, and then by a thread."""
+        for _ in range(WORKERS):
+            try:
+                link = await self._embark(voyage)
+            except WorkerDied as error:
+                death = error
+                continue
+            errand = link.begin(save)
+            await self._by_worker(save, voyage, link, errand)
+            if not isinstance(errand.error, WorkerDied):
+                if errand.error is not None:
+                    raise errand.error
+                return
+            death = errand.error
+            if save.committed.done():
+                # The next save applies the retention rules, and whichever rank commits or looks
+                # next completes a checkpoint of many ranks.
+                logger.warning("%s was committed before its worker died: %s", save.name, death)
+                return
+            await (
+                anyio.lowlevel.checkpoint()
+            )  # a pipeline that is torn down leaves it to the worker
+            save.again = True
+            if self._closed or not voyage.take_again(save, errand):
+                raise death
+            logger.warning("%s is delivered again: %s", save.name, death)
+        if self._closed or (save.again and link.process.crashed):
+            raise death
+        logger.warning("%s is delivered by a thread of this process: %s", save.name, death)
+        await _by_thread(save, depot, voyage)
+
+    async def _embark(self, voyage: _Voyage) -> Link:
+        """The worker that a save goes by, once it is known what is to be stored."""
+        await self._connected()  # it starts while that is found out
         await voyage.planned.wait()
-        await self._embarked(save, voyage)
+        return await self._connected()
 
-    async def _announce(
-        self,
-        save: Save,
-        voyage: _Voyage,
-        inbox: MemoryObjectReceiveStream[FilledBlock],
-        use: Use,
-    ) -> None:
-        async for filled in inbox:
-            link, errand = await self._embarked(save, voyage)
-            link.announce(errand, filled, use)
-            voyage.announced += 1
-            voyage.progress.set()
+    async def _by_worker(self, save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
+        """Tell a worker all of a save, and wait for its end there, good or bad."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_tell, save, voyage, link, errand)
+                # Else a loop of Python hears late that all is durable.
+                with short_turns(self._depot.switch_interval):
+                    await errand.ended.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            await self._end(save, voyage, link, errand)
 
-    async def _embarked(self, save: Save, voyage: _Voyage) -> tuple[Link, Errand]:
-        """The worker that a save goes by, which stays the same for all of it."""
-        if voyage.booked is None:
-            link = await self._connected()
-            if voyage.booked is None:  # the other stage's blocks may have been faster
-                voyage.booked = link, link.begin(save)
-                voyage.begun.set()
-        return voyage.booked
-
-    async def _seal(self, save: Save, voyage: _Voyage) -> None:
-        """Tells the worker what the manifest says, once all blocks are announced."""
-        await voyage.copied.wait()
-        link, errand = await self._embarked(save, voyage)
-        assert save.cargo is not None
-        while voyage.announced < 2 * len(save.cargo.blocks):  # once for each stage
-            voyage.progress = anyio.Event()
-            await voyage.progress.wait()
-        await link.hand_over(errand)
-        voyage.handed.set()
-
-    async def _end(self, save: Save, voyage: _Voyage) -> None:
+    async def _end(self, save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
         """Makes sure that the worker does not look at the blocks of a save any more."""
-        if voyage.booked is None:
-            return
-        link, errand = voyage.booked
         if errand.ended.is_set():
             return
         if voyage.handed.is_set() and self._settings.survive and not save.cancel_requested:
@@ -248,6 +279,32 @@ class WorkerCarrier:
             link = self._link
         if link is not None and not link.over.is_set():
             await link.close(self._settings.stop_seconds)
+
+
+async def _tell(save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
+    """Announce each block to a worker, and then what the manifest says."""
+    async for filled, use in voyage.each(save):
+        link.announce(errand, filled, use)
+    await link.hand_over(errand)
+    voyage.handed.set()
+
+
+async def _by_thread(save: Save, depot: Depot, voyage: _Voyage) -> None:
+    """Deliver a save in this process, as if it had no worker."""
+    unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)
+    filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
+    voyage.handed.set()
+
+    async def feed() -> None:
+        async with unsummed_out, filled_out:
+            async for each, use in voyage.each(save):
+                (unsummed_out if use == "serialize" else filled_out).send_nowait(each)
+
+    await voyage.planned.wait()
+    async with anyio.create_task_group() as tasks, unsummed, filled:
+        tasks.start_soon(feed)
+        with short_turns(depot.switch_interval):
+            await run_delivery(save, depot, unsummed, filled)
 
 
 __all__ = ["WorkerCarrier"]

@@ -68,6 +68,8 @@ class Errand:
     def __init__(self, save: Save, number: int, places: dict[tuple[int, int], int]) -> None:
         self.save, self.number, self.places = save, number, places
         self.blocks: dict[int, FilledBlock] = {}
+        self.freed: list[tuple[FilledBlock, int]] = []
+        """The blocks that the worker was through with, and how often each was handed out then."""
         self.error: Exception | None = None
         self.ended = anyio.Event()
 
@@ -122,7 +124,12 @@ class Link:
         errand = self._errands[self._begun] = Errand(save, self._begun, places)
         waits = save.ration is None or save.ration.waits
         resumed_from = self._depot.resumed_from
-        self._channel.post(Begin(errand.number, save.id, save.began, cargo, resumed_from, waits))
+        self._channel.post(
+            Begin(
+                errand.number, save.id, save.began, save.token, save.again, cargo,
+                resumed_from, waits,
+            )
+        )  # fmt: skip
         return errand
 
     def _cargo(self, cargo: Cargo) -> tuple[int, dict[tuple[int, int], int]]:
@@ -172,7 +179,8 @@ class Link:
         handed = Handed(
             errand.number, contents.values, contents.started, contents.writer,
             contents.metadata, contents.metrics, contents.final,
-            save.clock.to_data(), save.replanned, save.captured_seconds, save.elapsed,
+            save.clock.to_data(), save.replanned, save.captured_seconds,
+            save.staged_seconds or save.elapsed,
         )  # fmt: skip
         frames = [encode(handed)]
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
@@ -257,6 +265,7 @@ class Link:
         errand = self._errands.get(free.save)
         if errand is not None:
             filled = errand.blocks.pop(free.number)
+            errand.freed.append((filled, filled.block.uses))
             errand.save.release(filled)
             errand.save.release(filled)  # of both stages
 
@@ -340,7 +349,7 @@ class Link:
         return WorkerDied(
             f"The worker process {self.process.id} is dead: {_cause(failure)}, "
             f"{self.process.describe_end()}{said}",
-            hint=f"The next save starts another. The whole log is {self.process.log}",
+            hint=f"Another is started. The whole log is {self.process.log}",
         )
 
     # How it is ended

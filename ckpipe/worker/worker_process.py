@@ -27,6 +27,7 @@ logger = logging.getLogger("ckpipe")
 SHOWN_LINES = 12
 """How many of the last lines of its log the error about a dead worker shows."""
 
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _OLD_SECONDS = 7 * 86_400.0
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "VIRTUAL_ENV")
 _KEPT_PREFIXES = ("LC_", "LD_")
@@ -117,6 +118,12 @@ class WorkerProcess:
     def ended(self, seconds: float) -> bool:
         """Waits for its end for so long; whether it has ended."""
         return bool(wait([self.end], seconds).done)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended by a fault of its own code, which would end this process as well."""
+        code = self.end.result() if self.end.done() else None
+        return code is not None and -code in _FAULTS
 
     def describe_end(self) -> str:
         """How it ended, as an error says it."""
