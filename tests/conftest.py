@@ -53,7 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how to draw the same samples again."""
+    """Says what matrices of cells came to, and how to draw the same samples again."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, line in report.user_properties:
+            if name == "matrix":
+                terminalreporter.write_line(f"Training-state matrix, {line}")
     if not EVERY:
         terminalreporter.write_line(f"The samples were drawn with CKPIPE_TEST_SEED={SEED}.")
 

@@ -1,0 +1,105 @@
+"""The optimizers of the training-state matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer, SparseAdam
+from training_variants import Grouping, Variant
+
+LR = 0.0625
+TARGETS_OWN = {"foreach": False, "mine": "kept"}
+"""Options that only the groups of a target have."""
+
+
+class Decaying(Optimizer):
+    """Decays weights whatever the learning rate, and keeps numbers besides tensors."""
+
+    def __init__(self, groups: Any, lr: float, *, summed: bool) -> None:
+        super().__init__(groups, {"lr": lr, "decay": 0.75})
+        self.summed = summed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.summed:
+            total: Any = self.state.setdefault("total", {"steps": 0})  # type: ignore[call-overload]
+            total["steps"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"velocity": torch.zeros_like(parameter), "count": 0}
+                    state["scale"] = torch.ones((), dtype=torch.float64)
+                state["count"] += 1
+                state["scale"] *= 0.5
+                state["velocity"].mul_(0.5).add_(parameter.grad)
+                parameter.mul_(group["decay"]).sub_(state["velocity"], alpha=float(group["lr"]))
+
+
+def groups_of(named: dict[str, Any], grouping: Grouping, lr: float) -> list[dict[str, Any]]:
+    """Divide parameters into one group or two; none is empty."""
+    names = list(named)
+    first = [name for name in names if "bias" not in name]
+    second = [name for name in names if "bias" in name]
+    if grouping == "moved":
+        second = [name for name in names if "first" in name]
+        first = [name for name in names if name not in second]
+    found = {
+        "one": [(names, lr)],
+        "joined": [(names, lr)],
+        "reversed": [(names[::-1], lr)],
+        "two": [(first, lr), (second, lr)],
+        "other": [(first, lr), (second, lr / 2)],
+        "moved": [(first, lr), (second, lr / 2)],
+        "swapped": [(second[::-1], lr / 2), (first[::-1], lr)],
+    }[grouping]
+    return [{"params": [named[name] for name in each], "lr": rate} for each, rate in found if each]
+
+
+def optimizers_of(
+    kind: str, named: dict[str, Any], variant: Variant, runs: list[str]
+) -> list[Optimizer]:
+    """Make the optimizers of a kind for some parameters."""
+    lr = LR * variant.lr
+    sparse = {name: each for name, each in named.items() if "embed" in name}
+    dense = {name: each for name, each in named.items() if name not in sparse}
+    all_groups = groups_of(named, variant.grouping, lr)
+    match kind:
+        case "adamw":
+            return [AdamW(all_groups, weight_decay=0.125)]
+        case "sgd":
+            return [SGD(all_groups, momentum=0.5, nesterov=True)]
+        case "adafactor":
+            return [Adafactor(all_groups)]
+        case "lbfgs":
+            if len(all_groups) == 1:
+                return [LBFGS(all_groups[0]["params"], lr=lr, max_iter=2, history_size=3)]
+            return [LBFGS(all_groups)]
+        case "sparseadam":
+            made: list[Optimizer] = []
+            if sparse:
+                made.append(SparseAdam(sparse.values(), lr=lr))
+            if dense:
+                made.append(SGD(groups_of(dense, variant.grouping, lr), momentum=0.5))
+            return made
+        case "single":
+            if variant.grouping == "joined":
+                return [SGD(all_groups, momentum=0.5)]
+            return [
+                SGD([parameter], lr=group["lr"], momentum=0.5)
+                for group in all_groups
+                for parameter in group["params"]
+            ]
+    optimizer = Decaying(all_groups, lr, summed=variant.summed)
+    optimizer.register_step_pre_hook(lambda *_: runs.append("before"))
+    optimizer.register_step_post_hook(lambda *_: runs.append("after"))
+    return [optimizer]
+
+
+OPTIMIZERS: Sequence[str] = (
+    "adamw", "sgd", "adafactor", "lbfgs", "sparseadam", "single", "hooked",
+)  # fmt: skip
