@@ -85,6 +85,8 @@ SCENARIOS = {
     "other options": Scenario(
         Variant(options="saved"), Variant(options="target", lr=TRIPLED, steps=1)
     ),
+    "tensor rates at the save": Scenario(Variant(options="saved"), target()),
+    "tensor rates at the load": Scenario(Variant(), Variant(options="target", lr=TRIPLED, steps=1)),
     "extra state": Scenario(Variant(counted=True), Variant(counted=True, lr=TRIPLED, steps=1)),
     "state of no parameter": Scenario(
         Variant(summed=True), Variant(summed=True, lr=TRIPLED, steps=1)

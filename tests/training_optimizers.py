@@ -15,7 +15,7 @@ TARGETS_OWN = {"foreach": False, "mine": "kept"}
 
 
 class Decaying(Optimizer):
-    """Decays weights whatever the learning rate, and keeps numbers besides tensors."""
+    """Decays weights whatever the learning rate, and keeps numbers and tensors of other dtypes."""
 
     def __init__(self, groups: Any, lr: float, *, summed: bool) -> None:
         super().__init__(groups, {"lr": lr, "decay": 0.75})
@@ -32,7 +32,8 @@ class Decaying(Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state |= {"velocity": torch.zeros_like(parameter), "count": 0}
+                    wide = torch.zeros_like(parameter, dtype=torch.float64)
+                    state |= {"velocity": wide, "count": 0}
                     state["scale"] = torch.ones((), dtype=torch.float64)
                 state["count"] += 1
                 state["scale"] *= 0.5

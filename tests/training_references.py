@@ -124,14 +124,13 @@ def _give_flat(reference: Reference, model: FullyShardedDataParallel, trained: T
             }
             for group in packed["param_groups"]:
                 group.update(reference["options"][group["params"][0]])
-            optimizer.load_state_dict(
-                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, packed)
-            )
-            names = names_of(trained)
-            for parameter, kept in optimizer.state.items():  # torch has cast what it got
-                for key, value in reference["state"][names[parameter]].items():
-                    if isinstance(value, torch.Tensor):
-                        kept[key] = kept[key].to(value.dtype)
+            loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, packed)
+            optimizer.load_state_dict(loaded)
+            groups = zip(optimizer.param_groups, loaded["param_groups"], strict=True)
+            for live, given in groups:  # torch has cast what it got
+                for parameter, number in zip(live["params"], given["params"], strict=True):
+                    for key, value in loaded["state"].get(number, {}).items():
+                        optimizer.state[parameter][key] = full(value)
 
 
 def names_of(trained: Trained) -> dict[torch.Tensor, str]:
@@ -240,7 +239,7 @@ def kept_by_loads(trained: Trained) -> list[Any]:
         list(trained.hook_runs),
         [id(each) for module in trained.modules for each in module.parameters()],
         [[id(group), *map(id, group["params"])] for group in groups],
-        [id(group["lr"]) for group in groups if isinstance(group.get("lr"), torch.Tensor)],
+        [id(group["lr"]) for group in groups if trained.variant.options == "target"],
         [{key: group.get(key) for key in NEVER_LOADED[1:]} for group in groups],
     ]
 

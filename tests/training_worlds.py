@@ -202,8 +202,11 @@ def expected_of(reference: Reference, cell: Cell) -> Reference:
         options["spare.weight"] = options["third.weight"]
         if cell.optimizer == "single":  # there its optimizer was not saved
             options["spare.weight"] = options["spare.weight"] | {"lr": LR * TRIPLED}
-    if cell.scenario == "other options":
-        options = {name: each | {"mine": "kept"} for name, each in options.items()}
+    if target.options == "target":
+        options = {
+            name: each | {"mine": "kept", "lr": torch.as_tensor(each["lr"])}
+            for name, each in options.items()
+        }
     if cell.scenario == "one layer fewer":
         model, state, options = (
             {name: each for name, each in part.items() if "extra" not in name}
