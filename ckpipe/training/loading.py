@@ -52,12 +52,17 @@ def load_targets(
     """
     if not isinstance(saved.state, Mapping):
         raise StructureMismatch("What was saved here is no training state", key=saved.label or None)
-    elsewhere = stages and dist.is_initialized() and dist.get_world_size() > 1
+    others = dist.is_initialized() and dist.get_world_size() > 1
+
+    def elsewhere(label: str) -> bool:
+        """Whether another rank may have what this one has no name for."""
+        return others and (stages or not saved.is_everywhere(label))
+
     tree: dict[str, Any] = {}
     found = LoadTargets(tree, lambda: None)
     steps: list[Callable[[], None]] = []
     if "model" in saved.state:
-        tree["model"] = _match_model(saved, model, found, elsewhere=elsewhere)
+        tree["model"] = _match_model(saved, model, found, elsewhere)
         if "versions" in saved.state:
             tree["versions"] = dict.fromkeys(saved.state["versions"])
         versions = saved.state.get("versions")
@@ -69,7 +74,7 @@ def load_targets(
     if "optimizer" in saved.state and not optimizers:
         found.unexpected.append(saved.at("optimizer"))
     elif "optimizer" in saved.state:
-        matching = _OptimizerMatch(saved, model, optimizers, found, elsewhere=elsewhere)
+        matching = _OptimizerMatch(saved, model, optimizers, found, elsewhere)
         tree["optimizer"] = matching.tree
         steps.append(matching.attach)
     elif _wants_optimizers(saved, optimizers):
@@ -97,7 +102,7 @@ def _wants_optimizers(saved: SavedObject, optimizers: Sequence[NamedOptimizer]) 
 
 
 def _match_model(
-    saved: SavedObject, model: ModelNames, found: LoadTargets, *, elsewhere: bool
+    saved: SavedObject, model: ModelNames, found: LoadTargets, elsewhere: Callable[[str], bool]
 ) -> dict[str, Any]:
     """The tensors of a model that take what was saved.
 
@@ -111,12 +116,9 @@ def _match_model(
         for name in live
         if name not in there and saved.selects("model", name)
     ]
-    unexpected = [saved.at("model", n) for n in there if n not in live]
-    if elsewhere:
-        found.unexpected += unexpected
-        unexpected = []
-    else:
-        unexpected = [label for label in unexpected if saved.is_everywhere(label)]
+    surplus = [saved.at("model", name) for name in there if name not in live]
+    unexpected = [label for label in surplus if not elsewhere(label)]
+    found.unexpected += [label for label in surplus if elsewhere(label)]
     if missing or unexpected:
         raise mismatch(
             missing, unexpected, saved.label, hint="Load it into a model of the same layers"
@@ -198,10 +200,10 @@ class _OptimizerMatch:
         model: ModelNames,
         optimizers: Sequence[NamedOptimizer],
         found: LoadTargets,
-        *,
-        elsewhere: bool,
+        elsewhere: Callable[[str], bool],
     ) -> None:
         self._saved, self._optimizers, self._found = saved, optimizers, found
+        self._is_elsewhere = elsewhere
         self._there = saved.state["optimizer"]
         self.tree: dict[str, Any] = {}
         self._states: list[dict[int, dict[str, Any] | None]] = [{} for _ in optimizers]
@@ -216,11 +218,11 @@ class _OptimizerMatch:
         self._forget_made_up_state()
         ours = frozenset(name for names in model.parameters.values() for name in names)
         self._match_groups(groups)
-        self._match_joint(ours, elsewhere=elsewhere)
+        self._match_joint(ours)
         if "state" in self._there:
             self.tree["state"] = {}
             self._match_state(groups)
-            self._find_dropped(groups, ours, elsewhere=elsewhere)
+            self._find_dropped(groups, ours)
 
     def attach(self) -> None:
         """Gives the optimizers what was loaded, once it is all there."""
@@ -431,7 +433,7 @@ class _OptimizerMatch:
         if not (self._saved.cast and isinstance(value, SavedTensor)):
             return value
         had_its_dtype = isinstance(saved, SavedTensor) and value.dtype == saved.dtype
-        if had_its_dtype and is_placed_like(key, value.shape, parameter):
+        if had_its_dtype and key != "step":
             return SavedTensor(parameter.dtype, value.shape)
         return value
 
@@ -443,9 +445,7 @@ class _OptimizerMatch:
             self._states[number][place] = None
             self._found.missing.append(self._saved.at("optimizer", "state", names[0]))
 
-    def _find_dropped(
-        self, groups: Sequence[_SavedGroup], ours: frozenset[str], *, elsewhere: bool
-    ) -> None:
+    def _find_dropped(self, groups: Sequence[_SavedGroup], ours: frozenset[str]) -> None:
         """Makes sure that no saved state is left behind.
 
         Raises:
@@ -456,7 +456,7 @@ class _OptimizerMatch:
             if name in held:
                 continue
             label = self._saved.at("optimizer", "state", name)
-            if name not in ours and (elsewhere or not self._saved.is_everywhere(label)):
+            if name not in ours and self._is_elsewhere(label):
                 continue
             raise StructureMismatch(
                 "The checkpoint has optimizer state for a parameter that no optimizer here has",
@@ -469,7 +469,7 @@ class _OptimizerMatch:
             self._saved.at("optimizer", "state", name) for name in known if name not in held
         ]
 
-    def _match_joint(self, ours: frozenset[str], *, elsewhere: bool) -> None:
+    def _match_joint(self, ours: frozenset[str]) -> None:
         """Finds the optimizer of each state that belongs to all its parameters together.
 
         Raises:
@@ -481,7 +481,7 @@ class _OptimizerMatch:
         for first, together in self._there["joint"].items():
             ordered = list(together.get("params", ()))
             label = self._saved.at("optimizer", "joint", first)
-            if ours.isdisjoint(ordered) and (elsewhere or not self._saved.is_everywhere(label)):
+            if ours.isdisjoint(ordered) and self._is_elsewhere(label):
                 continue  # Another rank's stage has them.
             for number, each in enumerate(self._optimizers):
                 if len(ordered) == len(each.names) and all(

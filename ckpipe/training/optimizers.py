@@ -296,12 +296,14 @@ def _of_fsdp1(
         ) from error
     tensors = dict(model.tensors())
     numbers = [number for group in taken["param_groups"] for number in group["params"]]
-    names = [[model.names[0].get(number, number)] for number in numbers]
-    for number, (name,) in zip(numbers, names, strict=True):
+    aliases = {name: names for names in model.parameters.values() for name in names}
+    bare = [model.names[0].get(number, number) for number in numbers]
+    names = [[name, *(each for each in aliases.get(name, ()) if each != name)] for name in bare]
+    for number, name in zip(numbers, bare, strict=True):
         for key, value in taken["state"].get(number, {}).items():
             if isinstance(value, DTensor) and not isinstance(tensors[name], DTensor):
                 taken["state"][number][key] = value.full_tensor()
-    parameters = [tensors[name] for (name,) in names]
+    parameters = [tensors[name] for name in bare]
     units = [
         [_bare(f"{path}.{name}", model) for name in each._flat_param._fqns]
         for path, each in modules[0].named_modules()
