@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpipe.reports import SaveReport
+from ckpipe.reports import SaveReport, decimal_text
 from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointInfo, SaveStatus
 
 logger = logging.getLogger("ckpipe")
+
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class Event:
 class SaveStarted(Event):
     """``save`` was called and accepted."""
 
+    def __str__(self) -> str:
+        return f"saving step {self.step}"
+
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped(Event):
@@ -42,6 +47,9 @@ class SaveSkipped(Event):
     """
 
     reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} is not saved: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,9 @@ class Staged(Event):
 
     seconds: float
     bytes: int
+
+    def __str__(self) -> str:
+        return f"copied step {self.step}: {decimal_text(self.bytes)} in {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,10 @@ class BlockUploaded(Event):
     bytes_done: int
     bytes_total: int
 
+    def __str__(self) -> str:
+        done, total = decimal_text(self.bytes_done), decimal_text(self.bytes_total)
+        return f"uploaded {done} of {total} of step {self.step}"
+
 
 @dataclass(frozen=True, slots=True)
 class Retrying(Event):
@@ -83,6 +98,9 @@ class Retrying(Event):
 
     error: str
     seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: trying again in {self.seconds:.1f} s after {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +115,10 @@ class RankCommitted(Event):
     seconds: float
     bytes: int
 
+    def __str__(self) -> str:
+        size = decimal_text(self.bytes)
+        return f"rank {self.rank} committed step {self.step}: {size} in {self.seconds:.2f} s"
+
 
 @dataclass(frozen=True, slots=True)
 class Completed(Event):
@@ -106,9 +128,16 @@ class Completed(Event):
 
     Args:
         info: The checkpoint.
+        seconds: Since ``save`` was called; None if it was found complete later.
     """
 
     info: CheckpointInfo
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.info.bytes is None else f": {decimal_text(self.info.bytes)}"
+        seconds = "" if self.seconds is None else f" in {self.seconds:.2f} s"
+        return f"saved step {self.step}{size}{seconds}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +151,14 @@ class IncompleteCheckpoint(Event):
 
     absent: tuple[int, ...]
     seconds: float
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.absent[:_MOST_NAMED])) or "unknown"
+        more = ", …" if len(self.absent) > _MOST_NAMED else ""
+        return (
+            f"{self.id} is incomplete {self.seconds:.0f} s after rank {self.rank} committed; "
+            f"without a commit: ranks {ranks}{more}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +201,9 @@ class Pruned(Event):
     removed: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"pruned {self.removed}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointExported(Event):
@@ -179,6 +219,10 @@ class CheckpointExported(Event):
     files: tuple[str, ...]
     bytes: int
 
+    def __str__(self) -> str:
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return f"exported step {self.step}: {decimal_text(self.bytes)} in {files}"
+
 
 @dataclass(frozen=True, slots=True)
 class SaveEnded(Event):
@@ -192,14 +236,22 @@ class SaveEnded(Event):
     status: SaveStatus
     report: SaveReport
 
+    def __str__(self) -> str:
+        return f"step {self.step} ended: {self.status}"
+
 
 Listener = Callable[[Event], None]
 
 
 class EventBus:
-    """Hands every event to the log and to all listeners, on the pipeline's own thread."""
+    """Hands every event to the log and to all listeners, on the pipeline's own thread.
+
+    Attributes:
+        place: Where the checkpoints lie, as lines of the log show it; empty if it is not known.
+    """
 
     def __init__(self) -> None:
+        self.place = ""
         self._listeners: list[Listener] = []
 
     def add(self, listener: Listener) -> None:
@@ -208,7 +260,13 @@ class EventBus:
 
     def emit(self, event: Event) -> None:
         """Logs an event and tells the listeners; one that raises is logged and stays."""
-        logger.log(_LEVELS.get(type(event), logging.DEBUG), "%s", event)
+        level = _LEVELS.get(type(event), logging.DEBUG)
+        if isinstance(event, Completed) and self.place:
+            logger.log(level, "%s to %s/%s", event, self.place, event.id)
+        elif isinstance(event, CheckpointExported) and self.place:
+            logger.log(level, "%s to %s/%s", event, self.place, event.folder)
+        else:
+            logger.log(level, "%s", event)
         for listener in list(self._listeners):
             try:
                 with user_code("A listener", ""):

@@ -257,11 +257,15 @@ def size_text(nbytes: int) -> str:
 
 def rate_text(nbytes: int, seconds: float) -> str:
     """Bytes in a time for people, in powers of ten as the makers of disks and networks count."""
-    rate = nbytes / seconds
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if rate >= 10**power:
-            return f"{rate / 10**power:.3g} {unit}/s"
-    return f"{rate:.0f} B/s"
+    return f"{decimal_text(nbytes / seconds)}/s"
+
+
+def decimal_text(nbytes: float) -> str:
+    """Describe a number of bytes in powers of ten."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if nbytes >= 10**power:
+            return f"{nbytes / 10**power:.3g} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def _rounded(seconds: float | None) -> float | None:

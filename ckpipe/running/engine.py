@@ -112,6 +112,7 @@ class Engine(Housekeeping):
             entry = await enter(backend, self._settings, self._topology, meeting)
             self._site, worker = make_site(self._settings, entry, self._lock, self._events)
             place = await anyio.to_thread.run_sync(place_of, self._settings.url or "")
+            self._events.place = place.partition("?")[0].rstrip("/")
             self._follower, self._loading = Follower(self._site), Loading(self._site, place)
             self._course = Course(entry.attempt)
             lease = Lease(entry.patient, entry.attempt.partition("Z-")[2])

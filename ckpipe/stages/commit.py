@@ -87,7 +87,7 @@ def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int
     where = (save.name, save.id.step, save.rank)
     depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
     if info.complete:
-        depot.events.emit(Completed(*where, info))
+        depot.events.emit(Completed(*where, info, save.durable_seconds))
     return info
 
 
@@ -105,7 +105,7 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
         await _tell_copies(save, depot, known.digest)
     if outcome.complete:
         whole = described(replace(info, complete=True, reason=""), depot.facts)
-        depot.events.emit(Completed(save.name, save.id.step, save.rank, whole))
+        depot.events.emit(Completed(save.name, save.id.step, save.rank, whole, save.elapsed))
     return outcome.complete
 
 

@@ -1,0 +1,59 @@
+"""The log of a run: one readable line for each event, and nothing said twice."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Stores, stores
+
+import ckpipe
+
+STATE: dict[str, Any] = {"a": torch.ones(250_000)}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, "ckpipe")
+    return caplog
+
+
+def lines(log: pytest.LogCaptureFixture, least: int, most: int = logging.CRITICAL) -> list[str]:
+    """Return the messages of the library from one level to another."""
+    found = [each for each in log.records if each.name == "ckpipe"]
+    return [each.getMessage() for each in found if least <= each.levelno <= most]
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_save_is_one_line_with_step_size_seconds_and_place(
+    tmp_path: Path, log: pytest.LogCaptureFixture, worker: Any
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker=worker) as pipeline:
+        handle = pipeline.save(STATE, step=500)
+    told = [each for each in lines(log, logging.INFO) if "500" in each and "worker" not in each]
+    place = re.escape(f"{tmp_path}/{handle.id}")
+    assert len(told) == 1, told
+    assert re.fullmatch(rf"saved step 500: 1 MB in \d+\.\d\d s to {place}", told[0])
+
+
+def test_no_line_shows_a_dataclass(store: Stores, log: pytest.LogCaptureFixture) -> None:
+    with ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+        for step in (1, 2):
+            pipeline.save(STATE, step=step)
+        pipeline.save(STATE, step=3, final=True)
+    told = lines(log, logging.DEBUG)
+    assert [each for each in told if re.search(r"\w\(\w+=", each)] == []
+    assert {"saving step 1", "step 1 ended: committed"} < set(told)
+    assert any(re.fullmatch(r"copied step 1: 1 MB in \d+\.\d\d s", each) for each in told)
+    assert any(re.fullmatch(r"pruned step-0+1\S+: .+", each) for each in told)
