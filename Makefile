@@ -86,10 +86,20 @@ format: $(READY)  ## Format the code and apply safe fixes
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
-clean:  ## Remove all that these targets made, the environment included
-	@rm -rf $(VENV) $(BENCH) $(DEMO) .bench site dist build .mypy_cache .ruff_cache .pytest_cache \
-		.hypothesis .import_linter_cache
+clean:  ## Remove all that these targets made, environments included
+	@rm -rf $(patsubst %/.ready,%,$(wildcard $(READY) $(BENCH)/.ready)) $(DEMO) .bench site dist \
+		build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment with .ready in it is make's own. That file is there from the start, older than any
+# other, so that a setup that failed or was interrupted is taken up again.
+.PRECIOUS: $(READY) $(BENCH)/.ready
+define own
+@[ ! -e $(@D) ] || [ -e $@ ] || \
+	{ echo "setup: $(@D) was not made by make, which installs nothing into it;" \
+	"remove it$(if $(filter $@,$(READY)), or name another with make VENV=...)" >&2; exit 1; }
+@[ -e $@ ] || { mkdir -p $(@D) && touch -t 197001020000 $@; }
+endef
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
@@ -97,6 +107,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "setup: ckpipe needs Python 3.11 or newer, and this is $$($(PYTHON) --version);" \
 		"give another with make PYTHON=..." >&2; exit 1; }
+	$(own)
 	@echo "setup: $(VENV) with $$($(PYTHON) --version), which takes a minute"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -104,6 +115,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 $(BENCH)/.ready: pyproject.toml constraints.txt
+	$(own)
 	@echo "setup: $(BENCH), with the peers"
 	@$(PYTHON) -m venv $(BENCH)
 	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -1,0 +1,82 @@
+"""The environments that targets of the Makefile install into, with a stand-in for Python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# "-m venv DIR" copies the stand-in to DIR; "-m pip" fails while the file "offline" is there.
+STAND_IN = """#!/bin/sh
+case "$1 $2" in
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo made > "$3/pyvenv.cfg" ;;
+"-m pip") [ ! -e offline ] && echo installed > "$(dirname "$0")/installed" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", f"PYTHON={clone}/python", *words],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (".venv", [".venv/.ready"]),
+        ("mine", ["VENV=mine", "docs"]),
+        (".venv-bench", ["bench-quick"]),
+    ],
+)
+def test_an_environment_that_make_did_not_make_is_left_alone(
+    clone: Path, environment: str, words: list[str]
+) -> None:
+    theirs = clone / environment
+    (theirs / "bin").mkdir(parents=True)
+    shutil.copy(clone / "python", theirs / "bin" / "python")
+    before = files(theirs)
+    done = make(clone, *words)
+    assert done.returncode != 0
+    assert f"{environment} was not made by make" in done.stderr
+    assert files(theirs) == before
+    make(clone, "clean", *words[:-1])
+    assert files(theirs) == before
+
+
+def test_a_setup_that_broke_off_is_taken_up_again(clone: Path) -> None:
+    (clone / "offline").touch()
+    assert make(clone, ".venv/.ready").returncode != 0
+    assert not (clone / ".venv/bin/installed").exists()
+    (clone / "offline").unlink()
+    done = make(clone, ".venv/.ready")
+    assert done.returncode == 0, done.stderr
+    assert (clone / ".venv/bin/installed").exists()
+    assert "setup" not in make(clone, ".venv/.ready").stdout
+    assert make(clone, "clean").returncode == 0
+    assert not (clone / ".venv").exists()
