@@ -19,7 +19,8 @@ from pipelines import small_state, stores
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.cli.app import COMMANDS, run
+from ckpipe.cli.app import run
+from ckpipe.cli.commands import COMMANDS
 
 
 @pytest.fixture
@@ -488,13 +489,34 @@ def test_who_may_not_write_may_read(call: Commands, caplog: pytest.LogCaptureFix
         assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
-def test_without_its_extra_the_command_says_what_to_install() -> None:
-    code = "import sys; sys.modules['typer'] = None; from ckpipe.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
+    done = program_without(missing, "ls", "/somewhere")
     assert done.returncode == 2
     assert "pip install 'ckpipe[cli]'" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["ls", "--help"]])
+def test_help_needs_no_extra(missing: str, words: list[str]) -> None:
+    done = program_without(missing, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip install 'ckpipe[cli]'" in done.stdout
+    for command in COMMANDS:
+        line = rf"(?m)^  {command.name} +{re.escape(command.summary)}$"
+        assert re.search(line, done.stdout)
+
+
+def program_without(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Call the program where a module is not installed."""
+    code = f"import sys; sys.modules[{module!r}] = None; from ckpipe.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def test_what_needs_no_tensors_does_not_wait_for_torch(tmp_path: Path) -> None:

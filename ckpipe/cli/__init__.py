@@ -1,6 +1,6 @@
 """The command ``ckpipe``: looks at checkpoints and keeps house, without opening a pipeline.
 
-Importing ``ckpipe`` does not import this package, which needs the extra ``cli``.
+Importing ``ckpipe`` does not import this package, which needs the extra ``cli`` for all but help.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ckpipe.cli.commands import INSTALL, plain_help
 from ckpipe.cli.streams import drop, open_closed_streams
 
 _INTERRUPTED, _CRASHED = 130, 70
@@ -27,9 +28,12 @@ def main() -> None:
     try:
         sys.exit(_run(sys.argv[1:]))
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             _crashed()
-        sys.stderr.write("error: the command needs more packages: pip install 'ckpipe[cli]'\n")
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            sys.stdout.write(plain_help())
+            sys.exit(0)
+        sys.stderr.write(f"error: the command needs more packages: {INSTALL}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)

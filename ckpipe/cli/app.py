@@ -7,62 +7,14 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
+from ckpipe.cli.commands import ABOUT, COMMANDS, EPILOG, Command
 from ckpipe.cli.screen import Screen
 from ckpipe.cli.streams import NOBODY_READS, OUTPUT_FAILED, drop
 from ckpipe.version import __version__
-
-EPILOG = (
-    "Exit codes: 0 all is well, 1 a check found damage or a difference, 2 the command or a name "
-    "in it is wrong, 3 the store failed, 130 interrupted."
-)
-
-
-class Command(NamedTuple):
-    """A command.
-
-    Args:
-        name: Its name.
-        home: The module and the function in it whose parameters are the command's arguments.
-        summary: What it does, in a line.
-        needs: A module that it needs to do its work, and that takes seconds to import, as whatever
-            needs torch does.
-    """
-
-    name: str
-    home: str
-    summary: str
-    needs: str | None = None
-
-
-COMMANDS = (
-    Command("ls", "looking:list_", "List checkpoints, the newest first."),
-    Command("info", "looking:info", "Show what a checkpoint holds."),
-    Command(
-        "verify",
-        "verifying:verify_",
-        "Read a checkpoint whole, check every byte.",
-        "ckpipe.cli.verification",
-    ),
-    Command("diff", "comparing:diff", "Compare two checkpoints.", "ckpipe.cli.differences"),
-    Command("cp", "transferring:cp", "Copy checkpoints to another store, verified."),
-    Command(
-        "export",
-        "exporting:export_",
-        "Write a checkpoint as other programs load it.",
-        "ckpipe.cli.export_run",
-    ),
-    Command("rm", "changing:rm", "Delete a checkpoint."),
-    Command("pin", "changing:pin_", "Protect a checkpoint from retention."),
-    Command("unpin", "changing:unpin_", "End that protection."),
-    Command("prune", "changing:prune_", "Delete what the rules do not keep."),
-    Command("sweep", "changing:sweep_", "Remove what crashed runs left."),
-    Command("bench", "measuring:bench", "Measure machine and store; say what to set.", "torch"),
-    Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
-)
 
 
 def _show_version(ctx: typer.Context, value: bool) -> None:
@@ -88,10 +40,6 @@ def _begin(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = None,
 ) -> None:
-    """Looks at checkpoints and keeps house.
-
-    A URL is what a pipeline is given: a plain path, file:///path, s3://bucket/prefix, and so on.
-    """
     ctx.obj = Screen(json, settings)
 
 
@@ -113,7 +61,7 @@ def make_app(words: Sequence[str]) -> typer.Typer:
         epilog=EPILOG,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_begin)
+    app.callback(help=ABOUT)(_begin)
     for command in COMMANDS:
         function = _function_of(command, words) if command.name in words else _not_called
         app.command(command.name, short_help=command.summary)(function)

@@ -1,0 +1,73 @@
+"""The table of commands, and the help for an installation without typer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+INSTALL = "pip install 'ckpipe[cli]'"
+
+ABOUT = """Looks at checkpoints and keeps house.
+
+A URL is what a pipeline is given: a plain path, file:///path, s3://bucket/prefix, and so on.
+"""
+
+EPILOG = (
+    "Exit codes: 0 all is well, 1 a check found damage or a difference, 2 the command or a name "
+    "in it is wrong, 3 the store failed, 130 interrupted."
+)
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Args:
+        name: Its name.
+        home: The module and the function in it whose parameters are the command's arguments.
+        summary: What it does, in a line.
+        needs: A module that it needs to do its work, and that takes seconds to import, as whatever
+            needs torch does.
+    """
+
+    name: str
+    home: str
+    summary: str
+    needs: str | None = None
+
+
+COMMANDS = (
+    Command("ls", "looking:list_", "List checkpoints, the newest first."),
+    Command("info", "looking:info", "Show what a checkpoint holds."),
+    Command(
+        "verify",
+        "verifying:verify_",
+        "Read a checkpoint whole, check every byte.",
+        "ckpipe.cli.verification",
+    ),
+    Command("diff", "comparing:diff", "Compare two checkpoints.", "ckpipe.cli.differences"),
+    Command("cp", "transferring:cp", "Copy checkpoints to another store, verified."),
+    Command(
+        "export",
+        "exporting:export_",
+        "Write a checkpoint as other programs load it.",
+        "ckpipe.cli.export_run",
+    ),
+    Command("rm", "changing:rm", "Delete a checkpoint."),
+    Command("pin", "changing:pin_", "Protect a checkpoint from retention."),
+    Command("unpin", "changing:unpin_", "End that protection."),
+    Command("prune", "changing:prune_", "Delete what the rules do not keep."),
+    Command("sweep", "changing:sweep_", "Remove what crashed runs left."),
+    Command("bench", "measuring:bench", "Measure machine and store; say what to set.", "torch"),
+    Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
+)
+
+
+def plain_help() -> str:
+    """Write the help of the whole program without the packages of the extra ``cli``."""
+    width = max(len(command.name) for command in COMMANDS)
+    lines = (f"  {command.name:{width}}  {command.summary}\n" for command in COMMANDS)
+    return (
+        "Usage: ckpipe [OPTIONS] COMMAND [ARGS]...\n\n"
+        f"{ABOUT}\n"
+        f"The commands need packages that are not installed: {INSTALL}\n\n"
+        f"Commands:\n{''.join(lines)}"
+    )
