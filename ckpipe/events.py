@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckpipe.errors import UsageError
 from ckpipe.reports import SaveReport, decimal_text
 from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointInfo, SaveStatus
@@ -257,6 +258,19 @@ class EventBus:
     def add(self, listener: Listener) -> None:
         """Has ``listener`` called with every event from now on. It must not block for long."""
         self._listeners.append(listener)
+
+    def remove(self, listener: Listener) -> None:
+        """Call ``listener`` no more; of one that was added twice, once less.
+
+        Raises:
+            UsageError: If it is not there.
+        """
+        if listener not in self._listeners:
+            raise UsageError(
+                f"{listener!r:.100} does not listen to these events",
+                hint="Remove the object that was given to events.add, once for each time",
+            )
+        self._listeners.remove(listener)
 
     def emit(self, event: Event) -> None:
         """Logs an event and tells the listeners; one that raises is logged and stays."""

@@ -13,6 +13,7 @@ import torch
 from pipelines import Stores, stores
 
 import ckpipe
+from ckpipe import errors, events
 
 STATE: dict[str, Any] = {"a": torch.ones(250_000)}
 
@@ -57,3 +58,15 @@ def test_no_line_shows_a_dataclass(store: Stores, log: pytest.LogCaptureFixture)
     assert {"saving step 1", "step 1 ended: committed"} < set(told)
     assert any(re.fullmatch(r"copied step 1: 1 MB in \d+\.\d\d s", each) for each in told)
     assert any(re.fullmatch(r"pruned step-0+1\S+: .+", each) for each in told)
+
+
+def test_a_listener_that_is_removed_hears_nothing_more(store: Stores) -> None:
+    heard: list[events.Event] = []
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.events.add(heard.append)
+        pipeline.save(STATE, step=1, until="committed")
+        pipeline.events.remove(heard.append)
+        pipeline.save(STATE, step=2, until="committed")
+        with pytest.raises(errors.UsageError, match="does not listen"):
+            pipeline.events.remove(heard.append)
+    assert {each.step for each in heard} == {1}
