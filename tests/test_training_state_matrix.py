@@ -14,18 +14,7 @@ from sampling import EVERY, SEED
 from training_cells import RANKS, Cell, every_cell
 from training_optimizers import OPTIMIZERS
 
-
-def is_open(cell: Cell) -> bool:
-    """Tell whether a cell is known to fail: these are to be mended and to leave this list."""
-    return (
-        (cell.optimizer == "adafactor" and cell.scenario.startswith("cast"))
-        or (cell.saved_in == "fsdp1-mesh" and cell.scenario == "tied at the save")
-        or (cell.wrapper == "stages" and cell.ranks == 1 and cell.scenario == "one layer fewer")
-        or (cell.wrapper == "stages" and cell.scenario == "tensor rates at the save")
-    )
-
-
-CELLS = [each for each in dict.fromkeys(every_cell()) if not is_open(each)]
+CELLS = list(dict.fromkeys(every_cell()))
 SAMPLE = 100
 
 

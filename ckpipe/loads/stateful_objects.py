@@ -287,7 +287,8 @@ def _check_options(obj: torch.optim.Optimizer, node: Node, label: str) -> None:
         copy.__setstate__({"defaults": dict(obj.defaults), "state": {}, "param_groups": saved})
     except Exception:  # an optimizer of the user's that wants more, and says so itself
         return
-    lacks = sorted({key for key in obj.defaults for group in saved if key not in group})
+    needed = obj.defaults.keys() - _WAYS_TO_STEP
+    lacks = sorted({key for key in needed for group in saved if key not in group})
     if lacks:
         raise StructureMismatch(
             f"The state is of another kind of optimizer: it lacks {', '.join(lacks)}, which "
@@ -295,6 +296,10 @@ def _check_options(obj: torch.optim.Optimizer, node: Node, label: str) -> None:
             key=label or None,
             hint="Make the kind of optimizer that was saved, or leave its state out with exclude",
         )
+
+
+# Torch adds one of them to the defaults of any optimizer once it has loaded a state.
+_WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def _parameter_count(group: Node) -> int | None:

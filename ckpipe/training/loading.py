@@ -328,10 +328,14 @@ class _OptimizerMatch:
             if not _same(group.compared(), groups[0].compared()):
                 raise _differing(groups[0], group)
             for key, value in group.compared().items():
-                takes = isinstance(value, SavedTensor) and isinstance(live.get(key), torch.Tensor)
-                group.targets[key] = live[key] if takes else None
-                if isinstance(value, SavedTensor) and not takes and len(groups) > 1:
-                    raise _differing(groups[0], group)
+                if not isinstance(value, SavedTensor):
+                    group.targets[key] = None
+                elif isinstance(live.get(key), torch.Tensor):
+                    group.targets[key] = live[key]
+                else:  # One for all groups, so that their bytes must agree.
+                    fresh = groups[0].targets.get(key)
+                    made = torch.empty(value.shape, dtype=value.dtype) if fresh is None else fresh
+                    group.targets[key] = made
         if groups and groups[0].targets:
             self._options[number].append((live, groups[0].targets))
 
