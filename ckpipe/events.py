@@ -289,9 +289,8 @@ class EventBus:
                 logger.exception("A listener failed on %s", event)
 
 
+# A failed save is raised or warned of, and so is a damaged checkpoint: neither is logged besides.
 _LEVELS: dict[type[Event], int] = {
-    SaveFailed: logging.ERROR,
-    CheckpointDamaged: logging.ERROR,
     SaveSkipped: logging.WARNING,
     Retrying: logging.WARNING,
     IncompleteCheckpoint: logging.WARNING,

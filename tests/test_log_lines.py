@@ -70,3 +70,52 @@ def test_a_listener_that_is_removed_hears_nothing_more(store: Stores) -> None:
         with pytest.raises(errors.UsageError, match="does not listen"):
             pipeline.events.remove(heard.append)
     assert {each.step for each in heard} == {1}
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_failure_that_is_raised_is_not_logged(
+    store: Stores, log: pytest.LogCaptureFixture, awaited: bool
+) -> None:
+    pipeline = ckpipe.SyncPipeline(store.url).open()
+    store.faulty.fail(errors.StoreFull("no room"), "write")
+    handle = pipeline.save(STATE, step=5, until="staged")
+    with pytest.raises(errors.StoreFull):
+        handle.wait() if awaited else pipeline.close()
+    pipeline.close()
+    assert lines(log, logging.WARNING) == []
+
+
+def test_a_failure_that_another_exception_hides_is_logged(
+    store: Stores, log: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), ckpipe.SyncPipeline(store.url) as pipeline:  # noqa: PT012
+        store.faulty.fail(errors.StoreFull("no room"), "write")
+        pipeline.save(STATE, step=5, until="staged")
+        raise ZeroDivisionError
+    (told,) = lines(log, logging.ERROR)
+    assert re.search(r"no room.*step 5", told)
+
+
+def test_a_damaged_checkpoint_is_warned_of_and_not_logged(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        handles = [pipeline.save(STATE, step=step, until="committed") for step in (1, 2)]
+        for each in (tmp_path / handles[1].id).rglob("*.safetensors"):
+            each.write_bytes(b"")
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            result = pipeline.load(fallback=True)
+    assert result is not None
+    assert result.step == 1
+    assert lines(log, logging.WARNING) == []
+
+
+def test_the_warning_of_a_failed_hook_names_the_hook(store: Stores) -> None:
+    def broken(event: events.Staged) -> None:
+        raise ZeroDivisionError
+
+    pipeline = ckpipe.SyncPipeline(store.url, on_error="warn").open()
+    pipeline.on_staged(broken)
+    pipeline.save(STATE, step=5)
+    with pytest.warns(RuntimeWarning, match="(?s)by the hook .*broken on Staged of step-0"):
+        pipeline.close()

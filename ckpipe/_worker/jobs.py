@@ -162,7 +162,8 @@ class Job(Delivery[SharedBlock]):
                 error = None
         except Exception as group:
             error = first_error(group)
-            logger.error("%s: %s: %s", self.name, type(error).__name__, error)
+            # For the log of the worker only: the trainer raises it.
+            logger.info("%s: %s: %s", self.name, type(error).__name__, error)
         finally:
             self._blocks.clear()
         unsettled = self.unsettled is not None

@@ -97,7 +97,8 @@ class Service:
         try:
             return await anyio.to_thread.run_sync(create_backend, hello.url, hello.options)
         except Exception as error:
-            logger.exception("The store cannot be used")
+            # For the log of the worker only: the trainer raises it.
+            logger.info("The store cannot be used", exc_info=True)
             self._channel.post(Unable(error))
             await self._channel.flush()
             return None

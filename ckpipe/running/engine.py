@@ -214,7 +214,7 @@ class Engine(Housekeeping):
             if isinstance(error, SkipSave):
                 self._skip(save, str(error))
             elif save.committed.done():
-                logger.error("What follows the commit of %s failed: %s", save.name, error)
+                error.add_note(f"Raised after the commit of {save.name}, which is durable")
                 self._background.append(error)
             else:
                 self._failed(save, error)
@@ -236,7 +236,9 @@ class Engine(Housekeeping):
 
     def _failed(self, save: Save, error: Exception) -> None:
         save.status = "failed"
-        self._events.emit(SaveFailed(save.name, save.id.step, save.rank, repr(error)))
+        self._events.emit(
+            SaveFailed(save.name, save.id.step, save.rank, f"{type(error).__name__}: {error}")
+        )
         # Before anybody is told, since whoever is told takes it off the list again.
         self._background.append(error)
         if isinstance(error, StoreError) and self._settings.on_error == "warn":

@@ -102,7 +102,7 @@ class Hooks:
         """Calls hooks until it is cancelled.
 
         Args:
-            failed: Told what a hook raised, after it was logged.
+            failed: Told what a hook raised.
             task_status: Told once events are heard.
         """
         self._failed = failed
@@ -130,8 +130,10 @@ class Hooks:
         try:
             await self._called(hook, event)
         except Exception as error:
-            error.add_note(f"Raised by the hook {hook.name} on {event}")
-            logger.exception("The hook %s failed on %s", hook.name, event)
+            error.add_note(
+                f"Raised by the hook {hook.name} on {type(event).__name__} of {event.id}"
+            )
+            logger.debug("The hook %s failed", hook.name, exc_info=True)
             self._failed(error)
         finally:
             self._running.remove((hook, event))

@@ -190,6 +190,7 @@ class PipelineCore:
         assert self._loop is not None
         assert self._engine is not None
         assert self._served is not None
+        failures: list[Exception] = []
         try:
             interrupt = self._await_saves(self._engine, failed=failed)
             failures = self._loop.at_once(self._engine.take_failures)
@@ -200,6 +201,7 @@ class PipelineCore:
             for save in self._engine.under_way():
                 if not save.committed.done():
                     error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
+            note_failures([*failures, *self._engine.take_failures()], error)
             self._shut(LoopThread.abandon)
             raise
         self._shut(LoopThread.close)

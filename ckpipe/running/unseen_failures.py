@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from concurrent.futures import Future
 from typing import Literal
 
 from ckpipe.errors import PipelineClosed, first_error
 
+logger = logging.getLogger("ckpipe")
+
 
 def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
     """Brings failures of the background before the user."""
     if on_error == "warn":
         for each in failures:
-            warnings.warn(f"A checkpoint failed: {each}", RuntimeWarning, stacklevel=3)
+            text = "\n".join([f"A checkpoint failed: {each}", *getattr(each, "__notes__", ())])
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         return
     if failures:
         error = failures[0]
@@ -23,9 +27,13 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
 
 
 def note_failures(failures: list[Exception], error: BaseException) -> None:
-    """Note on the exception that ends the program which saves failed or were given up."""
+    """Note on the exception that ends the program which saves failed or were given up.
+
+    They are logged as well, since they are not raised themselves.
+    """
     for each in failures:
         if each is not error:
+            logger.error("A checkpoint failed: %s", each)
             error.add_note(f"Besides, a checkpoint failed: {each}")
 
 
