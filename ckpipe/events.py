@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -254,6 +255,7 @@ class EventBus:
     def __init__(self) -> None:
         self.place = ""
         self._listeners: list[Listener] = []
+        self._retries: Counter[str] = Counter()
 
     def add(self, listener: Listener) -> None:
         """Has ``listener`` called with every event from now on. It must not block for long."""
@@ -275,6 +277,13 @@ class EventBus:
     def emit(self, event: Event) -> None:
         """Logs an event and tells the listeners; one that raises is logged and stays."""
         level = _LEVELS.get(type(event), logging.DEBUG)
+        if isinstance(event, Retrying):
+            self._retries[event.id] += 1
+            level = logging.WARNING if self._retries[event.id] == 1 else logging.DEBUG
+        elif isinstance(event, RankCommitted | SaveEnded):
+            retries = self._retries.pop(event.id, 0)
+            if retries > 1:
+                logger.info("step %d: the store failed %d times until now", event.step, retries)
         if isinstance(event, Completed) and self.place:
             logger.log(level, "%s to %s/%s", event, self.place, event.id)
         elif isinstance(event, CheckpointExported) and self.place:
@@ -292,7 +301,6 @@ class EventBus:
 # A failed save is raised or warned of, and so is a damaged checkpoint: neither is logged besides.
 _LEVELS: dict[type[Event], int] = {
     SaveSkipped: logging.WARNING,
-    Retrying: logging.WARNING,
     IncompleteCheckpoint: logging.WARNING,
     Completed: logging.INFO,
     Pruned: logging.INFO,

@@ -119,3 +119,30 @@ def test_the_warning_of_a_failed_hook_names_the_hook(store: Stores) -> None:
     pipeline.save(STATE, step=5)
     with pytest.warns(RuntimeWarning, match="(?s)by the hook .*broken on Staged of step-0"):
         pipeline.close()
+
+
+def test_retries_of_a_save_are_one_warning_and_a_count(
+    store: Stores, log: pytest.LogCaptureFixture
+) -> None:
+    upload: Any = {"backoff_seconds": 0, "retries": 9}
+    for step in (1, 2):
+        log.clear()
+        with ckpipe.SyncPipeline(store.url, upload=upload) as pipeline:
+            store.faulty.fail(errors.StoreUnavailable("It broke"), "write", times=3)
+            pipeline.save(STATE, step=step)
+        (warned,) = lines(log, logging.WARNING)
+        assert re.fullmatch(
+            rf"step {step}: trying again in 0\.0 s after StoreUnavailable: It broke.*", warned
+        )
+        assert f"step {step}: the store failed 3 times until now" in lines(log, logging.INFO)
+
+
+def test_retries_outside_a_save_are_one_warning(
+    store: Stores, log: pytest.LogCaptureFixture
+) -> None:
+    with ckpipe.SyncPipeline(store.url, upload={"backoff_seconds": 0, "retries": 9}) as pipeline:
+        pipeline.save(STATE, step=1, until="committed")
+        store.faulty.fail(errors.StoreUnavailable("It broke"), "get", times=3)
+        assert pipeline.load() is not None
+    (warned,) = lines(log, logging.WARNING)
+    assert re.fullmatch(r"Trying again in 0\.0 s after StoreUnavailable: It broke.*", warned)

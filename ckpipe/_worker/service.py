@@ -47,7 +47,7 @@ from ckpipe.retention import from_data
 from ckpipe.saves.delivery import Depot
 from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.registry import create_backend
-from ckpipe.stores.retrying import RetryPolicy, logging_retries
+from ckpipe.stores.retrying import RetryLog, RetryPolicy
 
 logger = logging.getLogger("ckpipe")
 
@@ -105,7 +105,7 @@ class Service:
 
     def _make_depot(self, backend: Backend) -> Depot:
         hello = self._hello
-        policy = RetryPolicy(*hello.retry, on_retry=logging_retries)
+        policy = RetryPolicy(*hello.retry, on_retry=RetryLog())
         events = EventBus()
         events.add(self._tell)
         return Depot(

@@ -6,6 +6,7 @@ Source of the formula: "Exponential Backoff And Jitter", AWS Architecture Blog, 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckpipe")
 
 T = TypeVar("T")
+
+_QUIET_SECONDS = 600.0
 
 # A generator of its own: what training draws must not depend on what a store answers.
 _jitter = random.Random()
@@ -145,10 +148,26 @@ def logging_policy(settings: Upload) -> RetryPolicy:
         settings.backoff_max_seconds,
         settings.attempt_timeout_seconds,
         settings.deadline_seconds,
-        logging_retries,
+        RetryLog(),
     )
 
 
-def logging_retries(error: CkpipeError, seconds: float) -> None:
-    """Logs that an operation is tried again."""
-    logger.warning("Trying again in %.1f s after %s: %s", seconds, type(error).__name__, error)
+class RetryLog:
+    """Warn of the first retry, and once in ten minutes of more, with how many there were."""
+
+    def __init__(self) -> None:
+        self._quiet_until, self._unsaid = -math.inf, 0
+
+    def __call__(self, error: CkpipeError, seconds: float) -> None:
+        """Log that an operation is tried again."""
+        now = time.monotonic()
+        level = logging.DEBUG if now < self._quiet_until else logging.WARNING
+        more = f" ({self._unsaid} retries since the last warning)" if self._unsaid else ""
+        logger.log(
+            level, "Trying again in %.1f s after %s: %s%s",
+            seconds, type(error).__name__, error, more,
+        )  # fmt: skip
+        if level == logging.WARNING:
+            self._quiet_until, self._unsaid = now + _QUIET_SECONDS, 0
+        else:
+            self._unsaid += 1
