@@ -148,7 +148,11 @@ def test_a_worker_that_hangs_is_replaced_and_the_log_says_what_was_seen(
         assert worker_of(pipeline) != worker
         pipeline.verify(handle.id)
     seen = r"hung: .*30 times in .* s .*said nothing.*\(S\).*hang_seconds.*exit code -9"
-    assert re.search(f"(?s){handle.id} is delivered again.*{seen}.*in hang", caplog.text)
+    told = re.search(
+        rf"(?s){handle.id} is delivered again.*{seen}.*The whole log is (\S+)\.\n", caplog.text
+    )
+    assert told
+    assert "in hang" in Path(told[1]).read_text()
 
 
 FORKS = """

@@ -13,6 +13,7 @@ from pipelines import same
 
 import ckpipe
 from ckpipe import events
+from ckpipe.backend import CachedRange
 from ckpipe.errors import Throttled
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
@@ -36,7 +37,7 @@ class CrowdedBackend(WrappedBackend):
         self.served = dict.fromkeys(BULK, 0)
         self.refused = dict.fromkeys(BULK, 0)
 
-    async def view(self, key: str, offset: int, size: int) -> memoryview | None:
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
         return None
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:

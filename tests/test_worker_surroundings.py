@@ -150,6 +150,7 @@ signal.signal(signal.SIGRTMIN, tell)
 """
 NEEDED = {"ckpipe", "ckpipe_local", "anyio", "typing_extensions", "aiofiles", "numpy", "awscrt"}
 NEEDED |= {"_awscrt", "__mp_main__"}  # the latter is the worker's own, to multiprocessing
+NEEDED |= {"sniffio"}  # anyio imports it where it is installed, as trio has it
 TRAINERS_OWN = ("pipeline", "sync", "handles", "settings", "running", "locking", "state", "worker")
 
 
