@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,45 @@ def test_a_save_without_room_leaves_the_disk_as_it_was(tmp_path: Path, worker: A
             assert free(disk) == before
             (disk / "ballast").unlink()
             assert sorted(disk.rglob("*")) == whole
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_full_disk_says_once_what_is_needed_and_what_is_free(
+    tmp_path: Path, worker: Any, on_error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"worker": worker, "on_error": on_error, "upload": {"lanes": 4}}
+    settings["staging"] = {"block_bytes": 1 << 20}
+    with (
+        mounted(["-t", "tmpfs", "-o", "size=8M", "tmpfs"], tmp_path / "disk") as disk,
+        ckpipe.SyncPipeline(disk / "run", **settings) as pipeline,
+    ):
+        pipeline.save(STATE, step=1).wait()
+        settle(pipeline)
+        room = free(disk)
+        with pytest.raises(errors.StoreFull) as caught:
+            pipeline.save({"w": torch.ones(5_000_000)}, step=2).wait()
+        assert f"{room} are free" in str(caught.value)
+        found = re.findall(r"(\d+) bytes are needed", str(caught.value))
+        assert len(found) == 1
+        assert 20_000_000 <= int(found[0]) < 20_100_000
+    told = [each.getMessage() for each in caplog.records if "StoreFull" in each.getMessage()]
+    assert len(told) <= 1, "the lanes and the worker do not repeat it"
+
+
+def test_a_disk_without_inodes_says_so(tmp_path: Path) -> None:
+    options = ["-t", "tmpfs", "-o", "size=2M,nr_inodes=40", "tmpfs"]
+    with (
+        mounted(options, tmp_path / "disk") as disk,
+        ckpipe.SyncPipeline(disk / "run") as pipeline,
+    ):
+        pipeline.save(STATE, step=1).wait()
+        settle(pipeline)
+        with contextlib.suppress(OSError):
+            for number in range(40):
+                (disk / str(number)).touch()
+        with pytest.raises(errors.StoreFull, match="no inode is free"):
+            pipeline.save(STATE, step=2).wait()
 
 
 def test_who_finds_no_room_to_open_is_told_how_to_load(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ckpipe.errors import (
     InvalidKey,
@@ -87,6 +87,22 @@ def writing(action: str, key: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def needing(nbytes: int, root: str) -> Iterator[None]:
+    """Add the needed and the free bytes to an error for a full file system; blocks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            with suppress(OSError):
+                found = os.statvfs(root)
+                free = f"{found.f_bavail * found.f_frsize} are free"
+                if found.f_files and not found.f_favail:
+                    free = "no inode is free"
+                error.strerror = f"{error.strerror}: {nbytes} bytes are needed, and {free}"
+        raise
+
+
+@contextmanager
 def unrepeatable(action: str) -> Iterator[None]:
     """Translates what goes wrong in an operation whose success at a second try proves nothing."""
     try:
@@ -114,6 +130,8 @@ def opening(root: str, *, create: bool) -> Iterator[None]:
 def _store_error(error: OSError, action: str, key: str | None, errors: _Errors) -> StoreError:
     code = error.errno or 0
     text = os.strerror(code) if code else str(error)
+    if code == errno.ENOSPC:  # which may say what is needed and what is free
+        text = error.strerror or text
     kind = errors.get(code, StoreError)
     return kind(f"Could not {action}: {text}", key=key, hint=_HINTS.get(code))
 

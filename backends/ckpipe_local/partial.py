@@ -19,7 +19,7 @@ from ckpipe_local.direct_io import (
     write_direct,
 )
 from ckpipe_local.directories import delete_files, directories, new_file, sync_entries
-from ckpipe_local.failures import unrepeatable
+from ckpipe_local.failures import needing, unrepeatable
 from ckpipe_local.system_calls import preallocate
 
 
@@ -194,7 +194,10 @@ def put_object(
         lasting: Whether it has to survive a loss of power.
     """
     below, name = os.path.split(key)
-    with new_file(root, below, durable, lasting=lasting) as (directory, descriptor, temporary):
+    with (
+        needing(len(data), root),
+        new_file(root, below, durable, lasting=lasting) as (directory, descriptor, temporary),
+    ):
         try:
             try:
                 write_all(descriptor, memoryview(data), 0)
@@ -212,7 +215,10 @@ def put_object(
 def begin_file(key: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
     """Creates a large object's temporary file, with its space reserved."""
     below, name = os.path.split(key)
-    with new_file(root, below, durable) as (directory, descriptor, temporary):
+    with (
+        needing(size, root),
+        new_file(root, below, durable) as (directory, descriptor, temporary),
+    ):
         file = PartialFile(descriptor, below, (temporary, name), root, durable)
         try:
             file.prepare(size, directory, direct=direct)
