@@ -295,7 +295,7 @@ def starting(package: str, action: str, *arguments: object) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("package", ["typer", "ckpipe.cli.looking", "pydantic_settings"])
+@pytest.mark.parametrize("package", ["typer", "ckpipe.cli.ls_info", "pydantic_settings"])
 def test_an_interrupt_while_it_starts_is_no_traceback(package: str, tmp_path: Path) -> None:
     done = starting(package, "os.kill(os.getpid(), signal.SIGINT)", "ls", tmp_path)
     assert (done.code, done.out) == (130, "")
@@ -303,7 +303,7 @@ def test_an_interrupt_while_it_starts_is_no_traceback(package: str, tmp_path: Pa
 
 
 def test_a_fault_of_the_program_is_not_taken_for_damage(tmp_path: Path) -> None:
-    done = starting("ckpipe.cli.looking", "raise RuntimeError('broken')", "ls", tmp_path)
+    done = starting("ckpipe.cli.ls_info", "raise RuntimeError('broken')", "ls", tmp_path)
     assert done.code == 70
     assert "RuntimeError: broken" in done.err
 

@@ -16,8 +16,8 @@ import pytest
 from commands import PROGRAM
 from rich.console import Console
 
-from ckpipe.cli import progress
-from ckpipe.cli.progress import Meter, Patience, of_things
+from ckpipe.cli import screen
+from ckpipe.cli.screen import Meter, Patience, of_things
 
 
 def shown(*, terminal: bool) -> str:
@@ -32,7 +32,7 @@ def shown(*, terminal: bool) -> str:
 
 
 def test_a_terminal_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", -1.0)
     text = shown(terminal=True)
     assert "copying" in text
     assert "1.0/1.0 MiB" in text
@@ -41,14 +41,14 @@ def test_a_terminal_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_pipes_and_quick_actions_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 3600.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", 3600.0)
     assert shown(terminal=True) == ""
-    monkeypatch.setattr(progress, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", -1.0)
     assert shown(terminal=False) == ""
 
 
 def test_things_are_counted_with_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", -1.0)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with Meter(console, "reading indexes", 3, of_things) as meter:
@@ -71,7 +71,7 @@ class Seen(io.StringIO):
 
 
 def test_what_cannot_be_counted_is_said_to_be_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", 0.0)
     out = Seen()
     with Patience(Console(file=out, force_terminal=True, width=80)):
         assert out.written.wait(30)
@@ -83,11 +83,11 @@ def test_nobody_is_told_who_does_not_look_or_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = Seen()
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 3600.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", 3600.0)
     with Patience(Console(file=out, force_terminal=True, width=80)) as patience:
         patience.end()
         patience._show()  # as a timer would that was just too late to be cancelled
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(screen, "SILENT_SECONDS", 0.0)
     with Patience(Console(file=out, force_terminal=False, width=80)) as patience:
         patience._show()
     assert out.getvalue() == ""

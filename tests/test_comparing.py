@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 import ckpipe
 from ckpipe.checkpoints.comparing import batches, compare_structures, compare_tensors
 from ckpipe.checkpoints.inspection import tensor_bytes
-from ckpipe.cli.differences import Sides, differences
-from ckpipe.cli.progress import Meter
-from ckpipe.cli.screen import Screen
+from ckpipe.cli.diff import Sides, differences
+from ckpipe.cli.screen import Meter, Screen
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import data_file_key, index_key

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import stores
 
-from ckpipe.checkpoints.measuring import Measurements, Rate, advise
+from ckpipe.cli.bench import Measurements, Rate, advise
 
 STUCK = """
 import anyio

@@ -20,7 +20,7 @@ from pipelines import stores
 from ranks import ranks
 
 import ckpipe
-from ckpipe.checkpoints.timeline_page import MOST_BLOCKS, timeline_page
+from ckpipe.cli.timeline import MOST_BLOCKS, timeline_page
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.object_names import index_key
 from ckpipe.reports import BlockReport, RankReport, SaveReport, StageReport

@@ -35,28 +35,28 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("ls", "looking:list_", "List checkpoints, the newest first."),
-    Command("info", "looking:info", "Show what a checkpoint holds."),
+    Command("ls", "ls_info:list_", "List checkpoints, the newest first."),
+    Command("info", "ls_info:info", "Show what a checkpoint holds."),
     Command(
         "verify",
-        "verifying:verify_",
+        "torch_commands:verify_",
         "Read a checkpoint whole, check every byte.",
-        "ckpipe.cli.verification",
+        "ckpipe.cli.verify",
     ),
-    Command("diff", "comparing:diff", "Compare two checkpoints.", "ckpipe.cli.differences"),
-    Command("cp", "transferring:cp", "Copy checkpoints to another store, verified."),
+    Command("diff", "torch_commands:diff", "Compare two checkpoints.", "ckpipe.cli.diff"),
+    Command("cp", "cp:cp", "Copy checkpoints to another store, verified."),
     Command(
         "export",
-        "exporting:export_",
+        "torch_commands:export_",
         "Write a checkpoint as other programs load it.",
-        "ckpipe.cli.export_run",
+        "ckpipe.cli.export",
     ),
-    Command("rm", "changing:rm", "Delete a checkpoint."),
-    Command("pin", "changing:pin_", "Protect a checkpoint from retention."),
-    Command("unpin", "changing:unpin_", "End that protection."),
-    Command("prune", "changing:prune_", "Delete what the rules do not keep."),
-    Command("sweep", "changing:sweep_", "Remove what crashed runs left."),
-    Command("bench", "measuring:bench", "Measure machine and store; say what to set.", "torch"),
+    Command("rm", "housekeeping:rm", "Delete a checkpoint."),
+    Command("pin", "housekeeping:pin_", "Protect a checkpoint from retention."),
+    Command("unpin", "housekeeping:unpin_", "End that protection."),
+    Command("prune", "housekeeping:prune_", "Delete what the rules do not keep."),
+    Command("sweep", "housekeeping:sweep_", "Remove what crashed runs left."),
+    Command("bench", "bench:bench", "Measure machine and store; say what to set.", "torch"),
     Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
 )
 

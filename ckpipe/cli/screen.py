@@ -1,7 +1,9 @@
-"""What a command prints: text for people, plain text for pipes, JSON for programs.
+"""What a command prints: text for people, plain text for pipes, JSON for programs, progress.
 
 Results go to standard output, everything else to standard error. Names come from stores that
-anybody may have written, so that characters which would steer a terminal are shown escaped.
+anybody may have written, so that characters which would steer a terminal are shown escaped. An
+action that takes longer than a second shows on a terminal how far it is, its rate and the time
+left.
 """
 
 from __future__ import annotations
@@ -12,17 +14,32 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from ckpipe.cli.progress import Meter, Patience, Unit, of_bytes
 from ckpipe.cli.streams import drop
 from ckpipe.reports import size_text
 from ckpipe.stores.shown_urls import without_secrets
@@ -30,6 +47,151 @@ from ckpipe.stores.shown_urls import without_secrets
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
     from ckpipe.types import CheckpointInfo
+
+SILENT_SECONDS = 1.0
+"""How long an action may take before it shows how far it is."""
+
+
+class _Rate(ProgressColumn):
+    """Things done each second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.0f}/s")
+
+
+def of_bytes() -> tuple[ProgressColumn, ...]:
+    """Columns for an action that is counted in bytes."""
+    return (DownloadColumn(binary_units=True), TransferSpeedColumn())
+
+
+def of_things() -> tuple[ProgressColumn, ...]:
+    """Columns for an action that is counted in checkpoints or other things."""
+    return (MofNCompleteColumn(), _Rate())
+
+
+Unit = Callable[[], tuple[ProgressColumn, ...]]
+
+
+class Meter:
+    """Shows how far an action is; silent where nobody looks on, and at first.
+
+    Args:
+        console: Where to show it; nothing is shown unless it is a terminal.
+        action: What is done.
+        total: How much there is to do; None if that is not known yet.
+        unit: What is counted: :func:`of_bytes` or :func:`of_things`.
+    """
+
+    def __init__(
+        self, console: Console, action: str, total: int | None, unit: Unit = of_bytes
+    ) -> None:
+        text, left = TextColumn("{task.description}"), TimeRemainingColumn()
+        columns = (text, BarColumn(), *unit(), left)
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task(action, total=total)
+        self._silent = not console.is_terminal
+        self._since = time.monotonic()
+        self._shown = False
+
+    def expect(self, amount: int) -> None:
+        """Says how much more there will be than was known."""
+        total = self._progress.tasks[0].total or 0
+        self._progress.update(self._task, total=total + amount)
+
+    def advance(self, amount: int) -> None:
+        """Says that so much more is done."""
+        self._progress.update(self._task, advance=amount)
+        if not self._shown and not self._silent and time.monotonic() - self._since > SILENT_SECONDS:
+            self._shown = True
+            self._progress.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._shown:
+            self._progress.stop()
+
+
+class Share:
+    """Tells a meter of an action in parts of known size, never more of a part than its size.
+
+    Args:
+        meter: Shows how far the action is.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._left = 0
+        self.expect = meter.expect
+
+    def count(self, amount: int) -> None:
+        """Says that so much more is done of the part that is being done, if there is one."""
+        done = min(amount, self._left)
+        self._left -= done
+        self._meter.advance(done)
+
+    @contextmanager
+    def of(self, amount: int) -> Iterator[None]:
+        """Does a part of this size; what was not counted of it counts at its end."""
+        self._left = amount
+        yield
+        self.count(self._left)
+
+
+class Patience:
+    """Says that a command is at work, if it takes longer than a second and shows nothing else.
+
+    A thread of its own begins to, so that it also shows where nothing is counted.
+
+    Args:
+        console: Where to show it; nothing is shown unless it is a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(SILENT_SECONDS, self._show)
+        self._timer.daemon = True
+        self._shown: Progress | None = None
+        self._over = not console.is_terminal
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._over:
+                columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+                self._shown = Progress(*columns, console=self._console, transient=True)
+                self._shown.add_task("at work", total=None)
+                self._shown.start()
+
+    def end(self) -> None:
+        """Shows nothing any more; may be called again."""
+        with self._lock:
+            self._over = True
+            self._timer.cancel()
+            shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.stop()
+
+    def __enter__(self) -> Self:
+        if not self._over:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
 
 _PIPE_WIDTH = 100_000
 _ROOTS = ("url", "source", "target")

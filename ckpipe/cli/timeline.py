@@ -1,10 +1,19 @@
-"""The command ``timeline``."""
+"""The command ``timeline``: read the reports that manifests keep, show them, or draw a page.
+
+What is drawn is SVG, so that the page is readable without scripts; the script only shows details
+of what the pointer is on. A policy in the page forbids it to load anything. All text comes from a
+store that anybody may have written, and is escaped.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +22,27 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ckpipe.checkpoints.kept_reports import read_reports
-from ckpipe.checkpoints.timeline_page import stage_rows, timeline_page
+from ckpipe.backend import Backend
+from ckpipe.checkpoints.discovery import read_index
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
-from ckpipe.errors import UsageError
-from ckpipe.reports import RankReport
+from ckpipe.errors import CkpipeError, MissingObject, ObjectNotFound, UsageError
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.format.object_names import manifest_key
+from ckpipe.reports import (
+    BlockReport,
+    RankReport,
+    SaveReport,
+    Span,
+    rate_text,
+    save_report_from_data,
+    size_text,
+)
 from ckpipe.stores.opening import Access, open_store
+from ckpipe.stores.second_reading import read_decoded
+from ckpipe.tasks.lanes import run_lanes
+from ckpipe.types import CheckpointId
 
 
 def timeline(
@@ -91,3 +114,306 @@ def _replace(path: Path, page: str) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+MOST_RANKS = 32
+"""How many ranks are looked at if none are named: the lowest."""
+
+_AT_ONCE = 16
+
+
+async def read_reports(
+    backend: Backend, id: CheckpointId, ranks: Sequence[int] = ()
+) -> tuple[list[RankReport], int]:
+    """The reports of a checkpoint's ranks, and how many ranks it has.
+
+    Costs the index, and with many ranks the manifest of each that is looked at.
+
+    Args:
+        backend: The store.
+        id: A complete checkpoint.
+        ranks: The ranks to look at; none for all, or the lowest :data:`MOST_RANKS` of many.
+
+    Raises:
+        UsageError: If a rank is named that the checkpoint has not.
+        CorruptCheckpoint: If the index, a manifest or a report is damaged, or one is gone.
+        StoreError: If the store failed.
+    """
+    index = await read_index(backend, id)
+    world_size = index.world_size
+    chosen = sorted(set(ranks)) or list(range(min(world_size, MOST_RANKS)))
+    if chosen[0] < 0 or chosen[-1] >= world_size:
+        those = "rank 0 only" if world_size == 1 else f"the ranks 0 to {world_size - 1}"
+        raise UsageError(f"The checkpoint has {those}", step=id.step)
+    found = {0: _report(index)} if world_size == 1 else {}
+    pending = iter([rank for rank in chosen if rank not in found])
+
+    async def lane() -> None:
+        for rank in pending:
+            found[rank] = _report(await _read_manifest(backend, id, rank))
+
+    await run_lanes(min(_AT_ONCE, len(chosen)), lane)
+    return [found[rank] for rank in chosen], world_size
+
+
+async def _read_manifest(backend: Backend, id: CheckpointId, rank: int) -> Bundle:
+    key = manifest_key(id, rank)
+    decode = partial(decode_bundle, key=key, id=id, kind="manifest")
+    try:
+        return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
+    except ObjectNotFound as error:
+        raise MissingObject("A manifest is gone", step=id.step, rank=rank, key=key) from error
+
+
+def _report(bundle: Bundle) -> RankReport:
+    part = bundle.parts[0]
+    try:
+        report = None if bundle.report is None else save_report_from_data(bundle.report)
+    except CkpipeError as error:
+        raise error.located(step=bundle.id.step, rank=part.rank) from None
+    return RankReport(part.rank, part.started, report)
+
+
+MOST_BLOCKS = 6000
+"""Blocks that a page shows at the most, of all ranks together; of more it shows every n-th."""
+
+_LABELS, _WIDTH, _ROW, _BAR = 112, 1000, 18, 13
+_HEAD = 22
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c2430; --dim: #5b6676; --ground: #fff; --line: #d9dee6;
+  --stage: #8a94a6; --copied: #2f6fde; --summed: #c98a00; --uploaded: #1f9d61; --mark: #c2383a; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e9f1; --dim: #98a4b6; --ground: #12161d;
+  --line: #2c3542; --stage: #66728a; --copied: #6ea0ff; --summed: #e7b13c; --uploaded: #4cc98d;
+  --mark: #ff7577; } }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; background: var(--ground);
+  color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; margin: 2rem 0 .25rem; }
+p { margin: .25rem 0; } .dim { color: var(--dim); }
+svg { display: block; width: 100%; height: auto; margin: .75rem 0; }
+svg text { fill: var(--text); font: 11px system-ui, sans-serif; } svg text.dim { fill: var(--dim); }
+svg line { stroke: var(--line); } svg line.mark { stroke: var(--mark); stroke-dasharray: 3 3; }
+svg text.mark { fill: var(--mark); }
+.stage { fill: var(--stage); } .copied { fill: var(--copied); } .summed { fill: var(--summed); }
+.uploaded { fill: var(--uploaded); } rect:hover { opacity: .65; }
+.key::before { content: ""; display: inline-block; width: .8em; height: .8em; margin: 0 .35em 0 1em;
+  background: var(--colour); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .1rem 1.25rem .1rem 0; text-align: right; font-weight: normal; }
+th:first-child, td:first-child { text-align: left; } th { color: var(--dim); }
+#tip { position: fixed; z-index: 1; padding: .25rem .5rem; border: 1px solid var(--line);
+  border-radius: .25rem; background: var(--ground); color: var(--text); font-size: 13px;
+  pointer-events: none; white-space: pre; } #tip[hidden] { display: none; }
+"""
+
+_SCRIPT = """
+const tip = document.getElementById("tip");
+document.addEventListener("pointermove", event => {
+  const text = event.target.getAttribute && event.target.getAttribute("data-tip");
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
+  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+});
+"""
+
+_KEYS = (
+    ("stage", "stage"),
+    ("copied", "block copied"),
+    ("summed", "block checksummed"),
+    ("uploaded", "block uploaded"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """One rectangle: when, of what class, and what it says."""
+
+    span: Span
+    kind: str
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Rectangles beside each other, under one name."""
+
+    name: str
+    bars: Sequence[_Bar]
+
+
+def timeline_page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
+    """A page about the save of one checkpoint.
+
+    Args:
+        id: Exact name of the checkpoint.
+        ranks: What is known of its ranks, or of some of them.
+        world_size: How many ranks it has.
+
+    Returns:
+        A whole HTML document.
+    """
+    known = [each.report for each in ranks if each.report is not None]
+    until = max([report.seconds for report in known], default=0.0) or 1e-6
+    most = MOST_BLOCKS // max(1, len(known))
+    shown = "" if len(ranks) == world_size else f", {len(ranks)} of them shown"
+    sections = "\n".join(_section(each, until, most) for each in ranks)
+    keys = "".join(
+        f'<span class="key" style="--colour:var(--{kind})">{name}</span>' for kind, name in _KEYS
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{escape(id)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(id)}</h1>
+<p>{world_size} rank{"s" * (world_size != 1)}{shown}. Times are seconds after the call of
+<code>save</code> on each rank; all ranks have the same scale. What came after the manifest was
+written, its own write for one, is not in it.</p>
+<p>{keys}</p>
+{sections}
+<div id="tip" hidden></div>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _section(rank: RankReport, until: float, most: int) -> str:
+    heading = f"<h2>Rank {rank.rank}</h2>"
+    report = rank.report
+    if report is None:
+        return f'{heading}\n<p class="dim">It kept no report of its save.</p>'
+    blocks = report.blocks[:: max(1, -(-len(report.blocks) // max(1, most)))]
+    thinned = "" if len(blocks) == len(report.blocks) else ", of which not all blocks are drawn"
+    staged = (
+        "" if report.staged_seconds is None else f" Staged after {report.staged_seconds:.3f} s."
+    )
+    return "\n".join(
+        [
+            f'<section id="rank-{rank.rank}">',
+            heading,
+            f"<p>{escape(report.bottleneck)}.{staged}</p>",
+            f'<p class="dim">{size_text(report.bytes)} in {report.tensors} tensors{thinned}; '
+            f"{'newly planned' if report.planned else 'planned before'}; "
+            f"started {escape(rank.started)}</p>",
+            _drawing(report, blocks, until),
+            _table(report),
+            "</section>",
+        ]
+    )
+
+
+def _drawing(report: SaveReport, blocks: Sequence[BlockReport], until: float) -> str:
+    rows = [*_stage_rows(report), *_block_rows(blocks)]
+    height = _HEAD + _ROW * len(rows) + 12
+    scale = (_WIDTH - _LABELS - 30) / until
+    lines = [
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="stages and blocks over time">'
+    ]
+    for tick in _ticks(until):
+        x = _LABELS + tick * scale
+        lines.append(f'<line x1="{x:.1f}" y1="{_HEAD - 4}" x2="{x:.1f}" y2="{height}"/>')
+        lines.append(f'<text class="dim" x="{x:.1f}" y="12" text-anchor="middle">{tick:g} s</text>')
+    for number, row in enumerate(rows):
+        y = _HEAD + number * _ROW
+        lines.append(
+            f'<text x="{_LABELS - 8}" y="{y + 11}" text-anchor="end">{escape(row.name)}</text>'
+        )
+        lines += [_rect(bar, y, scale) for bar in row.bars]
+    if report.staged_seconds is not None:
+        x = _LABELS + report.staged_seconds * scale
+        lines.append(
+            f'<line class="mark" x1="{x:.1f}" y1="{_HEAD - 4}" x2="{x:.1f}" y2="{height}"/>'
+        )
+        lines.append(f'<text class="mark" x="{x + 3:.1f}" y="{height - 2}">staged</text>')
+    return "\n".join([*lines, "</svg>"])
+
+
+def _rect(bar: _Bar, y: float, scale: float) -> str:
+    began, ended = bar.span
+    x, width = _LABELS + began * scale, max(0.6, (ended - began) * scale - 0.4)
+    return (
+        f'<rect class="{bar.kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" '
+        f'data-tip="{escape(bar.tip)}"/>'
+    )
+
+
+def _stage_rows(report: SaveReport) -> Iterator[_Row]:
+    for name, stage in sorted(report.stages.items(), key=lambda item: item[1].began):
+        moved = f"\n{size_text(stage.bytes)}" if stage.bytes else ""
+        tip = f"{name}: {_when((stage.began, stage.began + stage.seconds))}"
+        tip += f"\nat work {stage.busy:.4f} s, waited {stage.waited:.4f} s{moved}"
+        yield _Row(name, [_Bar((stage.began, stage.began + stage.seconds), "stage", tip)])
+
+
+def _block_rows(blocks: Sequence[BlockReport]) -> Iterator[_Row]:
+    for copier in sorted({block.copier for block in blocks}):
+        mine = [block for block in blocks if block.copier == copier]
+        yield _Row(f"copier {copier}", [*_bars(mine, "copied")])
+    if any(block.summed for block in blocks):
+        yield _Row("checksums", [*_bars(blocks, "summed")])
+    for lane in sorted({block.lane for block in blocks if block.uploaded}):
+        mine = [block for block in blocks if block.lane == lane]
+        yield _Row(f"lane {lane}", [*_bars(mine, "uploaded")])
+
+
+def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[_Bar]:
+    for block in blocks:
+        span: Span | None = getattr(block, kind)
+        if span is None:
+            continue
+        seconds = span[1] - span[0]
+        # Of a block that was summed later, some may have been summed while it was copied.
+        told = seconds > 0 and kind != "summed"
+        rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
+        where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
+        yield _Bar(span, kind, f"{kind}: {_when(span)}\n{where}{rate}")
+
+
+def _when(span: Span) -> str:
+    return f"{span[0]:.4f} to {span[1]:.4f} s ({span[1] - span[0]:.4f} s)"
+
+
+def _ticks(until: float) -> Iterator[float]:
+    """Round times, about eight of them."""
+    rough = until / 8
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
+    for number in range(int(until / step) + 1):
+        yield number * step
+
+
+def _table(report: SaveReport) -> str:
+    cells = ("stage", "began, s", "took, s", "waited, s", "bytes", "rate")
+    lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in cells)}</tr>"]
+    lines += [
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in stage_rows(report)
+    ]
+    return "\n".join(["<table>", *lines, "</table>"])
+
+
+def stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """The stages of a save in the order in which they began: a row of text for each.
+
+    Args:
+        report: The save's report.
+
+    Returns:
+        Name, begin, seconds, seconds waited, bytes and rate, of which the last two may be empty.
+    """
+    for name, stage in sorted(report.stages.items(), key=lambda item: item[1].began):
+        moved = size_text(stage.bytes) if stage.bytes else ""
+        rate = rate_text(stage.bytes, stage.busy) if moved and stage.busy else ""
+        yield (
+            name, f"{stage.began:.4f}", f"{stage.seconds:.4f}", f"{stage.waited:.4f}", moved, rate
+        )  # fmt: skip

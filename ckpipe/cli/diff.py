@@ -1,4 +1,4 @@
-"""What ``diff`` does."""
+"""The work of ``diff``: compare two checkpoints in batches and show their differences."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from ckpipe.checkpoints.comparing import (
 from ckpipe.checkpoints.discovery import naming_one, read_index
 from ckpipe.checkpoints.inspection import check_expansion, labels_per_rank
 from ckpipe.checkpoints.leases import reading
-from ckpipe.cli.progress import Share
 from ckpipe.cli.running import FOUND, OK, chosen
-from ckpipe.cli.screen import Screen, one_line, table
+from ckpipe.cli.screen import Screen, Share, one_line, table
 from ckpipe.format.keys import LabelFilter, label_filter
 from ckpipe.format.manifest import Bundle
 from ckpipe.loads.tensor_reading import read_tensors
@@ -221,6 +220,3 @@ def _shown(
         ]
         headings = ("tensor", "elements", "|b-a|", "|b-a|/|a|", "largest")
         yield table(headings, rows, *headings[1:])
-
-
-__all__ = ["Sides", "differences"]

@@ -1,4 +1,4 @@
-"""What ``verify`` does."""
+"""The work of ``verify``: read checkpoints whole and check every byte."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ckpipe.backend import Backend
 from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
 from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.checkpoints.leases import reading
-from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import FOUND, OK, chosen
-from ckpipe.cli.screen import Screen, size, visible
+from ckpipe.cli.screen import Meter, Screen, size, visible
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint
 from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena
@@ -84,6 +83,3 @@ def _sentence(result: dict[str, Any]) -> str:
             f"read in {result['seconds']:.1f} s ({result['id']})"
         )
     return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
-
-
-__all__ = ["verify_all", "verify_one"]

@@ -1,8 +1,8 @@
-"""Measuring what this machine and a store can do, and what to set because of it.
+"""The command ``bench``: measure what this machine and a store can do, and say what to set.
 
-Rates are those of the parts that a save is made of: copies into host memory, checksums, and
-writes and reads of large objects through a backend, in lanes of blocks. No pipeline is involved,
-so that the figures are limits rather than results.
+Rates are those of the parts that a save is made of: copies into host memory, checksums, and writes
+and reads of large objects through a backend, in lanes of blocks. No pipeline is involved, so that
+the figures are limits rather than results.
 """
 
 from __future__ import annotations
@@ -14,18 +14,104 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Literal
+from typing import Annotated, Literal
 
 import anyio
 import anyio.to_thread
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.table import Table
+from rich.text import Text
 
 from ckpipe.backend import Backend, PutMode
+from ckpipe.cli.running import OK, Url, serve
+from ckpipe.cli.screen import Screen, size, table
 from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.object_names import BENCH
+from ckpipe.settings_groups import Size
+from ckpipe.stores.opening import Access, open_store
 from ckpipe.tasks.lanes import run_lanes
+
+
+def bench(
+    ctx: typer.Context,
+    url: Url,
+    lanes: Annotated[str, typer.Option(help="Numbers of lanes to try.")] = "1,4,8",
+    blocks: Annotated[str, typer.Option(help="Sizes of blocks to try.")] = "4MiB,16MiB",
+    object_size: Annotated[
+        str, typer.Option("--size", help="The size of the object written for each.")
+    ] = "256MiB",
+) -> None:
+    """Measures what this machine and a store can do, and says what to set.
+
+    It writes and reads an object for each number of lanes and size of blocks, and removes it.
+    """
+
+    async def work(screen: Screen) -> int:
+        sizes = (_bytes(blocks, "--blocks"), _bytes(object_size, "--size"))
+        with screen.meter("measuring") as meter:
+            trial = Trial(_numbers(lanes), sizes[0], sizes[1][0], meter.advance)
+            meter.expect(trial.total_bytes)
+            async with open_store(url, screen.settings, Access.CREATE) as backend:
+                found = await measure(backend, trial)
+        advice = advise(found)
+        screen.result(
+            {"url": url, **asdict(found), "advice": asdict(advice)},
+            Text(
+                f"copy {_gigabytes(found.copy)}, checksum {_gigabytes(found.checksum)} "
+                f"on one thread; a small object takes {found.put_seconds * 1000:.1f} ms"
+            ),
+            _rates(found),
+            Text(_beside(found)),
+            Text(_sentences(advice)),
+        )
+        return OK
+
+    serve(ctx, work)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(int(each) for each in text.split(",")))
+    except ValueError:
+        raise UsageError(f"--lanes is a list of numbers such as 1,4,8, not {text!r}") from None
+
+
+def _bytes(text: str, name: str) -> list[int]:
+    try:
+        found = [TypeAdapter(Size).validate_python(each.strip()) for each in text.split(",")]
+    except ValidationError:
+        raise UsageError(f"{name} is a size such as 16MiB, not {text!r}") from None
+    return list(dict.fromkeys(found))
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"
+
+
+def _rates(found: Measurements) -> Table:
+    rows = [
+        (rate.lanes, size(rate.block_bytes), _gigabytes(rate.write), _gigabytes(rate.read))
+        for rate in found.rates
+    ]
+    return table(("lanes", "block", "write", "read"), rows, "lanes", "block", "write", "read")
+
+
+def _beside(found: Measurements) -> str:
+    rate = "?" if found.write_beside is None else _gigabytes(found.write_beside)
+    return f"beside a trainer bound to Python {rate} are written from a thread"
+
+
+def _sentences(advice: Advice) -> str:
+    return (
+        f"{advice.bottleneck}.\nSet upload.lanes to {advice.upload_lanes}, load.lanes to "
+        f"{advice.load_lanes}, staging.block_bytes to {size(advice.block_bytes)} and worker to "
+        f"{advice.worker}."
+    )
+
 
 _SMALL_PUTS = 9
 _MEMORY_BYTES = 64 << 20
@@ -288,6 +374,3 @@ async def _in_lanes(
             trial.on_bytes(len(block))
 
     await run_lanes(len(buffers), lane)
-
-
-__all__ = ["Advice", "Measurements", "Rate", "Trial", "advise", "measure", "measure_memory"]

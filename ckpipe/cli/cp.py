@@ -16,9 +16,8 @@ from ckpipe.checkpoints.copying_checkpoints import CopyReport, CopySettings, cop
 from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
 from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.checkpoints.leases import reading
-from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import OK, MaybeStep, chosen, serve
-from ckpipe.cli.screen import Screen, size
+from ckpipe.cli.screen import Meter, Screen, size
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
 from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store

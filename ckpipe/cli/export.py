@@ -1,4 +1,4 @@
-"""What ``export`` does."""
+"""The work of ``export``: write a checkpoint in a form that other programs load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ckpipe.backend import Backend
 from ckpipe.checkpoints.discovery import read_index
 from ckpipe.checkpoints.inspection import data_bytes
 from ckpipe.checkpoints.leases import reading
-from ckpipe.cli.progress import Meter
 from ckpipe.cli.running import OK, chosen
-from ckpipe.cli.screen import Screen, size, visible
+from ckpipe.cli.screen import Meter, Screen, size, visible
 from ckpipe.exports.exporting import Exported, ExportSettings, export
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
@@ -119,6 +118,3 @@ async def _exported(
         return await reading(origin, info.key, work)
     finally:
         arena.close()
-
-
-__all__ = ["Order", "export_run"]

@@ -1,0 +1,224 @@
+"""The commands ``ls`` and ``info``, which read no data of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from ckpipe.checkpoints.discovery import discover, read_index
+from ckpipe.checkpoints.foreign import said_of_foreign
+from ckpipe.checkpoints.inspection import (
+    Description,
+    TensorDescription,
+    ValueDescription,
+    describe,
+    key_paths,
+)
+from ckpipe.checkpoints.summaries import Summary, read_all, summarise
+from ckpipe.cli.running import (
+    OK,
+    MaybeStep,
+    Url,
+    chosen,
+    serve,
+)
+from ckpipe.cli.screen import Screen, of_things, one_line, size, table
+from ckpipe.format.copies import REMEDY
+from ckpipe.format.keys import label_filter
+from ckpipe.stores.opening import Access, open_store
+from ckpipe.types import CheckpointInfo
+
+
+def list_(
+    ctx: typer.Context,
+    url: Url,
+    brief: Annotated[bool, typer.Option("--brief", help="Names and times only.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read every index, which tells of damaged ones.")
+    ] = False,
+) -> None:
+    """Lists checkpoints, the newest first: step, time, size, ranks, metrics, and whether whole.
+
+    Names alone tell all that, however many checkpoints there are; those that were written without
+    a digest, as by older versions, have their index read.
+    """
+
+    async def work(screen: Screen) -> int:
+        async with open_store(url, screen.settings, Access.READ) as backend:
+            infos = await discover(backend)
+            foreign = None if infos else await said_of_foreign(backend)
+            found = [Summary(each) for each in infos]
+            if read or not brief:
+                how = read_all if read else summarise
+                with screen.meter("reading indexes", len(infos), of_things) as meter:
+                    found = await how(backend, infos, lambda: meter.advance(1))
+        rows = [_row(each) for each in found]
+        nothing = f"no checkpoints here: {foreign}" if foreign else "no checkpoints here"
+        headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
+        screen.result(
+            {"url": url, "checkpoints": [_summary_data(each) for each in found]},
+            table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
+        )
+        if any(each.copied_bytes for each in found):
+            screen.note(f"copies are bytes that several ranks wrote alike. {REMEDY}")
+        return OK
+
+    serve(ctx, work)
+
+
+def _row(each: Summary) -> tuple[object, ...]:
+    info = each.info
+    state = "complete" if info.complete else "incomplete: " + info.reason.partition(":")[0]
+    state = f"damaged: {each.problem}" if each.problem else state
+    notes = [state, *(["pinned"] if info.pinned else []), *(["final"] if each.final else [])]
+    notes += [f"{size(each.copied_bytes)} of copies"] if each.copied_bytes else []
+    metrics = " ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
+    saved = "" if info.saved_at is None else f"{info.saved_at:%Y-%m-%d %H:%M:%S}Z"
+    known = "" if each.bytes is None else size(each.bytes)
+    return (info.step, saved, known, each.world_size or "", ", ".join(notes), metrics, info.id)
+
+
+def _summary_data(each: Summary) -> dict[str, Any]:
+    data = {**asdict(each.info), **asdict(each)}
+    return {name: value for name, value in data.items() if name not in ("info", "metadata")}
+
+
+def info(
+    ctx: typer.Context,
+    url: Url,
+    step: MaybeStep = None,
+    match: Annotated[
+        list[str] | None,
+        typer.Option(help="Only names that this glob matches, such as 'model.*'; repeatable."),
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="How many levels of names to show.")
+    ] = None,
+) -> None:
+    """Shows what a checkpoint holds: names, shapes, dtypes, sizes, sharing, ranks and values."""
+
+    async def work(screen: Screen) -> int:
+        async with open_store(url, screen.settings, Access.READ) as backend:
+            found = await chosen(backend, step)
+            bundle = await read_index(backend, found.key)
+        about = describe(bundle, label_filter(match))
+        data = {**asdict(about), "pinned": found.pinned, "saved_at": found.saved_at}
+        screen.result(data, *shown_tree(about, found, key_paths(bundle), depth))
+        if not (about.tensors or about.values):
+            screen.matches_nothing(match)
+        return OK
+
+    serve(ctx, work)
+
+
+_DEEPEST = 100
+"""How many levels of names are drawn at most; a hostile checkpoint may have any number."""
+
+
+@dataclass(slots=True)
+class _Branch:
+    """What lies below a part of a name: how many tensors and bytes, and what it is itself."""
+
+    below: dict[str, _Branch] = field(default_factory=dict)
+    about: str = ""
+    tensors: int = 0
+    bytes: int = 0
+
+
+def shown_tree(
+    about: Description,
+    info: CheckpointInfo,
+    paths: Mapping[str, tuple[str, ...]],
+    depth: int | None,
+) -> Iterator[RenderableType]:
+    """The lines that say what a checkpoint is, and the tree of what it holds.
+
+    Args:
+        about: What it is and holds.
+        info: What the list of the root says of it.
+        paths: The keys that labels are made of.
+        depth: How many levels of names are drawn; None for all.
+    """
+    for name, value in _facts(about, info):
+        yield Text(one_line(f"{name + ':':<13} {value}"))
+
+    def path(label: str) -> Sequence[str]:
+        return paths.get(label) or label.split(".")
+
+    root = _Branch()
+    for each in about.tensors:
+        _add(root, path(each.label), _tensor_text(each), each)
+        for other in each.also:
+            _add(root, path(other), f"→ {each.label}", None)
+    for value in about.values:
+        _add(root, path(value.label), _value_text(value), None)
+    if root.below:
+        tree = Tree(Text("state"))
+        _draw(tree, root, min(depth or _DEEPEST, _DEEPEST))
+        yield tree
+
+
+def _facts(about: Description, info: CheckpointInfo) -> Iterator[tuple[str, object]]:
+    yield "checkpoint", about.id
+    yield "step", about.step
+    yield "began", about.started
+    yield "size", f"{size(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
+    yield "ranks", about.world_size
+    if about.resumed_from:
+        yield "resumed from", about.resumed_from
+    marks = [word for word, set_ in (("pinned", info.pinned), ("final", about.final)) if set_]
+    if marks:
+        yield "marks", ", ".join(marks)
+    yield "written by", ", ".join(f"{name} {value}" for name, value in about.writer.items())
+    for name, given in (("metrics", about.metrics), ("metadata", about.metadata)):
+        if given:
+            yield name, ", ".join(f"{key}={value}" for key, value in given.items())
+
+
+def _add(root: _Branch, path: Sequence[str], text: str, tensor: TensorDescription | None) -> None:
+    branch = root
+    for part in [None, *path]:
+        if part is not None:
+            branch = branch.below.setdefault(part, _Branch())
+        if tensor is not None:
+            branch.tensors += 1
+            branch.bytes += tensor.bytes
+    branch.about = text
+
+
+def _tensor_text(each: TensorDescription) -> str:
+    kind = "" if each.kind == "tensor" else f" {each.kind}"
+    device = "" if each.device == "cpu" else f" on {each.device}"
+    text = f"{each.dtype}{list(each.shape)}{kind}{device}, {size(each.bytes)}"
+    if each.shares_with:
+        text += f", shares memory with {', '.join(each.shares_with)}"
+    if each.boxes > 1:
+        text += f", {each.boxes} boxes"
+    return text + _ranks_text(each.ranks, each.differs)
+
+
+def _value_text(value: ValueDescription) -> str:
+    return f"= {value.value}" + _ranks_text(value.ranks, value.differs)
+
+
+def _ranks_text(ranks: tuple[int, ...], differs: bool) -> str:
+    if differs:
+        return f", another on each of {len(ranks)} ranks"
+    return "" if ranks == (0,) else f", {len(ranks)} rank{'s' * (len(ranks) != 1)}"
+
+
+def _draw(tree: Tree, branch: _Branch, depth: int) -> None:
+    for name, below in branch.below.items():
+        line = f"{name} {below.about}" if below.about else name
+        if below.below and below.tensors:
+            many = "s" * (below.tensors != 1)
+            line += f" ({below.tensors} tensor{many}, {size(below.bytes)})"
+        node = tree.add(Text(one_line(line)))
+        if depth > 1:
+            _draw(node, below, depth - 1)
