@@ -26,8 +26,8 @@ from worlds import ID, World, near
 
 import ckpipe
 from ckpipe.backend import PutMode
-from ckpipe.checkpoints.completion import ascend
-from ckpipe.checkpoints.near_reading import read_near
+from ckpipe.catalog.complete import ascend
+from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import decode_bundle, encode_bundle

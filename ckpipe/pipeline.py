@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
 import anyio
 
-from ckpipe.checkpoints.sweeping import SweepReport
+from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle

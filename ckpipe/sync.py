@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
-from ckpipe.checkpoints.sweeping import SweepReport
+from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle

@@ -103,7 +103,7 @@ def run(case: Case) -> None:
         for module in (
             ckpipe.format.object_names,
             ckpipe.format.group_tree,
-            ckpipe.checkpoints.completion,
+            ckpipe.catalog.complete,
         ):
             vars(module)["GROUP_SIZE"] = case["group_size"]
     mortal(case)

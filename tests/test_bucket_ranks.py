@@ -17,7 +17,7 @@ from s3_servers import S3Server
 from sampling import EVERY, SEED
 
 import ckpipe
-from ckpipe.checkpoints import sweeping
+from ckpipe.catalog import sweep
 
 BUCKET = "ranks"
 RANKS = 4
@@ -107,7 +107,7 @@ def test_one_of_four_is_killed_and_two_go_on(
     killed = f"{below(case)}/step-000000000002."
     assert server.names(BUCKET, killed)
     # By then the launch began long ago.
-    monkeypatch.setattr(sweeping, "LEASE_LIFE", timedelta(seconds=-1))
+    monkeypatch.setattr(sweep, "LEASE_LIFE", timedelta(seconds=-1))
     with opened(case, retention={"sweep_after_seconds": 0}) as pipeline:
         pipeline.sweep()
         assert [info.step for info in whole(pipeline)] == [1, 3]

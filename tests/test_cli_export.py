@@ -15,8 +15,8 @@ from commands import Commands, save_steps
 from pipelines import Stores, same, small_state, stores
 
 import ckpipe
-from ckpipe.checkpoints import inspection
-from ckpipe.exports.exporting import INDEX, TORCH_FILE
+from ckpipe.catalog import inspect
+from ckpipe.export import INDEX, TORCH_FILE
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Pa
 def test_flag_writes_expanded_tensors_out(
     call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(inspect, "_ALWAYS_BYTES", 1 << 20)
     for n in range(2):
         with ckpipe.SyncPipeline(tmp_path) as pipeline:
             pipeline.save({"mask": torch.full((1,), float(n)).expand(1 << 19)}, step=n).wait()

@@ -23,9 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpipe
-from ckpipe.checkpoints.comparing import batches, compare_structures, compare_tensors
-from ckpipe.checkpoints.inspection import tensor_bytes
-from ckpipe.cli.diff import Sides, differences
+from ckpipe.catalog.inspect import tensor_bytes
+from ckpipe.cli.diff import Sides, batches, compare_structures, compare_tensors, differences
 from ckpipe.cli.screen import Meter, Screen
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.merging import merge

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints import deleting
-from ckpipe.checkpoints.completion import ascend, descend
-from ckpipe.checkpoints.discovery import NO_INDEX, discover, read_index
-from ckpipe.checkpoints.healing import healed, newest_healed
+from ckpipe.catalog import delete
+from ckpipe.catalog.complete import ascend, descend, healed, newest_healed
+from ckpipe.catalog.find import NO_INDEX, discover, read_index
 from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, ObjectExists
 from ckpipe.format import group_tree, object_names
 from ckpipe.format.manifest import Bundle
@@ -45,7 +44,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of three, so that a small world has several levels."""
     for module in (object_names, group_tree):
         monkeypatch.setattr(module, "GROUP_SIZE", 3)
-    monkeypatch.setattr("ckpipe.checkpoints.completion.GROUP_SIZE", 3)
+    monkeypatch.setattr("ckpipe.catalog.complete.GROUP_SIZE", 3)
 
 
 @pytest.mark.parametrize("size", [2, 3, 250])
@@ -68,7 +67,7 @@ async def test_last_to_commit_completes(size: int) -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("format.object_names", "format.group_tree", "checkpoints.completion"):
+        for name in ("format.object_names", "format.group_tree", "catalog.complete"):
             patch.setattr(f"ckpipe.{name}.GROUP_SIZE", 3)
         size = data.draw(st.integers(2, 14))
         every = manifests(size)
@@ -174,7 +173,7 @@ async def test_straggler_does_not_revive_what_was_deleted() -> None:
     backend, every = MemoryBackend(), manifests(3)
     for manifest in every[:2]:
         await commit(backend, manifest)
-    await deleting.delete(backend, ID)
+    await delete.delete(backend, ID)
     for manifest in every:
         await commit(backend, manifest)
     outcome = await ascend(backend, ID, 2, 3)
@@ -191,7 +190,7 @@ async def test_deletion_between_the_look_and_the_index_wins() -> None:
     gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
     completing = asyncio.create_task(ascend(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
-    await deleting.delete(memory, ID)
+    await delete.delete(memory, ID)
     gate.release()
     assert (await completing).deleted
     assert await stored(memory, index_key(ID)) is None
@@ -205,7 +204,7 @@ async def test_deletion_while_members_are_read_is_no_error() -> None:
     gate = backend.pause("get")
     completing = asyncio.create_task(ascend(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
-    await deleting.delete(memory, ID)
+    await delete.delete(memory, ID)
     gate.release()
     assert (await completing).deleted
 
@@ -237,14 +236,14 @@ async def test_requests_of_a_commit_do_not_grow_with_the_world() -> None:
 async def test_straggler_s_leftovers_go_with_the_tombstone() -> None:
     backend, every = MemoryBackend(), manifests(3)
     await commit(backend, every[0])
-    await deleting.delete(backend, ID)
+    await delete.delete(backend, ID)
     await commit(backend, every[1])
     finished = {ID}
     (stone,) = [each async for each in backend.list(tombstone_key(ID))]
-    await deleting.finish_deletions(backend, finished, forget_before=stone.modified)
+    await delete.finish_deletions(backend, finished, forget_before=stone.modified)
     assert await stored(backend, manifest_key(ID, 1)) is not None
     later = stone.modified.replace(year=stone.modified.year + 1)
-    await deleting.finish_deletions(backend, finished, forget_before=later)
+    await delete.finish_deletions(backend, finished, forget_before=later)
     assert [each async for each in backend.list()] == []
 
 

@@ -15,9 +15,9 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Children
-from ckpipe.checkpoints.learning import Facts, Inquiry, Known
-from ckpipe.checkpoints.leases import Lease
-from ckpipe.checkpoints.pruning import best, decide_on, prune
+from ckpipe.catalog.leases import Lease
+from ckpipe.catalog.metadata_cache import Facts, Inquiry, Known
+from ckpipe.catalog.prune import best, decide_on, prune
 from ckpipe.format.digests import Digest
 from ckpipe.format.object_names import launch_id
 from ckpipe.retention import KeepLast

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from sampling import EVERY
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints.learning import Facts
-from ckpipe.checkpoints.pruning import best, decide_on, prune
-from ckpipe.checkpoints.sweeping import sweep
+from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.prune import best, decide_on, prune
+from ckpipe.catalog.sweep import sweep
 from ckpipe.errors import CheckpointNotFound
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.digests import (

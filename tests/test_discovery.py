@@ -15,7 +15,7 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.checkpoints.discovery import discover
+from ckpipe.catalog.find import discover
 from ckpipe.format.digests import digest_keys, digest_of
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.object_names import DIGESTS, index_key, pin_key, tombstone_key

@@ -19,7 +19,7 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.exports.exporting import INDEX, TORCH_FILE
+from ckpipe.export import INDEX, TORCH_FILE
 from ckpipe.format.object_names import LEASES
 from ckpipe.testing import Landing
 
@@ -194,9 +194,9 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
 def test_an_export_is_made_once(tmp_path: Path) -> None:
     import anyio
 
-    from ckpipe.checkpoints.discovery import discover, read_index
-    from ckpipe.exports.exporting import Exported, ExportSettings
-    from ckpipe.exports.exporting import export as write
+    from ckpipe.catalog.find import discover, read_index
+    from ckpipe.export import Exported, ExportSettings
+    from ckpipe.export import export as write
     from ckpipe.memory.arena import Arena
     from ckpipe.stores.retrying import RetryPolicy
     from ckpipe_local import LocalBackend

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.backend import UploadLimits
-from ckpipe.checkpoints.copying_checkpoints import block_bytes_for
-from ckpipe.checkpoints.file_check import FileCheck
+from ckpipe.catalog.copy import FileCheck, block_bytes_for
 from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.loads.entry_tables import PartData
 

@@ -19,8 +19,8 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.deleting import Removal, retire
-from ckpipe.checkpoints.leases import Lease
+from ckpipe.catalog.delete import Removal, retire
+from ckpipe.catalog.leases import Lease
 from ckpipe.format.object_names import DELETED, index_id, index_key
 from ckpipe.stores import registry
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend

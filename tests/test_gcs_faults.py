@@ -28,7 +28,7 @@ from server_processes import free_ports
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.checkpoints import sweeping
+from ckpipe.catalog import sweep
 from ckpipe.stores.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.address import PART_SUFFIX
@@ -268,7 +268,7 @@ def test_who_may_not_delete_saves_and_leaves_what_a_sweep_removes(
     assert save(url, proxy.url) is None
     assert "were left behind" in caplog.text
     # By then the launch began long ago.
-    monkeypatch.setattr(sweeping, "LEASE_LIFE", timedelta(seconds=-1))
+    monkeypatch.setattr(sweep, "LEASE_LIFE", timedelta(seconds=-1))
     with pipeline(url, server.url, retention={"sweep_after_seconds": 0}) as opened:
         assert opened.sweep().uploads == 1
     check(url, server, complete=True)

@@ -18,17 +18,10 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.checkpoints.deleting import Removal, delete, finish_deletions, retire
-from ckpipe.checkpoints.learning import Facts
-from ckpipe.checkpoints.leases import (
-    LEASE_LIFE,
-    Lease,
-    Sure,
-    live_subjects,
-    reading_ahead,
-    under_lease,
-)
-from ckpipe.checkpoints.pruning import pin, prune, unpin
+from ckpipe.catalog.delete import Removal, delete, finish_deletions, retire
+from ckpipe.catalog.leases import LEASE_LIFE, Lease, Sure, live_subjects, reading_ahead, under_lease
+from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.prune import pin, prune, unpin
 from ckpipe.format.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend

@@ -16,9 +16,9 @@ from stored_states import ID, store
 from torch.distributed.tensor import Replicate, Shard
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints import near_parts
-from ckpipe.checkpoints.completion import ascend
-from ckpipe.checkpoints.near_parts import REQUEST_BYTES, Member, nearest
+from ckpipe.catalog import manifest_selection
+from ckpipe.catalog.complete import ascend
+from ckpipe.catalog.manifest_selection import REQUEST_BYTES, Member, nearest
 from ckpipe.errors import StructureMismatch
 from ckpipe.format import group_tree, object_names
 from ckpipe.format.group_tree import group_ranks, level_sizes
@@ -101,10 +101,10 @@ class Counted(WrappedBackend):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """A store whose groups have five members and whose requests cost little."""
-    monkeypatch.setattr(near_parts, "REQUEST_BYTES", 256)
-    for module in (object_names, group_tree, near_parts):
+    monkeypatch.setattr(manifest_selection, "REQUEST_BYTES", 256)
+    for module in (object_names, group_tree, manifest_selection):
         monkeypatch.setattr(module, "GROUP_SIZE", 5)
-    monkeypatch.setattr("ckpipe.checkpoints.completion.GROUP_SIZE", 5)
+    monkeypatch.setattr("ckpipe.catalog.complete.GROUP_SIZE", 5)
     backend = Counted(MemoryBackend())
     monkeypatch.setitem(registry._registered, "counted", lambda url: backend)
     return backend

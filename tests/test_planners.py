@@ -16,7 +16,7 @@ from ranks import ranks
 from torch._C._distributed_c10d import HashStore
 
 import ckpipe
-from ckpipe.checkpoints.discovery import read_index
+from ckpipe.catalog.find import read_index
 from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.format.manifest import Layout
 from ckpipe.plans.division import Unit, shares

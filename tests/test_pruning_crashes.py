@@ -10,10 +10,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ckpipe.backend import PutMode
-from ckpipe.checkpoints.discovery import discover
-from ckpipe.checkpoints.learning import Facts, Known
-from ckpipe.checkpoints.leases import Lease
-from ckpipe.checkpoints.pruning import decide_on, prune
+from ckpipe.catalog.find import discover
+from ckpipe.catalog.leases import Lease
+from ckpipe.catalog.metadata_cache import Facts, Known
+from ckpipe.catalog.prune import decide_on, prune
 from ckpipe.format.digests import Digest
 from ckpipe.format.object_names import index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule

@@ -15,9 +15,9 @@ from ranks import one_rank, open_rank, ranks, settle
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.checkpoints.completion import descend
-from ckpipe.checkpoints.discovery import NO_INDEX
-from ckpipe.checkpoints.leases import Lease
+from ckpipe.catalog.complete import descend
+from ckpipe.catalog.find import NO_INDEX
+from ckpipe.catalog.leases import Lease
 from ckpipe.format.object_names import DIGESTS, launch_id
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.course import Course

@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from sampling import EVERY, SEED
 
 from ckpipe.backend import PutMode
-from ckpipe.checkpoints.completion import ascend
-from ckpipe.checkpoints.deleting import delete
-from ckpipe.checkpoints.discovery import discover
-from ckpipe.checkpoints.healing import healed
-from ckpipe.checkpoints.learning import Facts
-from ckpipe.checkpoints.leases import Lease, leased
-from ckpipe.checkpoints.protection import remove
-from ckpipe.checkpoints.pruning import decide_on, pin, prune, unpin
+from ckpipe.catalog.complete import ascend, healed
+from ckpipe.catalog.delete import delete
+from ckpipe.catalog.find import discover
+from ckpipe.catalog.leases import Lease, leased
+from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.prune import decide_on, pin, prune, remove, unpin
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.keys import encode_float
 from ckpipe.format.manifest import Bundle

@@ -16,7 +16,7 @@ from ranks import settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
-from ckpipe.checkpoints.leases import store_time
+from ckpipe.catalog.leases import store_time
 from ckpipe.format.object_names import LEASES, index_id, index_key, launch_id
 from ckpipe.stores import registry
 from ckpipe.stores.patient_backend import PatientBackend

@@ -21,9 +21,9 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe.backend import ObjectInfo
-from ckpipe.checkpoints.discovery import NO_INDEX
-from ckpipe.checkpoints.leases import LEASE_LIFE
-from ckpipe.checkpoints.sweeping import Leftovers, plan_sweep, uploads_before
+from ckpipe.catalog.find import NO_INDEX
+from ckpipe.catalog.leases import LEASE_LIFE
+from ckpipe.catalog.sweep import Leftovers, plan_sweep, uploads_before
 from ckpipe.errors import SettingsError
 from ckpipe.format.manifest_codec import encode_bundle
 from ckpipe.format.object_names import LEASES, data_file_key, launch_id, manifest_key

@@ -23,7 +23,7 @@ from sampling import EVERY
 from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worker_of
 
 import ckpipe
-from ckpipe.checkpoints.leases import Lease, read_leases
+from ckpipe.catalog.leases import Lease, read_leases
 from ckpipe.tasks.loop_thread import LoopThread
 from ckpipe_local import LocalBackend
 

@@ -36,7 +36,7 @@ from ckpipe._worker.messages import (
 )
 from ckpipe._worker.priority import step_back, step_back_together
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.leases import Lease
+from ckpipe.catalog.leases import Lease
 from ckpipe.errors import first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.format.cargo import Cargo

@@ -12,10 +12,10 @@ import typer
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.copying_checkpoints import CopyReport, CopySettings, copy_checkpoint
-from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
-from ckpipe.checkpoints.inspection import data_bytes
-from ckpipe.checkpoints.leases import reading
+from ckpipe.catalog.copy import CopyReport, CopySettings, copy_checkpoint
+from ckpipe.catalog.find import check_still_there, discover, read_index
+from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import OK, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Meter, Screen, size
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError

@@ -11,12 +11,12 @@ from typing import Literal
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import read_index
-from ckpipe.checkpoints.inspection import data_bytes
-from ckpipe.checkpoints.leases import reading
+from ckpipe.catalog.find import read_index
+from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import OK, chosen
 from ckpipe.cli.screen import Meter, Screen, size, visible
-from ckpipe.exports.exporting import Exported, ExportSettings, export
+from ckpipe.export import Exported, ExportSettings, export
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store

@@ -13,12 +13,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import discover, find, naming_one
-from ckpipe.checkpoints.learning import Facts
-from ckpipe.checkpoints.leases import store_time
-from ckpipe.checkpoints.protection import in_use, remove
-from ckpipe.checkpoints.pruning import decide_on, missing_text, pin, prune, unpin
-from ckpipe.checkpoints.sweeping import SweepReport, sweep
+from ckpipe.catalog.find import discover, find, naming_one
+from ckpipe.catalog.leases import store_time
+from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.prune import decide_on, in_use, missing_text, pin, prune, remove, unpin
+from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import SettingsError, UsageError

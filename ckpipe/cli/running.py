@@ -9,8 +9,7 @@ import anyio
 import typer
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import discover, find
-from ckpipe.checkpoints.foreign import said_of_foreign
+from ckpipe.catalog.find import discover, find, said_of_foreign
 from ckpipe.cli.screen import Screen
 from ckpipe.errors import (
     CheckpointNotFound,

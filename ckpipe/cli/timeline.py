@@ -23,7 +23,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import read_index
+from ckpipe.catalog.find import read_index
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import CkpipeError, MissingObject, ObjectNotFound, UsageError

@@ -8,9 +8,9 @@ from typing import Any
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import check_still_there, discover, read_index
-from ckpipe.checkpoints.inspection import data_bytes
-from ckpipe.checkpoints.leases import reading
+from ckpipe.catalog.find import check_still_there, discover, read_index
+from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Meter, Screen, size, visible
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint

@@ -3,7 +3,7 @@
 Theory. One list of a root tells which checkpoints there are, and nothing of what they measured: for
 that every index had to be read. A digest says it in the *name* of a small object, so that one more
 list tells it of all. It is advice. A checkpoint may have none, and whoever acts on one reads the
-index of what it acts on first (:mod:`ckpipe.checkpoints.learning`).
+index of what it acts on first (:mod:`ckpipe.catalog.metadata_cache`).
 
 The text of a digest is JSON without white space, ``[1,bytes,ranks,final,{metric:value,…}]``, and is
 the same whoever writes it. If ranks have written the same bytes several times, their number follows

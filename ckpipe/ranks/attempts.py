@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints.discovery import discover
+from ckpipe.catalog.find import discover
 from ckpipe.errors import (
     AttemptReused,
     InvalidManifest,

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.discovery import NO_INDEX, discover
-from ckpipe.checkpoints.leases import leased
+from ckpipe.catalog.find import NO_INDEX, discover
+from ckpipe.catalog.leases import leased
 from ckpipe.errors import StoreError
 from ckpipe.types import CheckpointId
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import anyio.to_thread
 
-from ckpipe.checkpoints.discovery import discover
-from ckpipe.checkpoints.healing import find_healed, newest_healed, newest_likely
+from ckpipe.catalog.complete import find_healed, newest_healed, newest_likely
+from ckpipe.catalog.find import discover
 from ckpipe.errors import (
     CheckpointIncomplete,
     InvalidManifest,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import anyio
 from anyio.abc import TaskStatus
 
-from ckpipe.checkpoints.leases import Lease
+from ckpipe.catalog.leases import Lease
 from ckpipe.errors import (
     CkpipeError,
     DrainTimeout,
@@ -24,6 +24,7 @@ from ckpipe.errors import (
 )
 from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
+from ckpipe.export import exported
 from ckpipe.loads.restore import LoadRequest
 from ckpipe.locking.lock import StateLock
 from ckpipe.ranks.appointments import Diary
@@ -35,7 +36,6 @@ from ckpipe.ranks.preemption import Preemption
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.announcing import PATIENCE_SECONDS, Announcer
 from ckpipe.running.entering import enter, store_of
-from ckpipe.running.final_export import exported
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.loading import Loading, place_of

@@ -8,12 +8,12 @@ from typing import Literal
 
 from anyio.abc import TaskGroup
 
-from ckpipe.checkpoints import pruning
-from ckpipe.checkpoints.discovery import check_still_there, read_index
-from ckpipe.checkpoints.healing import find_healed, healed, newest_healed
-from ckpipe.checkpoints.learning import Facts, Inquiry, described, inspected
-from ckpipe.checkpoints.protection import remove
-from ckpipe.checkpoints.sweeping import SweepReport, sweep
+from ckpipe.catalog import prune as pruning
+from ckpipe.catalog.complete import find_healed, healed, newest_healed
+from ckpipe.catalog.find import check_still_there, read_index
+from ckpipe.catalog.metadata_cache import Facts, Inquiry, described, inspected
+from ckpipe.catalog.prune import remove
+from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.object_names import launch_id
 from ckpipe.loads.verifying import verify

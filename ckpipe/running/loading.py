@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from ckpipe.checkpoints.discovery import read_index
-from ckpipe.checkpoints.leases import Sure
-from ckpipe.checkpoints.near_reading import read_near
+from ckpipe.catalog.find import read_index
+from ckpipe.catalog.leases import Sure
+from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
     CheckpointIncomplete,
     CorruptCheckpoint,

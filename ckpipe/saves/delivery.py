@@ -17,15 +17,15 @@ from datetime import datetime, timedelta
 from typing import Generic, Protocol, TypeVar
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.learning import Facts
-from ckpipe.checkpoints.leases import (
+from ckpipe.catalog.leases import (
     live_subjects,
     protected_subjects,
     read_leases,
     store_time,
     time_now,
 )
-from ckpipe.checkpoints.pruning import BEHIND_LINK, decide_on, missing_text, prune
+from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
 from ckpipe.format.bundle_texts import SteadyTexts

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import anyio
 
-from ckpipe.checkpoints.completion import descend
-from ckpipe.checkpoints.digests import write_digest_of
-from ckpipe.checkpoints.discovery import DELETING, NO_INDEX, describe
+from ckpipe.catalog.complete import descend
+from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_digest_of
 from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.manifest import Bundle
@@ -60,7 +59,7 @@ class Follower:
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
         site = self._site
-        known = await describe(site.patient, info)
+        known = await recheck(site.patient, info)
         if known.complete:
             self._incomplete = 0
         if known.complete or known.reason == DELETING:
@@ -71,7 +70,7 @@ class Follower:
         await write_digest_of(site.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
-            info = await describe(site.patient, info)
+            info = await recheck(site.patient, info)
             site.events.emit(Completed(info.id, info.step, site.rank, info))
         elif not outcome.deleted:
             site.events.emit(
@@ -136,7 +135,7 @@ async def _described(site: Site, info: CheckpointInfo, made: Bundle | None) -> C
     found: list[CheckpointInfo] = []
 
     async def look() -> None:
-        found.append(await describe(site.patient, info))
+        found.append(await recheck(site.patient, info))
 
     async def tell() -> None:
         await write_digest_of(site.backend, made)

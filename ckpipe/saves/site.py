@@ -16,8 +16,8 @@ import torch
 from anyio.from_thread import check_cancelled
 
 from ckpipe.backend import UploadLimits
-from ckpipe.checkpoints.discovery import check_not_deleted
-from ckpipe.checkpoints.leases import Sure, reading_ahead, when_sure
+from ckpipe.catalog.find import check_not_deleted
+from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.format.cargo import Cargo
 from ckpipe.locking.lock import StateLock

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import PutMode
-from ckpipe.checkpoints.completion import ascend
-from ckpipe.checkpoints.learning import described, known_of
+from ckpipe.catalog.complete import ascend
+from ckpipe.catalog.metadata_cache import described, known_of
 from ckpipe.errors import (
     CkpipeError,
     CommitConflict,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.checkpoints.digests import write_digest
+from ckpipe.catalog.find import write_digest
 from ckpipe.events import Pruned
 from ckpipe.format.object_names import launch_id
 from ckpipe.saves.delivery import B, Delivery, Depot

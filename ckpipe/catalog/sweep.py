@@ -19,11 +19,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.checkpoints.deleting import delete, finish_deletions, has_own
-from ckpipe.checkpoints.digests import owned_digests
-from ckpipe.checkpoints.discovery import NO_INDEX, discover
-from ckpipe.checkpoints.healing import heal
-from ckpipe.checkpoints.leases import (
+from ckpipe.catalog.complete import heal
+from ckpipe.catalog.delete import delete, finish_deletions, has_own
+from ckpipe.catalog.find import NO_INDEX, discover, owned_digests
+from ckpipe.catalog.leases import (
     LEASE_LIFE,
     live_subjects,
     protected_subjects,
@@ -284,6 +283,3 @@ async def sweep(
     before = uploads_before(found, now, sweep_after, running)
     uploads = await backend.remove_stale_uploads("", before=before)
     return replace(report, remove=remove, keep=keep, uploads=uploads)
-
-
-__all__ = ["Leftovers", "SweepReport", "look_around", "plan_sweep", "sweep", "uploads_before"]

@@ -1,4 +1,4 @@
-"""What a rank reads of the metadata of a large checkpoint: its own part, and those it leans on.
+"""Select and read the manifests that one rank of many needs, instead of the whole index.
 
 Theory. A rank that loads what it saved needs its own manifest and those of the ranks that wrote
 what it shares with them, be there 64 ranks or 16,384. These can be had one by one, or in a group
@@ -11,9 +11,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from functools import partial
 
+import anyio
+
+from ckpipe.backend import Backend
+from ckpipe.catalog.complete import read_member
+from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.group_tree import group_ranks, level_sizes
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.merging import gathered
 from ckpipe.format.object_names import GROUP_SIZE
+from ckpipe.tasks import to_thread
+from ckpipe.tasks.collector import collector_paused
+from ckpipe.types import CheckpointId
 
 Member = tuple[int, int]
 """Level and number of a manifest or group object."""
@@ -72,3 +83,71 @@ def _together(
 def _merged(ranks: int, manifest_bytes: int) -> int:
     """What reading a merged object of so many ranks costs."""
     return REQUEST_BYTES + manifest_bytes + ranks * manifest_bytes // _MERGED_SHARE
+
+
+_READS = 8
+"""Objects that are read at the same time."""
+
+
+async def read_near(
+    backend: Backend, id: CheckpointId, rank: int, world_size: int
+) -> Bundle | None:
+    """The part of a rank in a complete checkpoint, with those of the ranks that it leans on.
+
+    Rank 0 is always among them, since its metadata and metrics are those of the checkpoint.
+
+    Args:
+        backend: The store.
+        id: The checkpoint, which is complete.
+        rank: The rank that loads.
+        world_size: How many ranks load.
+
+    Returns:
+        A bundle of these parts; None if the index serves better, because it costs no more, or the
+        checkpoint is of another world size, or one of the parts cannot be used.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    if world_size < FEWEST_RANKS:
+        return None
+    try:
+        own, size = await read_member(backend, id, 0, rank, world_size)
+        members = await to_thread.run_sync(_others, own, rank, size)
+        if members is None:
+            return None
+        others = await _read(backend, id, members, world_size)
+        return await to_thread.run_sync(_gathered, [own, *others])
+    except (CorruptCheckpoint, UnsupportedVersion):
+        # The index is whole, or says better what is wrong.
+        return None
+
+
+def _others(own: Bundle, rank: int, size: int) -> tuple[Member, ...] | None:
+    (layout,) = own.layouts
+    owners = {0, *(chunk.owner for chunk in layout.chunks if chunk.owner is not None)}
+    return nearest(own.world_size, owners - {rank}, size)
+
+
+async def _read(
+    backend: Backend, id: CheckpointId, members: tuple[Member, ...], world_size: int
+) -> list[Bundle]:
+    found: dict[Member, Bundle] = {}
+    limiter = anyio.CapacityLimiter(_READS)
+
+    async def read(member: Member) -> None:
+        async with limiter:
+            found[member], _ = await read_member(backend, id, *member, world_size)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for member in members:
+                tasks.start_soon(partial(read, member))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [found[member] for member in members]
+
+
+def _gathered(bundles: list[Bundle]) -> Bundle:
+    with collector_paused():
+        return gathered(bundles)

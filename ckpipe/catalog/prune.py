@@ -1,20 +1,21 @@
-"""Which checkpoints of a root stay and which go, and which is the best.
+"""Decide which checkpoints of a root stay and which go, and which is the best.
 
-With many ranks, the one that commits last prunes: it sees all commits, whoever writes the index
-then, and there is always such a rank and seldom more. Ranks that prune at the same time create one
-tombstone and delete what others may have deleted already.
+With many ranks, the one that commits last prunes: it sees all commits, whichever rank writes the
+index, and there is always such a rank and seldom more. Ranks that prune at the same time create
+one tombstone and delete what others may have deleted already.
 
-Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
+A load holds a lease on its checkpoint. A leased one is not chosen for removal; should a lease
 appear at the last moment, the tombstone stays and the data waits for the lease to end
-(:mod:`ckpipe.checkpoints.leases` says why this has no gap). One that is pinned at the last moment
-stays (:mod:`ckpipe.checkpoints.deleting` says why).
+(:mod:`ckpipe.catalog.leases` says why this has no gap). One that is pinned at the last moment
+stays (:mod:`ckpipe.catalog.delete` says why). What other launches resumed from stays too, as
+far as the store itself tells; a pipeline knows more of its own.
 
-**Why no wrong digest deletes anything.** Before anything is deleted, the indexes are read of what
+**Why no wrong sidecar deletes anything.** Before anything is deleted, the indexes are read of what
 goes, of what is kept in its place (:meth:`ckpipe.retention.Rule.rivals`), and of what always
 stays: the newest, of all and of each launch that runs. Let *R* be what goes and *V* the rivals,
 all of them known for sure then. Nothing of *R* is kept among *V* and *R*. A rule that keeps a
 checkpoint among many keeps it among fewer (:mod:`ckpipe.retention`), so it keeps nothing of *R*
-among all either, whatever is true of the others. All that a digest can still do wrong is that
+among all either, whatever is true of the others. All that a sidecar can still do wrong is that
 something stays which might go.
 """
 
@@ -23,14 +24,38 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.checkpoints.deleting import Removal, finish_deletions, retire
-from ckpipe.checkpoints.discovery import Listing, check_not_deleted, list_root
-from ckpipe.checkpoints.learning import Facts, Inquiry, described
-from ckpipe.checkpoints.leases import store_time, under_lease
-from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, LinkRefused, ObjectExists
+from ckpipe.catalog.delete import Removal, delete, finish_deletions, retire
+from ckpipe.catalog.find import (
+    NO_INDEX,
+    Listing,
+    check_not_deleted,
+    discover,
+    list_root,
+    naming_one,
+    pick,
+    read_index,
+)
+from ckpipe.catalog.leases import (
+    live_subjects,
+    protected_subjects,
+    read_leases,
+    store_time,
+    under_lease,
+)
+from ckpipe.catalog.metadata_cache import Facts, Inquiry, described
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    LinkRefused,
+    ObjectExists,
+    UnsupportedVersion,
+    UsageError,
+)
 from ckpipe.format.digests import digest_keys
 from ckpipe.format.object_names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
@@ -159,7 +184,7 @@ async def best(
 ) -> CheckpointInfo | None:
     """The complete checkpoint with the best value of a metric.
 
-    Costs the three lists of :func:`ckpipe.checkpoints.discovery.list_root`; if more than one is not
+    Costs the three lists of :func:`ckpipe.catalog.find.list_root`; if more than one is not
     known yet, a list of digests and the index of the winner; and the index of each that has no
     digest, once. NaN never wins, and of equals the newest does.
 
@@ -291,7 +316,7 @@ async def listed(backend: Backend, facts: Facts) -> Listing:
 async def pin(backend: Backend, id: CheckpointId) -> None:
     """Protects a checkpoint from retention until it is unpinned.
 
-    :mod:`ckpipe.checkpoints.deleting` says why a pruning under way cannot miss it.
+    :mod:`ckpipe.catalog.delete` says why a pruning under way cannot miss it.
 
     Raises:
         CheckpointIncomplete: If somebody has begun to delete it.
@@ -316,3 +341,133 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
 async def unpin(backend: Backend, id: CheckpointId) -> None:
     """Ends the protection of a checkpoint; one that is not pinned is no error."""
     await backend.delete([pin_key(id)])
+
+
+IN_USE = "somebody holds a lease on it: it is being loaded or written"
+RUNNING = "its launch is running and may still write it"
+NEWEST = "it is the newest complete checkpoint"
+
+
+async def in_use(
+    backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
+) -> dict[str, str]:
+    """Checkpoints that somebody holds a live lease on, or that launches need which are running.
+
+    The latter are those that are incomplete, and of each launch the newest complete one.
+
+    Args:
+        backend: The store.
+        infos: Its checkpoints, the newest first.
+        now: The time by the store's own clock.
+
+    Returns:
+        The reason for each id.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    live = protected_subjects(live_subjects(await read_leases(backend), now))
+    unfinished = {
+        each.id: RUNNING
+        for each in infos
+        if each.reason == NO_INDEX and launch_id(each.attempt) in live
+    }
+    complete = [(each.id, each.attempt) for each in infos if each.complete]
+    newest = dict.fromkeys(newest_of_launches(complete, live), RUNNING_NEWEST)
+    return unfinished | newest | {each.id: IN_USE for each in infos if each.id in live}
+
+
+async def protected_by_others(
+    backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
+) -> dict[str, str]:
+    """Checkpoints that others lean on, besides pinned ones and the newest.
+
+    Args:
+        backend: The store.
+        infos: Its checkpoints, the newest first.
+        now: The time by the store's own clock.
+
+    Returns:
+        The reason for each id: it is under a live lease, or the newest was resumed from it.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    kept = {}
+    newest = next((each for each in infos if each.complete), None)
+    origin = None if newest is None else await _resumed_from(backend, newest)
+    if origin is not None:
+        kept[origin] = RESUMED
+    return kept | await in_use(backend, infos, now)
+
+
+async def remove(
+    backend: Backend,
+    which: int | str,
+    *,
+    protected: Mapping[str, str] = MappingProxyType({}),
+    force: bool = False,
+) -> CheckpointInfo:
+    """Deletes one checkpoint, unless something protects it.
+
+    Args:
+        backend: The store.
+        which: A step, or an exact id, which may also name an incomplete checkpoint.
+        protected: Ids that must stay besides, each with its reason.
+        force: Whether to delete a pinned one, the newest, or one that somebody leans on.
+
+    Returns:
+        What it was.
+
+    Raises:
+        CheckpointNotFound: If there is none.
+        UsageError: If it is protected.
+        StoreError: If the store failed; removing it again goes on where it stopped.
+
+    Should somebody begin to load it at this very moment, it is deleted for everybody else, and its
+    data goes with the next prune or sweep.
+    """
+    infos = await discover(backend)
+    info = next((each for each in infos if each.id == which), None) or _picked(infos, which)
+    if force:
+        await delete(backend, info.key)
+        return info
+    reason = protected.get(info.id) or await _protection(backend, infos, info)
+    if not reason and await retire(backend, info.key) is Removal.PINNED:
+        reason, info = PINNED, replace(info, pinned=True)
+    if reason:
+        raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=_hint(info))
+    return info
+
+
+def _picked(infos: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
+    try:
+        with naming_one():
+            return pick(infos, which)
+    except CheckpointIncomplete as error:
+        error.hint = "By its id it is deleted all the same"
+        raise
+
+
+def _hint(info: CheckpointInfo) -> str:
+    forced = "--force or force=True deletes it all the same"
+    return f"Unpin it; {forced}" if info.pinned else forced
+
+
+async def _protection(
+    backend: Backend, infos: Sequence[CheckpointInfo], info: CheckpointInfo
+) -> str:
+    if info.pinned:
+        return PINNED
+    newest = next((each for each in infos if each.complete), None)
+    if newest is not None and newest.id == info.id:
+        return NEWEST
+    now = await store_time(backend)
+    return (await protected_by_others(backend, infos, now)).get(info.id, "")
+
+
+async def _resumed_from(backend: Backend, info: CheckpointInfo) -> str | None:
+    try:
+        return (await read_index(backend, info.key)).parts[0].resumed_from
+    except (CorruptCheckpoint, UnsupportedVersion):
+        return None

@@ -1,7 +1,13 @@
-"""Which checkpoints a root holds, and what the index of one says."""
+"""List the checkpoints of a root, and read their indexes and metrics sidecars.
+
+Metrics sidecars (:mod:`ckpipe.format.digests`) are advice. One that could not be written costs
+later readers an index, and never a save.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,11 +15,20 @@ from datetime import datetime
 from functools import partial
 
 from ckpipe.backend import Backend, Children, ObjectInfo
-from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, MissingObject, ObjectNotFound
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CkpipeError,
+    MissingObject,
+    ObjectExists,
+    ObjectNotFound,
+)
+from ckpipe.format.digests import Digest, digest_keys, digest_of, digest_owner, read_digests
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.object_names import (
     DELETED,
+    DIGESTS,
     PINS,
     index_id,
     index_key,
@@ -23,6 +38,7 @@ from ckpipe.format.object_names import (
     tombstone_key,
 )
 from ckpipe.stores.second_reading import read_decoded
+from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.lanes import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -201,7 +217,7 @@ def naming_one() -> Iterator[None]:
         raise
 
 
-async def describe(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
+async def recheck(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     """What is known now of a checkpoint that was incomplete, by its index and its tombstone.
 
     Raises:
@@ -291,3 +307,86 @@ async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
 def _decode(key: str, id: CheckpointId, data: bytes) -> Bundle:
     with collector_paused():
         return decode_bundle(data, key=key, id=id, kind="index")
+
+
+logger = logging.getLogger("ckpipe")
+
+
+async def write_digest(backend: Backend, id: CheckpointId, digest: Digest) -> None:
+    """Creates the digest of a checkpoint whose index is there; never raises if the store fails.
+
+    Costs one small create-only put, and one more for every hundred bytes or so beyond.
+    """
+    try:
+        for key in digest_keys(id, digest):
+            with contextlib.suppress(ObjectExists):
+                await backend.put_volatile(key, b"{}")
+    except CkpipeError as error:
+        logger.info("%s goes without a digest, its index tells as well: %s", id, error)
+
+
+async def write_digest_of(backend: Backend, index: Bundle | None) -> None:
+    """The same for an index that was created just now; None if somebody else has created it."""
+    if index is None:
+        return
+    try:
+        digest = digest_of(index)
+    except CkpipeError:
+        return
+    await write_digest(backend, index.id, digest)
+
+
+async def list_digests(backend: Backend) -> dict[CheckpointId, Digest]:
+    """What digests say of the checkpoints of a root; costs one delimited list.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    found = await backend.children(DIGESTS)
+    return await to_thread.run_sync(_read, found.objects)
+
+
+def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, Digest]:
+    with collector_paused():
+        return read_digests(each.key for each in objects)
+
+
+async def owned_digests(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]]:
+    """The objects that say something of checkpoints, damaged ones too; costs one delimited list.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    owned: dict[CheckpointId, list[ObjectInfo]] = {}
+    for each in (await backend.children(DIGESTS)).objects:
+        if (id := digest_owner(each.key)) is not None:
+            owned.setdefault(id, []).append(each)
+    return owned
+
+
+async def said_of_foreign(backend: Backend) -> str | None:
+    """Say what a root without checkpoints is, if it is a folder that another program wrote.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    return _said(each.key for each in (await backend.children("")).objects)
+
+
+def _said(names: Iterable[str]) -> str | None:
+    found = set(names)
+    if any(name.endswith(".distcp") for name in found):
+        return (
+            "this is a checkpoint of torch.distributed.checkpoint (DCP), which "
+            "torch.distributed.checkpoint.load reads"
+        )
+    if "config.json" in found or any(
+        name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json"))
+        or (name.startswith("pytorch_model") and name.endswith(".bin"))
+        for name in found
+    ):
+        return (
+            "this is a folder of Hugging Face weights, which from_pretrained or "
+            "safetensors.torch.load_file reads"
+        )
+    return None

@@ -3,7 +3,7 @@
 Theory. What an index says is known for good. What a digest says (:mod:`ckpipe.format.digests`) is
 taken for a first answer, and then whatever decides that answer is looked up in its index: for
 ``best`` the winner, for a decision of what to delete see
-:func:`ckpipe.checkpoints.pruning.decide_on`.
+:func:`ckpipe.catalog.prune.decide_on`.
 If an index cannot be read, its checkpoint is out, as it was before there were digests; if an index
 says something else than the digest, no digest of this root is believed any more, and all indexes
 are read. Then it is decided again. Every round knows more than the one before, so it ends.
@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ckpipe.backend import Backend
-from ckpipe.checkpoints.digests import list_digests
-from ckpipe.checkpoints.discovery import read_index
+from ckpipe.catalog.find import list_digests, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.digests import Digest, digest_of
 from ckpipe.format.keys import Json
@@ -217,6 +216,3 @@ def _candidate(info: CheckpointInfo, facts: Facts) -> Candidate:
     return Candidate(
         info.id, info.step, info.attempt, info.count, created, digest.metrics, digest.final
     )
-
-
-__all__ = ["Facts", "Inquiry", "Known", "described", "inspected", "known_of"]

@@ -1,10 +1,11 @@
-"""Checkpoints in forms that other programs load: one file of ``torch.save``, or those of a hub.
+"""Write checkpoints in forms that other programs load: a file of ``torch.save``, or a hub's.
 
 An export lies in a folder ``<id>.torch`` or ``<id>.hf``, beside its checkpoint or on another
 store, that no retention touches. It is made from the checkpoint itself, every byte verified, so
 that tensors are whole however many ranks held them. Files are created and never replaced, and the
 one by which a reader finds the others comes last: an export that was cut short is not seen as one,
-and made again it is the same.
+and made again it is the same. A file that is there already is compared byte for byte: names of
+files say nothing of the part of a state, or the version of torch, that they were made from.
 
 Source of the sharded form: the files that ``save_pretrained`` of transformers 5 writes, shards
 ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,11 +24,14 @@ import anyio
 import anyio.from_thread
 import torch
 
-from ckpipe.backend import Backend
-from ckpipe.checkpoints.copying_checkpoints import block_bytes_for
-from ckpipe.checkpoints.inspection import check_expansion, leaf_labels, tensor_bytes
-from ckpipe.errors import UnsupportedState, UsageError
-from ckpipe.exports.export_file import ExportFile, ExportPlace
+from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.catalog.copy import block_bytes_for
+from ckpipe.catalog.find import read_index
+from ckpipe.catalog.inspect import check_expansion, leaf_labels, tensor_bytes
+from ckpipe.catalog.leases import EXPORTING, Lease
+from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
+from ckpipe.events import CheckpointExported
+from ckpipe.format.checksum import crc32c
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
@@ -34,7 +39,10 @@ from ckpipe.format.manifest import Bundle, TensorRow
 from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
-from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.saves.following import until_complete
+from ckpipe.saves.saving import Save
+from ckpipe.saves.site import Site
+from ckpipe.stores.retrying import RetryPolicy, logging_policy, retrying
 from ckpipe.tasks import to_thread
 
 INDEX = "model.safetensors.index.json"
@@ -330,4 +338,190 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-__all__ = ["INDEX", "TORCH_FILE", "ExportSettings", "Exported", "export", "named_tensors"]
+@dataclass(frozen=True, slots=True)
+class ExportPlace:
+    """Where a file of an export goes.
+
+    Args:
+        backend: The store, whose requests are tried again.
+        key: The key of the file there.
+        step: The step of the checkpoint, for errors.
+        policy: How often to try the writing of blocks.
+    """
+
+    backend: Backend
+    key: str
+    step: int
+    policy: RetryPolicy
+
+    async def put(self, body: bytes) -> None:
+        """Creates a small file.
+
+        Raises:
+            CommitConflict: If another one is there.
+            StoreError: If the store failed.
+        """
+        try:
+            await self.backend.put(self.key, body, PutMode.CREATE)
+        except ObjectExists:
+            await self.check(len(body), await to_thread.run_sync(crc32c, body), 1 << 20)
+
+    async def check(self, size: int, sum: int, block_bytes: int) -> None:
+        """Compares what is there with what would have been written.
+
+        Args:
+            size: Its size in bytes.
+            sum: Its CRC-32C.
+            block_bytes: How much is read at once.
+
+        Raises:
+            CommitConflict: If it is something else.
+            StoreError: If the store failed.
+        """
+        if (await self.backend.stat(self.key)).size == size:
+            found, buffer = 0, memoryview(bytearray(min(size, block_bytes)))
+            for offset in range(0, size, block_bytes):
+                block = buffer[: size - offset]
+                await self.backend.read_into(self.key, offset, block)
+                found = await to_thread.run_sync(crc32c, block, found)
+            if found == sum:
+                return
+        raise CommitConflict(
+            "Something else lies where this export belongs",
+            step=self.step,
+            key=self.key,
+            hint="Delete its folder and export again, or export to another place",
+        )
+
+
+class ExportFile:
+    """A file on its way, written from its beginning to its end.
+
+    Leaving it as a context manager makes the file visible, or leaves nothing after an error.
+
+    Args:
+        upload: The upload that was opened for it.
+        place: Where it goes.
+        size: Its size in bytes.
+        block_bytes: The size of all blocks but the last.
+    """
+
+    def __init__(self, upload: Upload, place: ExportPlace, size: int, block_bytes: int) -> None:
+        self._upload, self._place, self._size = upload, place, size
+        self._block = memoryview(bytearray(min(size, block_bytes)))
+        self._offset = self._filled = self._sum = 0
+
+    async def __aenter__(self) -> ExportFile:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                await self._flush()
+                await self._complete()
+                return
+        except BaseException:
+            await self._abort()
+            raise
+        await self._abort()
+
+    async def _complete(self) -> None:
+        try:
+            await retrying(self._place.policy, self._upload.complete)
+        except ObjectExists:
+            await self._place.check(self._size, self._sum, max(1, len(self._block)))
+            await self._upload.abort()
+
+    async def _abort(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._upload.abort()
+
+    async def write(self, data: memoryview) -> None:
+        """Writes what comes next.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        while data:
+            take = min(len(data), len(self._block) - self._filled)
+            self._block[self._filled : self._filled + take] = data[:take]
+            self._filled += take
+            data = data[take:]
+            if self._filled == len(self._block):
+                await self._flush()
+
+    async def _flush(self) -> None:
+        if not self._filled:
+            return
+        block, offset = self._block[: self._filled], self._offset
+        self._sum = await to_thread.run_sync(crc32c, block, self._sum)
+        await retrying(self._place.policy, lambda: self._upload.write(offset, block))
+        self._offset += self._filled
+        self._filled = 0
+
+
+@asynccontextmanager
+async def exported(site: Site, save: Save) -> AsyncIterator[None]:
+    """Exports a save that is made inside, if it is final and the settings ask for that.
+
+    Of several ranks, the first does. Meanwhile no retention removes the checkpoint, neither that of
+    this process nor, by a lease that is there before the save begins, that of its worker or of
+    another rank.
+
+    Args:
+        site: Where it is saved.
+        save: The save.
+
+    Raises:
+        TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
+        CkpipeError: Whatever :func:`ckpipe.export.export` raises.
+    """
+    form = site.settings.final_format
+    if form == "ckpipe" or site.rank != 0 or not save.request.final:
+        yield
+        return
+    async with _protected(site, save.name):
+        yield
+        with save.clock.timing("export"):
+            done = await _export(site, save, form)
+    where = (save.name, save.id.step, save.rank)
+    site.events.emit(CheckpointExported(*where, done.folder, done.files, done.bytes))
+
+
+@asynccontextmanager
+async def _protected(site: Site, name: str) -> AsyncIterator[None]:
+    """Keeps retention away from a checkpoint that may not be there yet."""
+    lease = Lease(site.patient, name + EXPORTING)
+    site.loading[name] += 1  # also where no lease can be written
+    try:
+        await lease.renew()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lease.keep, name=f"lease on {name}")
+            yield
+            tasks.cancel_scope.cancel()
+    finally:
+        site.loading[name] -= 1
+        with anyio.CancelScope(shield=True):
+            await lease.release()
+
+
+async def _export(site: Site, save: Save, form: Literal["torch", "hf"]) -> Exported:
+    settings = site.settings
+    chosen = ExportSettings(
+        form,
+        settings.export.part,
+        settings.export.max_shard_bytes,
+        settings.staging.block_bytes,
+        settings.load.lanes,
+        logging_policy(settings.upload),
+        pickling=settings.pickle == "allow",
+    )
+    info = save.committed.result()
+    if not info.complete:
+        info = await until_complete(site, info, settings.incomplete_after_seconds)
+
+    async def work() -> Exported:
+        bundle = await read_index(site.patient, info.key)
+        return await export(site.patient, bundle, site.arena, chosen)
+
+    return await site.reading(info.key, work)

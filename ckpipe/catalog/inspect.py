@@ -293,16 +293,3 @@ def _leaves(
 def _preview(part: Part, number: int) -> str:
     text = json.dumps(part.values[number], ensure_ascii=True)
     return text if len(text) <= _LONGEST_PREVIEW else f"{text[: _LONGEST_PREVIEW - 1]}…"
-
-
-__all__ = [
-    "Description",
-    "TensorDescription",
-    "ValueDescription",
-    "data_bytes",
-    "describe",
-    "key_paths",
-    "labels_per_rank",
-    "leaf_labels",
-    "tensor_bytes",
-]

@@ -1,37 +1,67 @@
-"""Completing a checkpoint of many ranks without a coordinator.
+"""Complete a checkpoint of many ranks without a coordinator.
 
-Theory. Every object here is created or not, never changed, and lists show every object whose
-write has returned. A rank lists its directory after its own commit. So of the ranks of a
-directory the last one to commit sees all of them, if nobody did before. Whoever sees a directory
-full writes what it is merged into and goes on with the directory which that is in. So somebody
-sees the last one full, and writes the index. What is written depends on the manifests alone:
-whoever comes second finds the same object there already. Nobody waits for anybody.
+Theory. Every object here is created or not, never changed, and lists show every object whose write
+has returned. A rank lists its directory after its own commit, so the last rank of a directory to
+commit sees all of them. A rank that sees a directory full writes the merged object and goes on one
+level up; a rank that sees the last directory full writes the index. What is written depends on the
+manifests alone: a second writer finds the same object there already. No rank waits for another.
 
-Whoever died on this way has left full directories that are not merged. Descending from the top
+A rank that died on this way has left full directories that are not merged. Descending from the top
 finds them, and the ranks that never committed, with lists of those directories only that lack
-something.
+something. Opening a root, listing it or looking for something to load completes such checkpoints.
+One whose manifests are damaged, or that this process may not write to, stays as it is.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
 import anyio
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.errors import InvalidManifest, MissingObject, ObjectExists, ObjectNotFound
+from ckpipe.catalog.find import (
+    NO_INDEX,
+    discover,
+    look_up,
+    newest_first,
+    pick,
+    recheck,
+    top,
+    write_digest_of,
+)
+from ckpipe.errors import (
+    CorruptCheckpoint,
+    InvalidManifest,
+    LinkRefused,
+    MissingObject,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    UnsupportedVersion,
+)
 from ckpipe.format import object_names
 from ckpipe.format.group_tree import absent_members, level_sizes, members, merged_into
 from ckpipe.format.manifest import Bundle, BundleKind
 from ckpipe.format.manifest_checks import check_owners, known_facts
 from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.merging import merge
-from ckpipe.format.object_names import GROUP_SIZE, group_key, index_key, member_key, tombstone_key
+from ckpipe.format.object_names import (
+    GROUP_SIZE,
+    directory,
+    group_key,
+    index_key,
+    member_key,
+    tombstone_key,
+)
 from ckpipe.stores.second_reading import read_decoded
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
-from ckpipe.types import CheckpointId
+from ckpipe.tasks.lanes import run_lanes
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 _READS = 8
 """Members that are read at the same time."""
@@ -261,3 +291,120 @@ async def _exists(backend: Backend, key: str) -> bool:
     except ObjectNotFound:
         return False
     return True
+
+
+logger = logging.getLogger("ckpipe")
+
+_AT_ONCE = 8
+"""Incomplete checkpoints that are looked into at the same time."""
+
+
+async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The same checkpoints in the same order, those completed that could be, several at once.
+
+    Costs one list for each incomplete one that has no manifests, and a few requests more for one
+    that has some.
+
+    Raises:
+        StoreError: If the store failed to list.
+    """
+    found = list(infos)
+    places = [place for place, info in enumerate(found) if info.reason == NO_INDEX]
+    pending = iter(places)
+
+    async def lane() -> None:
+        for place in pending:
+            found[place] = await heal(backend, found[place])
+
+    await run_lanes(min(_AT_ONCE, len(places)), lane)
+    return found
+
+
+async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
+    """What is known of a checkpoint, after completing it if nothing but its index lacks.
+
+    Raises:
+        StoreError: If the store failed to list.
+    """
+    id = info.key
+    if info.complete or info.reason != NO_INDEX:
+        return info
+    world_size = await _world_size(backend, id)
+    if world_size is None:
+        return info
+    try:
+        outcome = await descend(backend, id, world_size)
+    except (CorruptCheckpoint, StoreError, UnsupportedVersion) as error:
+        logger.warning("%s cannot be completed: %s", info.id, error)
+        return info
+    await write_digest_of(backend, outcome.index)
+    return await recheck(backend, info) if outcome.complete else info
+
+
+async def newest_likely(backend: Backend) -> CheckpointInfo | None:
+    """What :func:`newest_healed` finds, or one that is being deleted just now, a look earlier.
+
+    For who takes a lease on it and looks for its tombstone then anyway. Whether it is pinned is
+    not looked up.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    info = await top(backend)
+    return info if info is None or info.complete else await newest_healed(backend)
+
+
+async def newest_healed(backend: Backend) -> CheckpointInfo | None:
+    """The newest complete checkpoint of a root, or None; newer ones are completed if possible.
+
+    Costs one delimited list and two looks, and a few requests for each that is newer and has no
+    index.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    async with aclosing(newest_first(backend)) as infos:
+        async for info in infos:
+            known = await heal(backend, info)
+            if known.complete:
+                return known
+    return None
+
+
+async def find_healed(backend: Backend, which: int | str) -> CheckpointInfo:
+    """What :func:`ckpipe.catalog.find.find` finds, completed first if that is possible.
+
+    An exact id of one that is complete costs three looks, anything else the three lists of
+    :func:`ckpipe.catalog.find.discover`.
+
+    Raises:
+        CheckpointIncomplete: If there is only an incomplete one.
+        CheckpointNotFound: If there is none.
+        StoreError: If the store failed.
+    """
+    id = CheckpointId.parse(which) if isinstance(which, str) else None
+    exact = None if id is None else await look_up(backend, id)
+    if exact is not None:
+        return exact
+    everything = await discover(backend)
+    named = [info for info in everything if which in (info.id, info.step)]
+    if named and not any(info.complete for info in named):
+        everything = await healed(backend, named)
+    return pick(everything, which)
+
+
+async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
+    """How many ranks a checkpoint has, by any manifest of the first directory."""
+    prefix = directory(id, 0, 0)
+    try:
+        key = next(iter(sorted([each.key async for each in backend.list(prefix)])), None)
+        if key is None:
+            return None
+        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
+        bundle = await to_thread.run_sync(
+            lambda: decode_bundle(data, key=key, id=id, kind="manifest")
+        )
+    except (CorruptCheckpoint, LinkRefused, ObjectNotFound, UnsupportedVersion) as error:
+        logger.warning("%s cannot be completed: %s", id, error)
+        return None
+    return bundle.world_size

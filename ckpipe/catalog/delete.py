@@ -17,7 +17,7 @@ completed again. Only a reader whose lease had no room either may find its files
 
 Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
 appear at the last moment, the tombstone stays and the data waits for the lease to end
-(:mod:`ckpipe.checkpoints.leases` says why this has no gap).
+(:mod:`ckpipe.catalog.leases` says why this has no gap).
 
 **Why no pin is lost.** Who pins holds a lease, creates the pin, and then looks for a tombstone:
 with one, the pin is taken back and was none. Who removes looks for leases once the tombstone is
@@ -37,9 +37,8 @@ from datetime import datetime, timedelta
 from enum import Enum, auto
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
-from ckpipe.checkpoints.digests import owned_digests
-from ckpipe.checkpoints.discovery import Listing, list_root
-from ckpipe.checkpoints.leases import is_leased
+from ckpipe.catalog.find import Listing, list_root, owned_digests
+from ckpipe.catalog.leases import is_leased
 from ckpipe.errors import LinkRefused, ObjectExists, ObjectNotFound, StoreFull
 from ckpipe.format.object_names import (
     index_key,
@@ -265,6 +264,3 @@ async def finish_deletions(
             forgotten.append(tombs[id].key)
     if forgotten:
         await backend.delete(forgotten)
-
-
-__all__ = ["Removal", "delete", "finish_deletions", "has_own", "retire"]

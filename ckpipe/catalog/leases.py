@@ -22,7 +22,7 @@ from typing import TypeVar
 import anyio
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.checkpoints.discovery import check_not_deleted
+from ckpipe.catalog.find import check_not_deleted
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
 from ckpipe.format.object_names import LEASES, lease_key
 from ckpipe.tasks.ahead import Ahead
@@ -312,23 +312,3 @@ async def when_sure(
             raise
         await sure.get()
         return result
-
-
-__all__ = [
-    "EXPORTING",
-    "LEASE_LIFE",
-    "RENEW_EVERY",
-    "Lease",
-    "Sure",
-    "is_leased",
-    "leased",
-    "live_subjects",
-    "protected_subjects",
-    "read_leases",
-    "reading",
-    "reading_ahead",
-    "store_time",
-    "time_now",
-    "under_lease",
-    "when_sure",
-]

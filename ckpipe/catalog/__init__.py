@@ -1,0 +1,3 @@
+"""The checkpoints of a root: find, complete, hold, copy and remove them."""
+
+from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The checkpoints of a root: found, completed, held, compared, copied, removed."""

@@ -1,1 +1,0 @@
-"""Checkpoints in forms that other programs load."""
