@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from ckpipe.events import BlockUploaded, Event
+from ckpipe.events import BlockUploaded, Event, LoadProgress
 from ckpipe.format.keys import encode_float
 from ckpipe.reports import SaveReport
 
@@ -55,7 +55,7 @@ class JsonLines:
 
     Args:
         target: A file to append to, or a text stream, which is not closed.
-        skip: Events that are not written; by default those of single blocks.
+        skip: Events that are not written; by default those of progress.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -65,7 +65,7 @@ class JsonLines:
         self,
         target: str | os.PathLike[str] | TextIO,
         *,
-        skip: Collection[type[Event]] = (BlockUploaded,),
+        skip: Collection[type[Event]] = (BlockUploaded, LoadProgress),
     ) -> None:
         self._skip = tuple(skip)
         self._thread = ThreadPoolExecutor(1, "ckpipe event lines")

@@ -19,7 +19,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to one save.
+    """Something that happened to one save or load.
 
     Args:
         id: Exact name of the checkpoint.
@@ -192,6 +192,64 @@ class CheckpointDamaged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadStarted(Event):
+    """A checkpoint was chosen and its load begins; it ends with ``Loaded`` or ``LoadFailed``.
+
+    With ``fallback=True`` there is one for each checkpoint that is tried.
+    """
+
+    def __str__(self) -> str:
+        return f"loading step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress(Event):
+    """A load that takes longer goes on; five times a second at most.
+
+    Args:
+        bytes_done: Bytes of data files that this rank has read.
+        bytes_total: Bytes that it has to read.
+    """
+
+    bytes_done: int
+    bytes_total: int
+
+    def __str__(self) -> str:
+        done, total = decimal_text(self.bytes_done), decimal_text(self.bytes_total)
+        return f"read {done} of {total} of step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Event):
+    """A checkpoint is loaded, and every byte that was read is verified.
+
+    Args:
+        seconds: Since ``load`` was called.
+        bytes: Bytes of data files that this rank has read.
+    """
+
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"loaded step {self.step}: {decimal_text(self.bytes)} in {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    """The load of a checkpoint failed or was cancelled.
+
+    Args:
+        error: What went wrong.
+    """
+
+    error: str
+
+    def __str__(self) -> str:
+        return f"The load of {self.id} failed on rank {self.rank}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
 class Pruned(Event):
     """Retention removed a checkpoint.
 
@@ -288,6 +346,8 @@ class EventBus:
             logger.log(level, "%s to %s/%s", event, self.place, event.id)
         elif isinstance(event, CheckpointExported) and self.place:
             logger.log(level, "%s to %s/%s", event, self.place, event.folder)
+        elif isinstance(event, Loaded) and event.rank == 0 and self.place:
+            logger.info("%s from %s/%s", event, self.place, event.id)
         else:
             logger.log(level, "%s", event)
         for listener in list(self._listeners):
@@ -298,7 +358,8 @@ class EventBus:
                 logger.exception("A listener failed on %s", event)
 
 
-# A failed save is raised or warned of, and so is a damaged checkpoint: neither is logged besides.
+# Failed saves and loads are raised or warned of, and so is a damaged checkpoint: none is logged
+# besides.
 _LEVELS: dict[type[Event], int] = {
     SaveSkipped: logging.WARNING,
     IncompleteCheckpoint: logging.WARNING,

@@ -1,17 +1,29 @@
-"""A line on the terminal that shows how far saves are, for interactive runs. Needs rich.
+"""Show how far saves and loads are, in a line on the terminal or below a cell. Needs rich.
 
-Nothing of ckpipe prints by itself: whoever wants the line enters it and adds it to a pipeline.
+ckpipe prints nothing by itself: a program that wants the line enters it and adds it to a pipeline.
 """
 
 from __future__ import annotations
 
+import io
+import threading
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from ckpipe.events import BlockUploaded, Event, SaveEnded, SaveStarted, Staged
-from ckpipe.reports import rate_text, size_text
+from ckpipe.events import (
+    BlockUploaded,
+    Event,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    LoadStarted,
+    SaveEnded,
+    SaveStarted,
+    Staged,
+)
+from ckpipe.reports import decimal_text, rate_text
 
 try:
     from rich.console import Console, RenderableType
@@ -25,15 +37,16 @@ except ModuleNotFoundError as error:
     ) from error
 
 _BAR = 24
+_DRAWN_PER_SECOND = 8
 
 
 @dataclass(slots=True)
-class _Save:
-    """A save under way."""
+class _Work:
+    """A save or load under way."""
 
     step: int
+    doing: str
     since: float = field(default_factory=time.perf_counter)
-    doing: str = "copying"
     done: int = 0
     total: int | None = None
 
@@ -43,16 +56,17 @@ class _Save:
         seconds = max(1e-6, time.perf_counter() - self.since)
         rate = self.done / seconds
         left = f", {(self.total - self.done) / rate:.0f} s left" if rate else ""
-        share = f"{size_text(self.done)} of {size_text(self.total)}"
+        share = f"{decimal_text(self.done)} of {decimal_text(self.total)}"
         return f"{self.doing} {share}, {rate_text(self.done, seconds)}{left}"
 
 
 class LiveLine:
-    """One line with the saves under way and the last one that ended, while it is entered.
+    """One line with the saves and loads under way and the last that ended, while it is entered.
 
     A listener for ``pipeline.events.add`` and a context manager, which may serve several
-    pipelines. Where standard error is no terminal it shows nothing. A thread of its own draws
-    the line, so that no save waits for the terminal; what the program prints appears above it.
+    pipelines. On a terminal it stands below what the program prints, and goes at the end. In a
+    notebook it is drawn in place below the cell, and stays. Elsewhere it shows nothing. A thread
+    of its own draws it, so that no save waits for the screen.
 
     Args:
         console: Where to show it; by default standard error.
@@ -60,46 +74,56 @@ class LiveLine:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._saves: dict[str, _Save] = {}
+        self._saves: dict[str, _Work] = {}
+        self._loads: dict[str, _Work] = {}
         self._last, self._failed, self._saved = "", False, 0
+        self._over = threading.Event()
+        self._drawer: threading.Thread | None = None
         self._live = Live(
             get_renderable=self._line,
             console=self._console,
-            refresh_per_second=8,
+            refresh_per_second=_DRAWN_PER_SECOND,
             transient=True,
             auto_refresh=self._console.is_terminal,
         )
 
     def __call__(self, event: Event) -> None:
         """Takes note of an event; the line shows it when it is drawn next."""
-        save = self._saves.get(event.id)
+        save, load = self._saves.get(event.id), self._loads.get(event.id)
         if isinstance(event, SaveStarted):
-            self._saves[event.id] = _Save(event.step)
+            self._saves[event.id] = _Work(event.step, "copying")
+        elif isinstance(event, LoadStarted):
+            self._loads[event.id] = _Work(event.step, "loading")
         elif isinstance(event, SaveEnded):
             self._saves.pop(event.id, None)
             self._end(event)
+        elif isinstance(event, Loaded | LoadFailed):
+            self._loads.pop(event.id, None)
+            self._failed = isinstance(event, LoadFailed)
+            self._last = f"load of step {event.step} failed" if self._failed else str(event)
         elif save is not None and isinstance(event, Staged):
             save.doing = "uploading"
         elif save is not None and isinstance(event, BlockUploaded):
             save.done, save.total = event.bytes_done, event.bytes_total
+        elif load is not None and isinstance(event, LoadProgress):
+            load.done, load.total = event.bytes_done, event.bytes_total
 
     def _end(self, event: SaveEnded) -> None:
-        report = event.report
         self._failed = event.status == "failed"
         self._last = f"step {event.step} {event.status}"
         if event.status == "committed":
             self._saved += 1
-            durable = report.durable_seconds or 0.0
-            self._last = f"step {event.step}: {size_text(report.bytes)} durable in {durable:.2f} s"
+            size, seconds = decimal_text(event.report.bytes), event.report.durable_seconds or 0.0
+            self._last = f"saved step {event.step}: {size} in {seconds:.2f} s"
 
     def _line(self) -> RenderableType:
         grid = Table.grid(padding=(0, 1))
         cells: list[RenderableType] = [Text("ckpipe", style="bold")]
-        saves = list(self._saves.values())
-        if saves:
-            first = saves[0]
+        under_way = [*self._loads.values(), *self._saves.values()]
+        if under_way:
+            first = under_way[0]
             bar = ProgressBar(first.total or 1, first.done, width=_BAR)
-            more = f" and {len(saves) - 1} more" if len(saves) > 1 else ""
+            more = f" and {len(under_way) - 1} more" if len(under_way) > 1 else ""
             cells += [Text(f"step {first.step}"), bar, Text(first.text() + more)]
         else:
             style = "red" if self._failed else ""
@@ -111,7 +135,9 @@ class LiveLine:
         return grid
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._console.is_jupyter:
+            self._drawer = self._draw_below_the_cell()
+        elif self._console.is_terminal:
             self._live.start()
         return self
 
@@ -121,8 +147,41 @@ class LiveLine:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._console.is_terminal:
+        if self._drawer is not None:
+            self._over.set()
+            self._drawer.join()
+            self._drawer = None
+        elif self._console.is_terminal:
             self._live.stop()
+
+    def _draw_below_the_cell(self) -> threading.Thread:
+        """Start a thread that draws the line in place where it changes; needs no widgets."""
+        from IPython.display import display
+
+        width = self._console.width
+        plain = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+
+        def drawn() -> dict[str, str]:
+            with plain.capture() as capture:
+                plain.print(self._line())
+            return {"text/plain": capture.get().rstrip()}
+
+        shown = drawn()
+        output = display(shown, raw=True, display_id=True)
+
+        def draw() -> None:
+            nonlocal shown
+            ended = False
+            while not ended:
+                ended = self._over.wait(1 / _DRAWN_PER_SECOND)
+                if (now := drawn()) != shown:
+                    shown = now
+                    output.update(now, raw=True)
+
+        self._over.clear()
+        drawer = threading.Thread(target=draw, name="ckpipe live line", daemon=True)
+        drawer.start()
+        return drawer
 
 
 __all__ = ["LiveLine"]

@@ -155,7 +155,7 @@ def test_the_schema_knows_every_event_and_all_of_its_fields() -> None:
         for cls in events.Event.__subclasses__()
         if cls.__module__ == events.__name__
     }
-    assert known | {"SaveStarted": set()} == every
+    assert known | {"SaveStarted": set(), "LoadStarted": set()} == every
     assert schema["properties"]["event"]["enum"] == sorted(every)
 
 
@@ -230,14 +230,29 @@ def test_the_live_line_shows_saves_under_way_and_the_last_that_ended() -> None:
     line(events.BlockUploaded(*at, 10**6, 10**6, 4_000_000))
     line(events.SaveStarted("other", 501, 0))
     shown = drawn(line, out)
-    assert re.search(r"uploading 976\.6 KiB of 3\.8 MiB, .*B/s, .* s left and 1 more", shown)
+    assert re.search(r"uploading 1 MB of 4 MB, .*B/s, .* s left and 1 more", shown)
     report = SaveReport({"upload": StageReport(0.5)}, 0.1, 0.58, 4_000_000, 3, planned=False)
     line(events.SaveEnded(*at, "committed", report))
     line(events.SaveEnded("other", 501, 0, "failed", report))
     assert "step 501 failed" in drawn(line, out)
     line(events.SaveStarted(*at))
     line(events.SaveEnded(*at, "committed", report))
-    assert re.search(r"step 500: 3\.8 MiB durable in 0\.58 s +\(2 saved\)", drawn(line, out))
+    assert re.search(r"saved step 500: 4 MB in 0\.58 s +\(2 saved\)", drawn(line, out))
+
+
+def test_the_live_line_shows_a_load_under_way_and_how_it_ended() -> None:
+    out = io.StringIO()
+    line = LiveLine(Console(file=out, width=150, force_terminal=False))
+    at = ("id", 500, 0)
+    line(events.LoadStarted(*at))
+    assert re.search(r"step 500 .* loading", drawn(line, out))
+    line(events.LoadProgress(*at, 10**6, 4_000_000))
+    assert re.search(r"loading 1 MB of 4 MB, .*B/s, .* s left", drawn(line, out))
+    line(events.Loaded(*at, 0.31, 4_000_000))
+    assert "loaded step 500: 4 MB in 0.31 s" in drawn(line, out)
+    line(events.LoadStarted(*at))
+    line(events.LoadFailed(*at, "TruncatedObject: too short"))
+    assert "load of step 500 failed" in drawn(line, out)
 
 
 def test_the_live_line_draws_on_a_terminal_only(tmp_path: Path) -> None:
@@ -274,6 +289,46 @@ def test_the_live_line_draws_on_a_real_terminal(
         os.close(ours)
     assert b"step 7" in shown
     assert b"\x1b[2K" in shown
+
+
+NOTEBOOK = """
+import sys
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from rich.console import Console
+import ckpipe
+from ckpipe.live_line import LiveLine
+
+InteractiveShell.instance()
+with capture_output() as cell:
+    console = Console(stderr=True, force_jupyter=True)
+    with LiveLine(console) as line, ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
+        pipeline.events.add(line)
+        pipeline.save({"a": torch.ones(1000)}, step=2)
+first, *others = cell._outputs
+assert not first["update"], first
+assert others and all(each["update"] for each in others), others
+assert {each["transient"]["display_id"] for each in others} == {first["transient"]["display_id"]}
+print(first["data"]["text/plain"], others[-1]["data"]["text/plain"], sep="\\n")
+print(cell.stdout + cell.stderr, end="")
+"""
+
+
+def test_the_live_line_in_a_notebook_is_one_output_that_changes_in_place(tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"IPYTHONDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first == "ckpipe no save yet (0 saved)"
+    assert re.fullmatch(r"ckpipe saved step 2: \S+ kB in \d+\.\d\d s \(1 saved\)", last)
 
 
 def test_without_rich_the_live_line_says_what_to_install() -> None:

@@ -32,6 +32,7 @@ class ReadTally:
 
     Args:
         bytes: Bytes read.
+        planned: Bytes that will have been read at the end, as far as is known.
         reads: Requests made.
         began: When reading began, by :func:`time.perf_counter`; 0 until then.
         waited: Seconds in which nothing was read, since all buffers were full and nobody knew yet
@@ -40,6 +41,7 @@ class ReadTally:
     """
 
     bytes: int = 0
+    planned: int = 0
     reads: int = 0
     began: float = 0.0
     waited: float = 0.0

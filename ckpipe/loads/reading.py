@@ -77,10 +77,10 @@ class Reader:
         id: The checkpoint.
         buffers: Where bytes are read into, one for each read under way or being delivered.
         sure: Is awaited before anything is delivered; None if nothing need be.
+        tally: Counts what is read; None for one of its own.
 
     Attributes:
         tally: What was read.
-        cached: The sizes of the ranges that the store has had in memory.
     """
 
     def __init__(
@@ -89,13 +89,14 @@ class Reader:
         id: CheckpointId,
         buffers: Sequence[memoryview],
         sure: Callable[[], Awaitable[None]] | None = None,
+        tally: ReadTally | None = None,
     ) -> None:
         self._backend, self._id, self._buffers, self._sure = backend, id, buffers, sure
         smallest = min(len(buffer) for buffer in buffers)
         self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
-        self.tally = ReadTally()
-        self.cached: list[int] = []
+        self.tally = ReadTally() if tally is None else tally
+        self._cached_ranges = 0
         self._own = threading.local()
         self._lanes = max(1, len(buffers) - DELIVERERS)
         self._lock = threading.Lock()
@@ -134,6 +135,7 @@ class Reader:
         """
         if not reads:
             return
+        self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
         lanes, deliverers = min(self._lanes, len(reads)), min(DELIVERERS, len(reads))
         handover = Handover(self._buffers, lanes, deliverers)
         delivery = Ahead(partial(self._delivery, data, destinations))
@@ -148,9 +150,8 @@ class Reader:
 
     def forget_cached(self) -> None:
         """Count what the store has in memory as not read; only if nothing of it was delivered."""
-        self.tally.reads -= len(self.cached)
-        self.tally.bytes -= sum(self.cached)
-        self.cached.clear()
+        self.tally.reads -= self._cached_ranges
+        self._cached_ranges = 0
 
     async def _delivery(
         self, data: EntryTable, destinations: Callable[[], Awaitable[Destinations]]
@@ -262,12 +263,13 @@ class Reader:
             buffer = self._own_buffer(end - begin)
             with _translated(self._id.step, rank, key):
                 found.read_into(begin, buffer)
+            with self._lock:
+                self.tally.bytes += len(buffer)
             return buffer
 
         with self._lock:
             self.tally.reads += 1
-            self.tally.bytes += size
-        self.cached.append(size)
+        self._cached_ranges += 1
         return shared(batch, fetch)
 
     def _own_buffer(self, size: int) -> memoryview:

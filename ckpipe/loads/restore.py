@@ -64,6 +64,7 @@ class LoadRequest:
         hold: What the load takes before it looks at the target, and whoever asks for it ends.
         caller: Runs user code on the thread that called; None if another is to do it.
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
+        began: When ``load`` was called, by :func:`time.perf_counter`.
     """
 
     into: Any | None
@@ -75,6 +76,7 @@ class LoadRequest:
     hold: Hold = field(default_factory=NoHold)
     caller: Caller | None = None
     switch_interval: float | None = None
+    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ async def read_all(
     rank: int = 0,
     world_size: int = 1,
     sure: Callable[[], Awaitable[None]] | None = None,
+    tally: ReadTally | None = None,
 ) -> ReadyLoad:
     """Finds out whether a checkpoint of any number of ranks fits, and reads all that is needed.
 
@@ -170,6 +173,7 @@ async def read_all(
         rank: The rank that loads.
         world_size: How many ranks load.
         sure: Is awaited before any byte reaches the target; None if nothing need be.
+        tally: Counts what is read, for whoever looks meanwhile.
 
     Raises:
         Elsewhere: If the parts do not suffice.
@@ -192,7 +196,7 @@ async def read_all(
         expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
         work = partial(_match, bundle, expected, request, rank, world_size)
         matching = Ahead(partial(_timed, work, request, started))
-        reader = Reader(backend, bundle.id, buffers, sure)
+        reader = Reader(backend, bundle.id, buffers, sure, tally)
         # Planned before the match begins, which would only take turns at the interpreter with it.
         reads = await reader.plan(expected.data, expected.needs) if expected.needs else []
         async with matching.started():

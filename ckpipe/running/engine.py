@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
 
 import anyio
 from anyio.abc import TaskStatus
@@ -393,12 +392,8 @@ class Engine(Housekeeping):
         """Loads a checkpoint; None if none was named and there is none."""
         if which is not None:
             await self.settled(which)
-        began = time.perf_counter()
         result = await self._loading.load(which, request, fallback=fallback)
         if result is not None:
-            if result.report is not None:
-                before = time.perf_counter() - began - result.report.seconds
-                result = replace(result, report=result.report.found_in(before))
             self._next_step = result.step + 1
             self._course.has_loaded = True
             self.cadence.begin_at(result.step)

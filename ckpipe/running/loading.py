@@ -14,7 +14,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import anyio
@@ -30,9 +31,10 @@ from ckpipe.errors import (
     StoreUnavailable,
     UnsupportedTopology,
 )
-from ckpipe.events import CheckpointDamaged
+from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
+from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.holding import Hold
 from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
 from ckpipe.loads.sources import Elsewhere
@@ -41,12 +43,14 @@ from ckpipe.ranks.ballots import Ballot
 from ckpipe.running.choosing import first_choice, older_ones
 from ckpipe.saves.site import Site
 from ckpipe.stores.shown_urls import without_secrets
+from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused_at_first
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
 logger = logging.getLogger("ckpipe")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+_PROGRESS_SECONDS = 0.2
 _MOST_NAMED = 20
 
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
@@ -173,7 +177,8 @@ class Loading:
         first: CorruptCheckpoint | None = None
         while True:
             try:
-                return await self._finish(await self._read(info, request), damaged)
+                with self._told(info):
+                    return await self._finish(await self._read(info, request), damaged)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not fallback:
@@ -195,29 +200,31 @@ class Loading:
         while info is not None:
             ballot = _Round(self._site, info, f"{question}.{len(damaged)}")
             ready: ReadyLoad | None = None
-            try:
-                ready = await self._read(info, request)
-            except (CorruptCheckpoint, CheckpointIncomplete) as error:
-                first = first or (error if isinstance(error, CorruptCheckpoint) else None)
-                verdict = await ballot.refuse(f"{type(error).__name__}: {error}")
-            except Exception:
-                # Not the checkpoint's fault: it is for this rank's program to handle.
-                await ballot.accept()
-                raise
-            else:
-                verdict = await ballot.accept() or await ballot.wait()
-            if verdict.damage is None:
-                if ready is None:
-                    raise InvalidManifest(
-                        f"The ranks agreed that {info.id} is whole, and it is not"
-                    )
-                return await self._finish(ready, damaged)
+            with self._told(info):
+                try:
+                    ready = await self._read(info, request)
+                except (CorruptCheckpoint, CheckpointIncomplete) as error:
+                    first = first or (error if isinstance(error, CorruptCheckpoint) else None)
+                    verdict = await ballot.refuse(f"{type(error).__name__}: {error}")
+                except Exception:
+                    # Not the checkpoint's fault: it is for this rank's program to handle.
+                    await ballot.accept()
+                    raise
+                else:
+                    verdict = await ballot.accept() or await ballot.wait()
+                if verdict.damage is None:
+                    if ready is None:
+                        raise InvalidManifest(
+                            f"The ranks agreed that {info.id} is whole, and it is not"
+                        )
+                    return await self._finish(ready, damaged)
+                self._failed(info, verdict.damage)
             self._tell(info, verdict.damage, damaged)
             info = None if verdict.next is None else _info(verdict.next)
         raise _none_is_whole(first, damaged)
 
     async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
-        site = self._site
+        site, tally = self._site, ReadTally()
 
         async def look() -> Bundle:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
@@ -230,6 +237,8 @@ class Loading:
                 return await read(await read_index(site.patient, info.key), sure)
 
         async def read(bundle: Bundle, sure: Sure) -> ReadyLoad:
+            nonlocal tally
+            tally = ReadTally()
             return await read_all(
                 site.patient,
                 bundle,
@@ -239,15 +248,47 @@ class Loading:
                 rank=site.rank,
                 world_size=site.world_size,
                 sure=sure,
+                tally=tally,
             )
 
-        return await site.reading_ahead(info.key, look, work)
+        async def tell_progress() -> None:
+            told = 0
+            while True:
+                await anyio.sleep(_PROGRESS_SECONDS)
+                done, total = tally.bytes, max(tally.bytes, tally.planned)
+                if done != told:
+                    site.events.emit(LoadProgress(info.id, info.step, site.rank, done, total))
+                told = done
+
+        async with Ahead(tell_progress).started():
+            return await site.reading_ahead(info.key, look, work)
 
     async def _finish(self, ready: ReadyLoad, damaged: Mapping[str, str]) -> LoadResult:
         result = await ready.apply()
         self._site.resumed_from = result.id
         assert result.report is not None
-        return replace(result, report=replace(result.report, damaged=damaged))
+        before = time.perf_counter() - ready.request.began - result.report.seconds
+        report = replace(result.report.found_in(before), damaged=damaged)
+        self._site.events.emit(
+            Loaded(result.id, result.step, self._site.rank, report.seconds, report.bytes)
+        )
+        return replace(result, report=report)
+
+    @contextmanager
+    def _told(self, info: CheckpointInfo) -> Iterator[None]:
+        """Tell that the load of a checkpoint began, and that it failed if the block raises."""
+        self._site.events.emit(LoadStarted(info.id, info.step, self._site.rank))
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            self._failed(info, "it was cancelled")
+            raise
+        except BaseException as error:
+            self._failed(info, f"{type(error).__name__}: {error}")
+            raise
+
+    def _failed(self, info: CheckpointInfo, error: str) -> None:
+        self._site.events.emit(LoadFailed(info.id, info.step, self._site.rank, error))
 
     def _tell(self, info: CheckpointInfo, how: str, damaged: dict[str, str]) -> None:
         damaged[info.id] = how

@@ -1,0 +1,184 @@
+"""What a load tells while it runs: events from its beginning to its end, and a line of the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from pipelines import Stores, stores
+from ranks import ranks
+
+import ckpipe
+from ckpipe import errors, events
+from ckpipe.backend import CachedRange
+from ckpipe.event_lines import JsonLines
+from ckpipe.testing import Operation, SlowBackend
+
+SCHEMA = Path(__file__).parents[1] / "docs" / "schema" / "event-v1.json"
+STATE: dict[str, Any] = {"a": torch.ones(250_000)}
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    with stores() as made:
+        yield made
+
+
+def told(heard: list[events.Event]) -> list[tuple[str, int]]:
+    """Return name and step of the events of loads, without progress."""
+    names = ("LoadStarted", "Loaded", "LoadFailed", "CheckpointDamaged")
+    found = [(type(each).__name__, each.step) for each in heard]
+    return [each for each in found if each[0] in names]
+
+
+def damage(root: Path, name: str) -> None:
+    """Empty the data files of a checkpoint."""
+    for each in (root / name).rglob("*.safetensors"):
+        each.write_bytes(b"")
+
+
+def into_a_state(root: Path) -> Any:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        return pipeline.load({"a": torch.zeros(250_000)})
+
+
+def afresh(root: Path) -> Any:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        return pipeline.load(step=500)
+
+
+def in_one_line(root: Path) -> Any:
+    return ckpipe.load(root)
+
+
+async def on_a_loop(root: Path) -> Any:
+    async with ckpipe.Pipeline(root) as pipeline:
+        return await pipeline.load()
+
+
+@pytest.mark.parametrize("load", [into_a_state, afresh, in_one_line, on_a_loop])
+async def test_a_load_is_one_line_with_step_size_seconds_and_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, load: Callable[[Path], Any]
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        handle = pipeline.save(STATE, step=500)
+    caplog.set_level(logging.INFO, "ckpipe")
+    found = load(tmp_path)
+    result = await found if isinstance(found, Awaitable) else found
+    lines = [each.getMessage() for each in caplog.records if "load" in each.getMessage()]
+    place = re.escape(f"{tmp_path}/{handle.id}")
+    assert len(lines) == 1, lines
+    assert re.fullmatch(rf"loaded step 500: 1 MB in \d+\.\d\d s from {place}", lines[0])
+    assert f"{result.report.seconds:.2f} s" in lines[0]
+
+
+def test_a_load_tells_its_beginning_and_end_until_the_listener_is_removed(store: Stores) -> None:
+    heard: list[events.Event] = []
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        handle = pipeline.save(STATE, step=1, until="committed")
+        pipeline.events.add(heard.append)
+        pipeline.load(STATE)
+        loaded = heard[-1]
+        with pytest.raises(errors.StructureMismatch):
+            pipeline.load({"b": torch.zeros(3)})
+        failed = heard[-1]
+        with pytest.raises(errors.CheckpointNotFound):
+            pipeline.load(step=7)
+        pipeline.events.remove(heard.append)
+        pipeline.load(STATE)
+    assert told(heard) == [("LoadStarted", 1), ("Loaded", 1), ("LoadStarted", 1), ("LoadFailed", 1)]
+    assert isinstance(loaded, events.Loaded)
+    assert (loaded.id, loaded.bytes, loaded.rank) == (handle.id, 1_000_000, 0)
+    assert loaded.seconds > 0
+    assert isinstance(failed, events.LoadFailed)
+    assert failed.error.startswith("StructureMismatch: ")
+
+
+def test_a_load_that_fails_is_raised_and_not_logged(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save(STATE, step=1, until="committed")
+        with pytest.raises(errors.StructureMismatch):
+            pipeline.load({"b": torch.zeros(3)})
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
+def test_a_load_that_falls_back_tells_of_each_checkpoint_it_tries(tmp_path: Path) -> None:
+    heard: list[events.Event] = []
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        handles = [pipeline.save(STATE, step=step, until="committed") for step in (1, 2)]
+        damage(tmp_path, handles[1].id)
+        pipeline.events.add(heard.append)
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            pipeline.load(fallback=True)
+    assert told(heard) == [
+        ("LoadStarted", 2), ("LoadFailed", 2), ("CheckpointDamaged", 2),
+        ("LoadStarted", 1), ("Loaded", 1),
+    ]  # fmt: skip
+
+
+def test_each_rank_tells_of_its_load_and_the_first_logs_it(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[events.Event] = []
+    caplog.set_level(logging.INFO, "ckpipe")
+    with ranks(store.url, 2) as pipelines:
+        for each in pipelines:
+            each.save(STATE, step=1)
+    with ranks(store.url, 2, attempt_id="again") as pipelines:
+        for each in pipelines:
+            each.events.add(heard.append)
+            each.load(step=1)
+    assert [each.rank for each in heard if isinstance(each, events.Loaded)] == [0, 1]
+    assert caplog.text.count("loaded step 1") == 1
+
+
+class Halfway(SlowBackend):
+    """Lets one read pass, and holds all others until it is released; has nothing in memory."""
+
+    reads = 0
+
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        return None
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Any]]) -> Any:
+        if operation.verb == "read_into":
+            self.reads += 1
+            if self.reads > 1:
+                await self.gate.passed()
+        return await call()
+
+
+def test_a_load_that_takes_longer_tells_how_far_it_is(store: Stores, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    store.slow = slow = Halfway(store.faulty)
+    heard: list[events.LoadProgress] = []
+
+    def listen(event: events.Event) -> None:
+        if isinstance(event, events.LoadProgress):
+            heard.append(event)
+            slow.release()
+
+    with JsonLines(file, skip=()) as lines, ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"a": torch.ones(8_000_000)}, step=1, until="committed")
+        pipeline.events.add(listen)
+        pipeline.events.add(lines)
+        slow.gate.hold()
+        result = pipeline.load()
+    assert result is not None
+    assert result.report is not None
+    assert 0 < heard[0].bytes_done < heard[0].bytes_total == result.report.bytes
+    schema = json.loads(SCHEMA.read_text())
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    for each in found:
+        jsonschema.validate(each, schema)
+    names = [each["event"] for each in found]
+    assert (names[0], names[1], names[-1]) == ("LoadStarted", "LoadProgress", "Loaded")
