@@ -35,7 +35,7 @@ from ckpipe.format.merging import merge
 from ckpipe.format.object_names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _expect, _match
-from ckpipe.plans.planning import LocalPlanner, fingerprint
+from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.structure import walk
 from ckpipe.state.trail import trail_of
 from ckpipe.stores.registry import register_backend

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
     from ckpipe.locking.lock import StateLock as StateLock
     from ckpipe.pipeline import Pipeline as Pipeline
-    from ckpipe.planner_protocols import Planner as Planner
-    from ckpipe.plans.global_planner import GlobalPlanner as GlobalPlanner
-    from ckpipe.plans.planning import LocalPlanner as LocalPlanner
+    from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
+    from ckpipe.plan.plan import LocalPlanner as LocalPlanner
     from ckpipe.reports import LoadReport as LoadReport
     from ckpipe.reports import SaveReport as SaveReport
     from ckpipe.retention import KeepBest as KeepBest
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from ckpipe.sync import load as load
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import LoadResult as LoadResult
+    from ckpipe.types import Planner as Planner
     from ckpipe.types import VerifyResult as VerifyResult
 
 _HOMES = {
@@ -56,14 +56,14 @@ _HOMES = {
     "Upload": "backend",
     "UploadLimits": "backend",
     "CkpipeError": "errors",
-    "GlobalPlanner": "plans.global_planner",
+    "GlobalPlanner": "plan.global_plan",
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
     "Statistics": "running.ledger",
     "StateLock": "locking.lock",
     "Pipeline": "pipeline",
-    "LocalPlanner": "plans.planning",
-    "Planner": "planner_protocols",
+    "LocalPlanner": "plan.plan",
+    "Planner": "types",
     "register_type": "state.registered_types",
     "register_backend": "stores.registry",
     "LoadReport": "reports",

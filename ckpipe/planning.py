@@ -7,10 +7,10 @@ A :class:`Planner` gets a state as it was :class:`Captured`, divides its tensors
 
 from __future__ import annotations
 
-from ckpipe.planner_protocols import JointPlanner, Planner
-from ckpipe.plans.division import Piece, Share, Unit, shares
-from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
+from ckpipe.plan.division import Piece, Share, Unit, shares
+from ckpipe.plan.plan import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
 from ckpipe.state.captured import Captured
+from ckpipe.types import JointPlanner, Planner
 
 __all__ = [
     "Captured",

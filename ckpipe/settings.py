@@ -30,7 +30,6 @@ from ckpipe._settings_input import (
     read_environment,
     read_toml,
 )
-from ckpipe.planner_protocols import Planner
 from ckpipe.retention import Rule
 from ckpipe.settings_groups import (
     Export,
@@ -44,6 +43,7 @@ from ckpipe.settings_groups import (
     Worker,
 )
 from ckpipe.stores.shown_urls import without_secrets
+from ckpipe.types import Planner
 
 
 class PipelineFields(TypedDict, total=False):

@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from ckpipe._settings_input import parse_size
-from ckpipe.planner_protocols import Planner
 from ckpipe.retention import KeepLast, Rule, from_data
+from ckpipe.types import Planner
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 """A number of bytes; also text such as ``"256MiB"`` or ``"4 GB"``."""

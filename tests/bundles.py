@@ -12,8 +12,7 @@ from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
 from ckpipe.format.sealed_json import seal, unseal
-from ckpipe.plans.drafting import Source
-from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
 from ckpipe.state.captured import Captured
 from ckpipe.state.structure import capture
 from ckpipe.types import CheckpointId

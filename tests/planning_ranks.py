@@ -12,12 +12,9 @@ import pytest
 from fabricated import Tensor, held_by
 
 from ckpipe.format.boxes import Box
-from ckpipe.plans.assignment import assign
-from ckpipe.plans.global_planner import GlobalPlanner
-from ckpipe.plans.offers import Offer, offered_shares, private_bytes
-from ckpipe.plans.plan_rounds import PlanRounds
-from ckpipe.plans.planning import RankPlan, assemble
-from ckpipe.plans.shared_plan import divide, shared_plan
+from ckpipe.plan.assignment import Offer, assign, offered_shares, private_bytes
+from ckpipe.plan.global_plan import GlobalPlanner, PlanRounds, divide, shared_plan
+from ckpipe.plan.plan import RankPlan, assemble
 from ckpipe.state.captured import Captured
 
 State = Callable[[int], Sequence[Tensor]]

@@ -16,7 +16,7 @@ from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure, TensorRo
 from ckpipe.format.object_names import data_file_key
 from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena
-from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.saves.copying import fill_blocks, plan_blocks
 from ckpipe.state.captured import Captured
 from ckpipe.state.structure import capture

@@ -14,11 +14,10 @@ from planning_ranks import captured_by, jointly, unwritten
 from test_division import WORLD, elements, spread_tensors
 
 from ckpipe.errors import SaveError, UnsupportedState
-from ckpipe.plans import balancing
-from ckpipe.plans.balancing import in_rows, poured
-from ckpipe.plans.division import MIN_PIECE_BYTES
-from ckpipe.plans.offers import decode_offer, encode_offer, offered_shares
-from ckpipe.plans.planning import RankPlan
+from ckpipe.plan import assignment
+from ckpipe.plan.assignment import decode_offer, encode_offer, in_rows, offered_shares, poured
+from ckpipe.plan.division import MIN_PIECE_BYTES
+from ckpipe.plan.plan import RankPlan
 from ckpipe.state.captured import Captured
 from ckpipe.state.placements import Mesh, Sharding, sharding
 
@@ -48,7 +47,7 @@ def plans_of(world: Sequence[Sequence[Tensor]]) -> list[RankPlan]:
 
 @pytest.fixture(params=[1, 24, 1 << 20])
 def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balancing, "MIN_PIECE_BYTES", request.param)
+    monkeypatch.setattr(assignment, "MIN_PIECE_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("piece_bytes")
@@ -101,7 +100,7 @@ def test_offers_are_read_as_they_were_made(world: list[list[Tensor]]) -> None:
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_offer([])
-    monkeypatch.setattr("ckpipe.plans.offers._VERSION", 2)
+    monkeypatch.setattr("ckpipe.plan.assignment._VERSION", 2)
     with pytest.raises(SaveError, match="different versions"):
         decode_offer(data)
 

@@ -18,7 +18,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.memory import raw_memory
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.summed_copies import summed_copies
-from ckpipe.plans.planning import LocalPlanner, RankPlan
+from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.saves import copying
 from ckpipe.saves.copying import (
     Copy,

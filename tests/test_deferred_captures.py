@@ -20,7 +20,7 @@ from ckpipe.locking.lock import StateLock
 from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Sample, Watch
 from ckpipe.memory.arena import Arena
-from ckpipe.plans.planning import LocalPlanner
+from ckpipe.plan.plan import LocalPlanner
 from ckpipe.saves import block_copiers
 from ckpipe.saves.block_copiers import BlockCopiers, Piece
 from ckpipe.saves.copying import plan_blocks, split_block, tensors_of

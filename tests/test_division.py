@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.manifest import ChunkRow
-from ckpipe.plans import division
-from ckpipe.plans.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.plan import division
+from ckpipe.plan.plan import LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.captured import Captured
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.structure import capture

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.keys import LabelFilter
-from ckpipe.plans import division
-from ckpipe.plans.planning import LocalPlanner, fingerprint
+from ckpipe.plan import division
+from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.structure import capture, walk
 from ckpipe.state.trail import trail_of
 

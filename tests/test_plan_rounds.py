@@ -18,11 +18,11 @@ from sampling import SEED
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from ckpipe.errors import PlanTimeout, SaveError, UnsupportedState, UnsupportedTopology
-from ckpipe.planner_protocols import JointPlanner
-from ckpipe.plans import plan_rounds
-from ckpipe.plans.global_planner import GlobalPlanner
-from ckpipe.plans.planning import RankPlan
+from ckpipe.plan import global_plan
+from ckpipe.plan.global_plan import GlobalPlanner
+from ckpipe.plan.plan import RankPlan
 from ckpipe.state.placements import Mesh
+from ckpipe.types import JointPlanner
 
 Connect = Callable[[], Any]
 
@@ -226,7 +226,7 @@ def test_contradiction_fails_on_all_ranks_alike(connect: Connect) -> None:
 
 
 def test_long_values_go_in_pieces(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_rounds, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(global_plan, "_PIECE_BYTES", 100)
     ranks = Ranks(store.clone, 2)
     noise = random.Random(1)
     tensors = [Tensor(f"{noise.getrandbits(200):x}", (6, 4)) for _ in range(50)]
@@ -249,7 +249,7 @@ def test_store_does_not_grow(store: Any) -> None:
         if save >= 100:
             sizes.add(store.num_keys())
     # The counter of wishes, and the last plans.
-    assert max(sizes) <= 1 + plan_rounds._PLANS_KEPT * (3 + 3 * 2)
+    assert max(sizes) <= 1 + global_plan._PLANS_KEPT * (3 + 3 * 2)
 
 
 def test_store_does_not_grow_without_one_of_the_ranks(store: Any) -> None:
@@ -258,7 +258,7 @@ def test_store_does_not_grow_without_one_of_the_ranks(store: Any) -> None:
     for save in range(1, 100):
         for rank in (0, 1):
             assert failures(ranks.plan(f"{save}", base, MARKED, ranks=[rank])) == [None]
-    assert store.num_keys() <= 10 + 2 * (plan_rounds._ROUNDS_KEPT + 1)
+    assert store.num_keys() <= 10 + 2 * (global_plan._ROUNDS_KEPT + 1)
 
 
 @pytest.mark.parametrize("seed", [SEED])

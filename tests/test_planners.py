@@ -19,9 +19,9 @@ import ckpipe
 from ckpipe.catalog.find import read_index
 from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.format.manifest import Layout
-from ckpipe.plans.division import Unit, shares
-from ckpipe.plans.global_planner import GlobalPlanner
-from ckpipe.plans.planning import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
+from ckpipe.plan.division import Unit, shares
+from ckpipe.plan.global_plan import GlobalPlanner
+from ckpipe.plan.plan import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
 from ckpipe.state.captured import Captured
 
 

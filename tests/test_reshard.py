@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch
-from ckpipe.plans import division
+from ckpipe.plan import division
 from ckpipe.testing import MemoryBackend
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [

@@ -25,7 +25,7 @@ from torch import nn
 import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter
-from ckpipe.plans.planning import fingerprint
+from ckpipe.plan.plan import fingerprint
 from ckpipe.state.captured import Captured
 from ckpipe.state.structure import capture, walk
 from ckpipe.state.tensors import TensorLeaf

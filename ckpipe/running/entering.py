@@ -8,8 +8,7 @@ import anyio
 
 from ckpipe.backend import Backend
 from ckpipe.errors import StoreFull
-from ckpipe.planner_protocols import Planner
-from ckpipe.plans.planners import choose_planner
+from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.attempts import open_attempt, unclaimed_attempt
 from ckpipe.ranks.meeting import Meeting
 from ckpipe.ranks.topology import Topology
@@ -19,6 +18,7 @@ from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.read_only_backend import ReadOnlyBackend
 from ckpipe.stores.registry import create_backend, create_reader, scheme_of
 from ckpipe.stores.retrying import logging_policy
+from ckpipe.types import Planner
 from ckpipe.worker.crossing import Surroundings, surroundings, uses_process
 
 _TO_LOAD = "a pipeline that is opened with read_only=True writes nothing, and can load"

@@ -27,8 +27,7 @@ from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.raw_memory import copy_each
 from ckpipe.memory.summed_copies import summed_copies
-from ckpipe.plans.drafting import Source
-from ckpipe.plans.planning import RankPlan
+from ckpipe.plan.plan import RankPlan, Source
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ckpipe.format.cargo import Cargo
 from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
 from ckpipe.locking.watching import Sample, worth_watching
-from ckpipe.plans.planning import RankPlan
+from ckpipe.plan.plan import RankPlan
 from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
 from ckpipe.state.captured import Captured
 from ckpipe.state.tensors import TensorLeaf

@@ -23,10 +23,8 @@ from ckpipe.format.cargo import Cargo
 from ckpipe.locking.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
-from ckpipe.planner_protocols import JointPlanner, Planner
-from ckpipe.plans.plan_checks import check_plan
-from ckpipe.plans.planners import OWN_PLANNERS
-from ckpipe.plans.planning import RankPlan
+from ckpipe.plan.check import OWN_PLANNERS, check_plan
+from ckpipe.plan.plan import RankPlan
 from ckpipe.ranks.agreements import agree
 from ckpipe.saves.carrying import Carrier
 from ckpipe.saves.copying import plan_blocks
@@ -38,7 +36,7 @@ from ckpipe.state.trail import Trail
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.user_code import user_code
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, JointPlanner, Planner
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

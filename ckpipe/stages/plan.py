@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.plans.planning import fingerprint
+from ckpipe.plan.plan import fingerprint
 from ckpipe.saves.programs import Program
 from ckpipe.saves.saving import CapturedState, PlannedState, Save
 from ckpipe.saves.site import Site

@@ -18,7 +18,7 @@ from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Watch
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams, events_behind
-from ckpipe.plans.planning import fingerprint
+from ckpipe.plan.plan import fingerprint
 from ckpipe.saves.block_copiers import BlockCopiers, Outlet, Piece, devices_of
 from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.programs import Division, Program, divide

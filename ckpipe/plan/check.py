@@ -1,12 +1,14 @@
-"""Checks of a plan that somebody else's planner has made, before a byte is copied by it.
+"""Choose the planner of a pipeline, and check the plans of planners that are not ckpipe's.
 
-What other ranks do is not known here: whether they write what a plan leaves to them is checked
-when the checkpoint is completed, and decides whether it counts.
+They are checked before a byte is copied by them. What other ranks do is not known here: whether
+they write what a plan leaves to them is checked when the checkpoint is completed, and decides
+whether it counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.format.box_cover import BoxIndex
@@ -16,14 +18,51 @@ from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, Part, Structure, TensorRow
 from ckpipe.format.manifest_checks import check_bundle
-from ckpipe.planner_protocols import Planner
-from ckpipe.plans.division import whole_of
-from ckpipe.plans.drafting import Source
-from ckpipe.plans.planning import RankPlan, fingerprint
+from ckpipe.plan.division import whole_of
+from ckpipe.plan.global_plan import GlobalPlanner
+from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint
+from ckpipe.ranks.topology import Topology
 from ckpipe.state.captured import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf
-from ckpipe.types import CheckpointId
+from ckpipe.tasks.user_code import user_code
+from ckpipe.types import CheckpointId, JointPlanner, Planner
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
+OWN_PLANNERS = (LocalPlanner, GlobalPlanner)
+"""The planners whose plans are right by construction, and need no check."""
+
+
+def choose_planner(topology: Topology, settings: Settings, max_file_bytes: int | None) -> Planner:
+    """The planner that the settings ask for, ready to be used; blocking.
+
+    Args:
+        topology: Which rank this is, and how many save together.
+        settings: The settings.
+        max_file_bytes: The largest data file that the store takes, in bytes; None for no limit.
+
+    Raises:
+        UnsupportedTopology: If ranks are to plan together and cannot reach each other.
+        UsageError: If a planner of the user's raised what would end the program.
+    """
+    chosen = settings.plan.planner
+    if chosen == "local":
+        return LocalPlanner(settings.plan.replicated, max_file_bytes=max_file_bytes)
+    planner: Planner
+    if chosen == "global":
+        seconds = settings.plan.timeout_seconds
+        planner = GlobalPlanner(replicated=settings.plan.replicated, timeout_seconds=seconds)
+    else:
+        planner = chosen
+    if isinstance(planner, JointPlanner):
+        with user_code(f"The planner {type(planner).__name__}", ""):
+            planner.prepare(
+                rank=topology.rank, world_size=topology.world_size, max_file_bytes=max_file_bytes
+            )
+    return planner
+
 
 _NOBODY = CheckpointId("00000000T000000000Z-plan", 0, 0)
 
@@ -67,7 +106,7 @@ class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it 
             f"The plan of {planner} {self.what}",
             key=self.label,
             rank=rank,
-            hint="Make plans with ckpipe.plans.planning.assemble, which keeps them valid",
+            hint="Make plans with ckpipe.plan.plan.assemble, which keeps them valid",
         )
 
 
@@ -212,6 +251,3 @@ def _check_bytes(
 
 def _memory(leaf: TensorLeaf) -> tuple[object, ...]:
     return leaf.address, leaf.shape, leaf.stride, leaf.dtype, leaf.lazy
-
-
-__all__ = ["check_plan"]

@@ -1,26 +1,30 @@
-"""How ranks come to one plan for a save, through a ``torch.distributed`` store.
+"""Plan a save together (``plan="global"``), through a ``torch.distributed`` store.
+
+A shared plan binds its ranks: each leaves to others what they are to write. It goes on to hold
+when a rank's state changes, as long as that rank still has what others leave to it. What the rank
+has besides, it then writes itself, all of it; that is never wrong, only written more than once.
 
 Theory. A plan that ranks share serves until their states change. Whether it serves for a save must
 be decided alike by all ranks, yet a rank cannot know whether another one's state has changed, and
-is not to wait for it. So for every save there is a *way*, which whoever comes first decides for
-all, by an atomic compare-and-set: ``keep n`` if ``n`` is the newest plan that fits that rank, else
+is not to wait for it. So for every save there is a *way*, which the first rank decides for all, by
+an atomic compare-and-set: ``keep n`` if ``n`` is the newest plan that fits that rank, else
 ``new``.
 
-* On the way ``keep``, nobody waits for anybody. A rank whose state has changed still does what the
-  others leave to it (see :mod:`ckpipe.plans.shared_plan`), writes what is new by itself, and
-  *wishes*: it raises a counter. A plan is older than its wishes if the counter was lower when it
-  was made, and is kept no longer. So the save after that goes the other way, whoever is first.
+* On the way ``keep``, no rank waits for another. A rank whose state has changed still does what the
+  others leave to it, writes what is new by itself, and *wishes*: it raises a counter. A plan is
+  older than its wishes if the counter was lower when it was made, and is kept no longer. So the
+  save after that goes the other way, whichever rank is first.
 * On the way ``new``, every rank posts an offer. Rank 0 waits for all of them, makes the plan and
-  posts an answer for each rank, or posts why there is none. Nobody waits longer than the timeout,
-  and whoever waited in vain names the ranks that have posted nothing.
+  posts an answer for each rank, or posts why there is none. No rank waits longer than the timeout,
+  and a rank that waited in vain names the ranks that have posted nothing.
 
 A rank that was left out of a plan finds its answer in the store when a later save keeps that plan.
 
 Every rank that is through with a save counts itself; the last one removes its keys. Saves that
 some rank never came to are removed when they are ``_ROUNDS_KEPT`` saves old, plans when there are
-``_PLANS_KEPT`` newer ones. Whoever comes too late for that finds nothing and decides anew, and its
-manifest cannot become part of a checkpoint that others had planned differently: an index is only
-written if each rank has written what others leave to it.
+``_PLANS_KEPT`` newer ones. A rank that is too late for that finds nothing and decides anew, and
+its manifest cannot become part of a checkpoint that others had planned differently: an index is
+only written if each rank has written what others leave to it.
 
 Long values are cut into pieces. No process group is used, and requests that wait are avoided: they
 hold the connection.
@@ -34,16 +38,180 @@ import threading
 import time
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from anyio.from_thread import check_cancelled
 
-from ckpipe.errors import CkpipeError, PlanTimeout, SaveError, UnsupportedState
-from ckpipe.plans.assignment import Answer, Cut, assign
-from ckpipe.plans.offers import Offer, Offered, decode_offer, digest_of
-from ckpipe.plans.shared_plan import SharedPlan, shared_plan
+from ckpipe.errors import CkpipeError, PlanTimeout, SaveError, UnsupportedState, UnsupportedTopology
+from ckpipe.plan.assignment import (
+    Answer,
+    Cut,
+    Offer,
+    Offered,
+    assign,
+    decode_offer,
+    digest_of,
+    encode_offer,
+    not_held,
+    offered_shares,
+    private_bytes,
+)
+from ckpipe.plan.division import Piece, Share, Unit, rows_of, units, whole_of
+from ckpipe.plan.plan import RankPlan, Replicated, ReplicatedMarks, assemble, fingerprint
+from ckpipe.ranks.meeting import default_store
+from ckpipe.state.captured import Captured
+from ckpipe.state.tensors import TensorLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What this rank's state is, as far as plans depend on it."""
+
+    fingerprint: Hashable
+    shares: list[tuple[Share, Offered | None]]
+    offer: Offer
+    data: bytes
+
+
+class GlobalPlanner:
+    """Plans with all ranks together: one of them decides who writes what.
+
+    Compared with :class:`~ckpipe.LocalPlanner`, bytes are balanced by what ranks really have;
+    what is said to be replicated may be held by any of the ranks, and as a DTensor also on several
+    meshes, and is still written once; and a plan is proved before a byte is copied: each
+    element of a tensor is written exactly once, and what ranks hold by one name has one shape
+    and dtype. The price is that a save in which the structure has changed waits for all ranks.
+    While no structure changes, no rank waits for another.
+
+    Plain tensors of which nothing says that they are replicated, such as buffers and the state
+    of random generators, are each rank's own, whatever their names.
+
+    The ranks talk through a ``torch.distributed`` store, under keys that begin with
+    ``ckpipe/plan``. No process group is used and no collective called.
+
+    An object serves one pipeline.
+
+    Args:
+        store: A store that all ranks can reach, such as a ``TCPStore`` or ``FileStore``; None for
+            that of the default process group.
+        replicated: As for :class:`~ckpipe.LocalPlanner`; a tensor so marked is the same on every
+            rank that has it. It must be the same on all ranks.
+        timeout_seconds: How long a save waits for the others.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        *,
+        replicated: Replicated = "auto",
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        self._store, self._seconds = store, timeout_seconds
+        self._marked = ReplicatedMarks(replicated)
+        self._max_file_bytes: int | None = None
+        self._changing = threading.Lock()
+        self._rounds: tuple[str, PlanRounds] | None = None
+        self._own: _Own | None = None
+        self._plans: dict[tuple[str, int], RankPlan] = {}
+        self._calls = 0
+
+    def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None = None) -> None:
+        """Finds the store, when a pipeline is opened; blocking.
+
+        Args:
+            rank: This rank.
+            world_size: How many ranks save together; one needs no store.
+            max_file_bytes: The largest data file that the store of checkpoints takes, in bytes.
+
+        Raises:
+            UnsupportedTopology: If there is no store to plan through.
+        """
+        self._max_file_bytes = max_file_bytes
+        if world_size == 1 or self._store is not None:
+            return
+        self._store = default_store()
+        if self._store is None:
+            raise UnsupportedTopology(
+                f"This program runs on {world_size} ranks, and they have no store to plan "
+                "together through",
+                rank=rank,
+                hint="Call torch.distributed.init_process_group before opening the pipeline, or "
+                "give plan=GlobalPlanner(store) a store that all ranks can reach",
+            )
+
+    def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
+        """Plans the next of a series of saves, in which all ranks have to take part in order.
+
+        Raises:
+            UnsupportedTopology: If there is no store to plan through, or a DTensor lies on ranks
+                that are not of this world.
+            PlanTimeout: If ranks do not take part in time; names them.
+            UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
+            SaveError: If there is no plan for another reason.
+        """
+        self._calls += 1
+        save = f"calls/{self._calls}"
+        return self.plan_save(captured, save=save, rank=rank, world_size=world_size)
+
+    def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
+        """See :class:`~ckpipe.planning.JointPlanner`; the errors are those of :meth:`plan`."""
+        own = self._look(captured, rank, world_size)
+        run, _, name = save.rpartition("/")
+        if world_size == 1:
+            shared, key = None, (run, 0)
+        else:
+            rounds = self._rounds_of(run, rank, world_size)
+            shared = rounds.agree(name, own.offer, own.data)
+            key = (run, shared.number)
+            if not fits(shared, own.shares, rank=rank):
+                rounds.wish()
+        known = self._plans.get(key)
+        if known is not None and known.fingerprint == own.fingerprint:
+            return known
+        divided = self._units(captured, own, shared, rank)
+        most = self._max_file_bytes
+        made = assemble(captured, divided, rank=rank, world_size=world_size, max_file_bytes=most)
+        self._plans = {key: made}
+        return made
+
+    @staticmethod
+    def _units(
+        captured: Captured, own: _Own, shared: SharedPlan | None, rank: int
+    ) -> Iterable[Unit]:
+        if shared is None:
+            return units(captured.tensors, (), rank=rank, world_size=1)
+        return divide(shared, captured.tensors, own.shares, rank=rank)
+
+    def _look(self, captured: Captured, rank: int, world_size: int) -> _Own:
+        """Divides the state, unless it is what it was in the last save."""
+        own, now = self._own, fingerprint(captured)
+        if own is not None and own.fingerprint == now:
+            return own
+        leaves, marked = captured.tensors, self._marked(captured)
+        found = offered_shares(leaves, marked, rank=rank, world_size=world_size)
+        offered = tuple(each for _, each in found if each is not None)
+        offer = Offer(offered, private_bytes(leaves, found))
+        self._own = _Own(now, found, offer, encode_offer(offered, not_held(leaves, found)))
+        return self._own
+
+    def _rounds_of(self, run: str, rank: int, world_size: int) -> PlanRounds:
+        if self._store is None:
+            self.prepare(rank=rank, world_size=world_size, max_file_bytes=self._max_file_bytes)
+        with self._changing:
+            if self._rounds is None or self._rounds[0] != run:
+                rounds = PlanRounds(
+                    self._store,
+                    run,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout_seconds=self._seconds,
+                )
+                self._rounds = (run, rounds)
+            return self._rounds[1]
+
 
 Store = Any
 """A ``torch.distributed.Store``; torch's type hints lack parts of it."""
@@ -356,4 +524,102 @@ def _stop_if_cancelled() -> None:
         check_cancelled()
 
 
-__all__ = ["PlanRounds"]
+@dataclass(frozen=True, slots=True)
+class SharedPlan:
+    """One rank's part of what was decided for all.
+
+    Args:
+        number: How many were made before it in this run.
+        wish: How often ranks had asked for another plan when it was made.
+        digest: What tells this rank's offer from others.
+        answers: By the names of the shares that the rank offered: the share, and for each box
+            of it who writes what.
+    """
+
+    number: int
+    wish: int
+    digest: str
+    answers: dict[str, tuple[Offered, tuple[Cut | None, ...]]]
+
+
+def shared_plan(
+    number: int, wish: int, digest: str, offered: Sequence[Offered], answer: Answer
+) -> SharedPlan:
+    """A rank's part of a shared plan."""
+    pairs = zip(offered, answer, strict=True)
+    return SharedPlan(number, wish, digest, {each.name: (each, cuts) for each, cuts in pairs})
+
+
+def fits(plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], *, rank: int) -> bool:
+    """Whether a plan says of all that a rank offers who writes it, and binds it to nothing else."""
+    told = all(offered is None or _cuts(plan, offered) is not None for _, offered in found)
+    return told and _broken(plan, found, rank) is None
+
+
+def divide(
+    plan: SharedPlan,
+    leaves: list[TensorLeaf],
+    found: Sequence[tuple[Share, Offered | None]],
+    *,
+    rank: int,
+) -> Iterator[Unit]:
+    """The units of a rank's state, divided as a shared plan has it.
+
+    Args:
+        plan: The plan.
+        leaves: The tensors.
+        found: The shares of the state, as it is now.
+        rank: The rank.
+
+    Raises:
+        SaveError: If the rank no longer has what others leave to it.
+    """
+    broken = _broken(plan, found, rank)
+    if broken is not None:
+        raise SaveError(
+            "Other ranks leave a part of this tensor to this rank, which has it no longer, or not "
+            "as it was",
+            key=broken,
+            rank=rank,
+            hint="Change what is replicated on all ranks together; the next save plans anew",
+        )
+    for share, offered in found:
+        cuts = None if offered is None else _cuts(plan, offered)
+        if cuts is None:
+            pieces = share.holding.written_by(rank) if share.holding.replicas else ()
+        else:
+            pieces = tuple(_pieces(leaves[share.members[0]], share, cuts, rank))
+        yield Unit(share.members, pieces, share.overlapping)
+
+
+def _cuts(plan: SharedPlan, offered: Offered) -> tuple[Cut | None, ...] | None:
+    known = plan.answers.get(offered.name)
+    return known[1] if known is not None and known[0] == offered else None
+
+
+def _pieces(
+    leaf: TensorLeaf, share: Share, cuts: tuple[Cut | None, ...], rank: int
+) -> Iterator[Piece]:
+    boxes = share.holding.boxes
+    for held, cut in zip((None,) if boxes is None else boxes, cuts, strict=True):
+        if cut is None:
+            yield Piece(rank, held)
+        elif cut.dim is None:
+            yield Piece(cut.stops[0][0], held)
+        else:
+            start, box = 0, held or whole_of(leaf.shape)
+            for owner, stop in cut.stops:
+                yield Piece(owner, rows_of(box, cut.dim, start, stop))
+                start = stop
+
+
+def _broken(
+    plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], rank: int
+) -> str | None:
+    """The name of something that others leave to a rank which no longer has it; None if it has."""
+    now = {offered.name: offered for _, offered in found if offered is not None}
+    for name, (promised, cuts) in plan.answers.items():
+        owed = any(cut is not None and any(rank == owner for owner, _ in cut.stops) for cut in cuts)
+        if owed and now.get(name) != promised:
+            return name
+    return None

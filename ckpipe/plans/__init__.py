@@ -1,1 +1,0 @@
-"""Who writes what, and where in which file."""
