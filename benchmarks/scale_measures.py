@@ -36,7 +36,7 @@ from ckpipe.format.object_names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _expect, _match
 from ckpipe.plan.plan import LocalPlanner, fingerprint
-from ckpipe.state.structure import walk
+from ckpipe.state.flatten import walk
 from ckpipe.state.trail import trail_of
 from ckpipe.stores.registry import register_backend
 from ckpipe.tasks.collector import collector_paused

@@ -13,7 +13,7 @@ from ckpipe.format.cargo import file_rows
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckpipe.retention import KeepWithin as KeepWithin
     from ckpipe.running.ledger import Statistics as Statistics
     from ckpipe.settings import Settings as Settings
-    from ckpipe.state.registered_types import register_type as register_type
+    from ckpipe.state.kinds import register_type as register_type
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.stores.registry import register_backend as register_backend
@@ -64,7 +64,7 @@ _HOMES = {
     "Pipeline": "pipeline",
     "LocalPlanner": "plan.plan",
     "Planner": "types",
-    "register_type": "state.registered_types",
+    "register_type": "state.kinds",
     "register_backend": "stores.registry",
     "LoadReport": "reports",
     "SaveReport": "reports",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ckpipe.plan.division import Piece, Share, Unit, shares
 from ckpipe.plan.plan import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.types import JointPlanner, Planner
 
 __all__ = [

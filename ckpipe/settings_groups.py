@@ -101,7 +101,7 @@ class Plan(_Group):
     replicated: Literal["auto", "none"] | tuple[str, ...] = "auto"
     """Which plain tensors all ranks hold alike, so that each byte is written by one rank only:
     ``"auto"`` the parameters of ``DistributedDataParallel`` and what other objects in the state
-    say of themselves (:mod:`ckpipe.state.replication`), ``"none"`` none, and a list of globs on
+    say of themselves (:mod:`ckpipe.state.kinds`), ``"none"`` none, and a list of globs on
     labels those that match besides. DTensors need no mention."""
 
 

@@ -15,7 +15,7 @@ from ckpipe.reports import LoadReport
 
 if TYPE_CHECKING:
     from ckpipe.plan.plan import RankPlan
-    from ckpipe.state.captured import Captured
+    from ckpipe.state.flatten import Captured
 
 SaveStatus = Literal[
     "queued", "capturing", "staged", "uploading", "committed", "skipped", "failed", "cancelled"

@@ -13,8 +13,7 @@ from ckpipe.format.data_file import encode_header
 from ckpipe.format.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
 from ckpipe.format.sealed_json import seal, unseal
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
-from ckpipe.state.captured import Captured
-from ckpipe.state.structure import capture
+from ckpipe.state.flatten import Captured, capture
 from ckpipe.types import CheckpointId
 
 ID = CheckpointId("20261121T034205123Z-golden", 500, 0)

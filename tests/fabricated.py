@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
 

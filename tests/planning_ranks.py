@@ -15,7 +15,7 @@ from ckpipe.format.boxes import Box
 from ckpipe.plan.assignment import Offer, assign, offered_shares, private_bytes
 from ckpipe.plan.global_plan import GlobalPlanner, PlanRounds, divide, shared_plan
 from ckpipe.plan.plan import RankPlan, assemble
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 
 State = Callable[[int], Sequence[Tensor]]
 """The tensors of each rank."""

@@ -18,8 +18,7 @@ from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.saves.copying import fill_blocks, plan_blocks
-from ckpipe.state.captured import Captured
-from ckpipe.state.structure import capture
+from ckpipe.state.flatten import Captured, capture
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, LoadResult
 

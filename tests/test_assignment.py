@@ -18,7 +18,7 @@ from ckpipe.plan import assignment
 from ckpipe.plan.assignment import decode_offer, encode_offer, in_rows, offered_shares, poured
 from ckpipe.plan.division import MIN_PIECE_BYTES
 from ckpipe.plan.plan import RankPlan
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import Mesh, Sharding, sharding
 
 ALIKE = ("alike", "scalar", "some")

@@ -29,8 +29,7 @@ from ckpipe.saves.copying import (
     split_block,
     tensors_of,
 )
-from ckpipe.state.captured import Captured
-from ckpipe.state.structure import capture, walk
+from ckpipe.state.flatten import Captured, capture, walk
 from ckpipe.state.trail import trail_of
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)

@@ -34,7 +34,7 @@ from ckpipe.format.data_file import (
 from ckpipe.format.dtypes import stored_as
 from ckpipe.format.item_sizes import STORED_ITEM_BYTES
 from ckpipe.plan.plan import LocalPlanner
-from ckpipe.state.structure import capture
+from ckpipe.state.flatten import capture
 
 Row = tuple[str, str, tuple[int, ...], int, int]
 

@@ -25,7 +25,7 @@ from ckpipe.saves import block_copiers
 from ckpipe.saves.block_copiers import BlockCopiers, Piece
 from ckpipe.saves.copying import plan_blocks, split_block, tensors_of
 from ckpipe.saves.saving import FilledBlock
-from ckpipe.state.structure import capture
+from ckpipe.state.flatten import capture
 
 BLOCK = 1 << 16
 

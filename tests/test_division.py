@@ -20,9 +20,8 @@ from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.manifest import ChunkRow
 from ckpipe.plan import division
 from ckpipe.plan.plan import LocalPlanner, RankPlan, fingerprint
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured, capture
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
-from ckpipe.state.structure import capture
 
 WORLD = 12
 

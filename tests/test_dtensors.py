@@ -23,7 +23,7 @@ from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.keys import LabelFilter
 from ckpipe.plan import division
 from ckpipe.plan.plan import LocalPlanner, fingerprint
-from ckpipe.state.structure import capture, walk
+from ckpipe.state.flatten import capture, walk
 from ckpipe.state.trail import trail_of
 
 RANK, WORLD = 1, 4

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ckpipe.format.keys import LabelFilter
-from ckpipe.state.captured import Captured
-from ckpipe.state.module_states import attached_state
-from ckpipe.state.structure import capture, walk
+from ckpipe.state.flatten import Captured, capture, walk
+from ckpipe.state.kinds import attached_state
 from ckpipe.state.trail import trail_of
 
 ALL = LabelFilter()

@@ -16,7 +16,7 @@ from ckpipe.locking.ownership import OwnedFacts, OwnedMemory, owned_leaves, owne
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.saves.copying import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
 from ckpipe.saves.programs import Program, divide
-from ckpipe.state.structure import capture, walk
+from ckpipe.state.flatten import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf
 from ckpipe.state.trail import trail_of
 

@@ -22,7 +22,7 @@ from ckpipe.format.manifest import Layout
 from ckpipe.plan.division import Unit, shares
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 
 
 class LastWrites:

@@ -15,8 +15,7 @@ from tensor_states import SPECS, Spec, build
 from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
 from ckpipe.plan.plan import LocalPlanner, RankPlan, fingerprint
-from ckpipe.state.captured import Captured
-from ckpipe.state.structure import capture
+from ckpipe.state.flatten import Captured, capture
 from ckpipe.state.tensors import TensorLeaf, alias_groups
 
 

@@ -21,7 +21,7 @@ from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Structure
 from ckpipe.format.tree_checks import check_tree
-from ckpipe.state.registered_types import register_type
+from ckpipe.state.kinds import register_type
 from ckpipe.testing import MemoryBackend
 
 

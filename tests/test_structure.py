@@ -17,8 +17,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter, decode_key
 from ckpipe.format.manifest import Structure, TensorRow
 from ckpipe.format.tree_checks import check_tree
-from ckpipe.state.captured import Captured
-from ckpipe.state.structure import ABSENT, capture
+from ckpipe.state.flatten import ABSENT, Captured, capture
 from ckpipe.state.tensors import alias_groups, is_contiguous, overlaps_itself, tensor_leaf
 from ckpipe.state.values import decode_value
 

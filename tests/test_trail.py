@@ -26,8 +26,7 @@ import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter
 from ckpipe.plan.plan import fingerprint
-from ckpipe.state.captured import Captured
-from ckpipe.state.structure import capture, walk
+from ckpipe.state.flatten import Captured, capture, walk
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.state.trail import Trail, trail_of
 

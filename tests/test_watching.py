@@ -18,7 +18,7 @@ from ckpipe.locking.watching import (
     worth_watching,
 )
 from ckpipe.memory import raw_memory
-from ckpipe.state.structure import capture
+from ckpipe.state.flatten import capture
 
 shapes = st.lists(st.integers(0, 40), max_size=3)
 dtypes = st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.complex128])

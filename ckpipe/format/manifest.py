@@ -52,7 +52,7 @@ class Structure:
     """What a state looks like without its values.
 
     Args:
-        tree: The root node; see :mod:`ckpipe.state.structure`.
+        tree: The root node; see :mod:`ckpipe.state.flatten`.
         tensors: The tensor table that the tree's numbers point into.
         values: How many inline values the tree points to.
     """

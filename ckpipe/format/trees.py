@@ -1,7 +1,7 @@
 """Saved trees as data: what lies in a node.
 
 A tree comes from a manifest that anybody may have written; its form was checked when that was
-decoded (:mod:`ckpipe.format.tree_checks`). :mod:`ckpipe.state.structure` says what the nodes mean.
+decoded (:mod:`ckpipe.format.tree_checks`). :mod:`ckpipe.state.flatten` says what the nodes mean.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ from ckpipe.loads.stateful_objects import (
     mismatch,
 )
 from ckpipe.loads.targets import Targets
-from ckpipe.state.containers import is_stateful
-from ckpipe.state.registered_types import registered_as, registered_for
+from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.tasks.user_code import user_code
 
 

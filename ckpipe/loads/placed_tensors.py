@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ckpipe.errors import ShapeMismatch
 from ckpipe.loads.stored_tensors import Region
-from ckpipe.state.dtensors import Shardings
+from ckpipe.state.tensors import Shardings
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of tensors that nothing but their memory is to be said of."""

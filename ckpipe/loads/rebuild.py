@@ -1,4 +1,4 @@
-"""A saved tree made into objects again: the inverse of :func:`ckpipe.state.structure.capture`.
+"""A saved tree made into objects again: the inverse of :func:`ckpipe.state.flatten.capture`.
 
 Theory. A tree is first *planned*: every class is looked up, every value decoded, every tensor
 allocated, and each node becomes a function that makes its object. Whatever is wrong shows here,
@@ -36,7 +36,7 @@ from ckpipe.loads.random_state import is_generators
 from ckpipe.loads.selecting import any_selected
 from ckpipe.loads.stored_tensors import StoredTensor
 from ckpipe.loads.targets import Targets
-from ckpipe.state.registered_types import registered_as
+from ckpipe.state.kinds import registered_as
 from ckpipe.state.values import decode_value, resolve_class
 
 

@@ -20,7 +20,7 @@ from ckpipe.loads.merged_trees import Member, MergedTree, Origin, paths
 from ckpipe.loads.per_rank import PerRankItems, PerRankPolicy
 from ckpipe.loads.sources import Elsewhere
 from ckpipe.loads.stateful_objects import live_state
-from ckpipe.state.containers import is_stateful
+from ckpipe.state.kinds import is_stateful
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch
 
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.trees import MAPPINGS, SETS, Node, children_of, shared_containers
-from ckpipe.state.containers import is_stateful
-from ckpipe.state.structure import ABSENT
+from ckpipe.state.flatten import ABSENT
+from ckpipe.state.kinds import is_stateful
 
 _MOST_LABELS = 10_000_000
 

@@ -22,7 +22,7 @@ from ckpipe.loads.live_tensors import (
 from ckpipe.loads.placed_tensors import is_placed, regions_of
 from ckpipe.loads.sharing import apart, check_agreement, disputed_groups, distinct, distinct_fills
 from ckpipe.loads.stored_tensors import StoredTensor, StoredTensors
-from ckpipe.state.dtensors import Shardings
+from ckpipe.state.tensors import Shardings
 
 
 class Targets:

@@ -17,8 +17,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ckpipe.state.dtensors import is_dtensor_type, local_part
-from ckpipe.state.tensors import PLAIN_TYPES, TensorLeaf, alias_groups, is_dense
+from ckpipe.state.tensors import (
+    PLAIN_TYPES,
+    TensorLeaf,
+    alias_groups,
+    is_dense,
+    is_dtensor_type,
+    local_part,
+)
 
 
 def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckpipe.memory.raw_memory import copy_each
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf, is_dense
 
 SAMPLE_BYTES = 64

@@ -22,7 +22,7 @@ from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint
 from ckpipe.ranks.topology import Topology
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.tasks.user_code import user_code

@@ -22,7 +22,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout
 from ckpipe.format.object_names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf, alias_groups
 from ckpipe.types import JointPlanner as JointPlanner
@@ -98,7 +98,7 @@ class LocalPlanner:
 
     Args:
         replicated: Which plain tensors all ranks hold alike: ``"auto"`` those of which an object
-            in the state says so (see :mod:`ckpipe.state.replication`), ``"none"`` none, and globs
+            in the state says so (see :mod:`ckpipe.state.kinds`), ``"none"`` none, and globs
             on labels those that match besides. It must be the same on all ranks.
         max_file_bytes: The largest data file that the store takes, in bytes; what does not fit
             goes to further files. None for no limit.

@@ -30,7 +30,7 @@ from ckpipe.locking.lock_turns import Turn
 from ckpipe.locking.watching import Sample, Watch
 from ckpipe.saves.copying import BlockPlan, fill_blocks, tensors_of
 from ckpipe.saves.saving import FilledBlock
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.tasks import to_thread
 

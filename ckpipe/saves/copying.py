@@ -28,7 +28,7 @@ from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.raw_memory import copy_each
 from ckpipe.memory.summed_copies import summed_copies
 from ckpipe.plan.plan import RankPlan, Source
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 

@@ -15,7 +15,7 @@ from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
 from ckpipe.locking.watching import Sample, worth_watching
 from ckpipe.plan.plan import RankPlan
 from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 
 

@@ -27,7 +27,7 @@ from ckpipe.saves.block_sums import BlockSums
 from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.delivery import Contents, Delivery
 from ckpipe.saves.programs import Division, Program
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__

@@ -31,7 +31,7 @@ from ckpipe.saves.copying import plan_blocks
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import FilledBlock, Save, SkipSave
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.state.trail import Trail
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused

@@ -19,7 +19,7 @@ from ckpipe.loads.sources import Sources
 from ckpipe.loads.stored_tensors import StoredTensor, StoredTensors
 from ckpipe.loads.targets import Targets
 from ckpipe.saves.saving import FilledBlock, Save
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 
 _MAX_ITEM = 16
 

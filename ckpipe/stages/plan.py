@@ -8,7 +8,7 @@ from ckpipe.plan.plan import fingerprint
 from ckpipe.saves.programs import Program
 from ckpipe.saves.saving import CapturedState, PlannedState, Save
 from ckpipe.saves.site import Site
-from ckpipe.state.captured import Captured
+from ckpipe.state.flatten import Captured
 from ckpipe.tasks import to_thread
 
 

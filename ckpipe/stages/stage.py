@@ -24,8 +24,8 @@ from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.programs import Division, Program, divide
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.saves.site import Site
-from ckpipe.state.captured import Captured, Walked
-from ckpipe.state.structure import walk as walk_state
+from ckpipe.state.flatten import Captured, Walked
+from ckpipe.state.flatten import walk as walk_state
 from ckpipe.state.trail import trail_of
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.caller import on_caller

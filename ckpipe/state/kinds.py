@@ -1,0 +1,332 @@
+"""The kinds of containers of a state: how each is told from the others, and what lies in one.
+
+The walk that takes a state apart and the trail that checks whether a later state is like it both
+read containers by these rules.
+
+Modules. ``torch.nn.Module.state_dict`` detaches each parameter and buffer, and changes nothing
+else. For a DTensor that costs more than all else that a walk does for it, and the walk looks at
+nothing of a detached tensor that it could not see on the attached one. So modules are asked for
+their tensors themselves (``keep_vars``), which the walk then takes for what ``detach`` would make
+of them. That is exact only as long as torch's own code decides what stands in the state: of a
+module that has hooks behind its ``state_dict``, its own way to save, or extra state, the plain
+``state_dict`` is called.
+
+Registered types become plain data and back by functions of the program. ``collections.Counter``,
+which torch's ``MultiStepLR`` has in its state, is registered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ckpipe.errors import InvalidManifest, UnsupportedState
+from ckpipe.format.keys import Json, encode_key, label_part
+from ckpipe.state.values import lasting_path
+from ckpipe.tasks.user_code import user_code
+
+IMMUTABLE = frozenset((tuple, frozenset, set))
+"""Kinds of which the same object in two places is saved as two."""
+
+
+class Contents(NamedTuple):
+    """What lies in a container.
+
+    Args:
+        children: The objects in it.
+        keys: The key of each child; None where they are counted.
+        head: What else belongs to it, as JSON.
+        attached: Whether the tensors in its only child stand for what ``detach`` makes of them.
+    """
+
+    children: list[Any]
+    keys: list[Any] | None = None
+    head: Json = None
+    attached: bool = False
+
+
+def kind_of(obj: Any) -> str | None:
+    """The kind of a container, as a tree names it; None for everything else."""
+    return _EXACT.get(type(obj)) or _inexact(obj)
+
+
+def is_stateful(obj: Any) -> bool:
+    """Whether an object is saved by its ``state_dict`` and loaded by its ``load_state_dict``."""
+    return callable(getattr(obj, "state_dict", None)) and callable(
+        getattr(obj, "load_state_dict", None)
+    )
+
+
+def contents_of(kind: str, obj: Any, label: str) -> Contents:
+    """What lies in a container, by its kind; runs the user's code for objects that have some.
+
+    Raises:
+        UnsupportedState: If it is of no form that can be saved.
+    """
+    return _CONTENTS[kind](obj, label)
+
+
+_EXACT: dict[type[Any], str] = {
+    dict: "dict",
+    list: "list",
+    tuple: "tuple",
+    OrderedDict: "ordered_dict",
+    defaultdict: "default_dict",
+    deque: "deque",
+    set: "set",
+    frozenset: "frozenset",
+}
+
+
+def _inexact(obj: Any) -> str | None:
+    if registered_for(type(obj)) is not None:
+        return "registered"
+    if isinstance(obj, type):
+        return None
+    if not isinstance(obj, torch.Tensor) and is_stateful(obj):
+        return "stateful"
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return "named_tuple"
+    if dataclasses.is_dataclass(obj):
+        return "dataclass"
+    return None
+
+
+def _mapping(obj: Any, label: str) -> Contents:
+    return Contents(list(obj.values()), list(obj))
+
+
+def _sequence(obj: Any, label: str) -> Contents:
+    return Contents(list(obj))
+
+
+def _ordered_dict(obj: OrderedDict[Any, Any], label: str) -> Contents:
+    # A module's state_dict carries the versions of its parts in an attribute. It comes last.
+    attributes = vars(obj)
+    children = list(obj.values())
+    if attributes:
+        children.append(dict(attributes))
+    return Contents(children, list(obj), bool(attributes))
+
+
+def _default_dict(obj: defaultdict[Any, Any], label: str) -> Contents:
+    factory = obj.default_factory
+    name = next((name for name, each in FACTORIES.items() if each is factory), None)
+    if factory is not None and name is None:
+        raise UnsupportedState(
+            f"A defaultdict has the factory {factory!r:.100}",
+            key=label or None,
+            hint="Factories that can be saved are " + ", ".join(FACTORIES),
+        )
+    return Contents(list(obj.values()), list(obj), name)
+
+
+FACTORIES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (list, dict, set, int, float, str, tuple, bool, bytes)
+}
+"""The factories a defaultdict may have."""
+
+
+def _deque(obj: deque[Any], label: str) -> Contents:
+    return Contents(list(obj), None, obj.maxlen)
+
+
+def _set(obj: set[Any] | frozenset[Any], label: str) -> Contents:
+    # Sorted by their form, so that equal sets make equal trees.
+    members = sorted(obj, key=lambda member: repr(encode_key(member, label)))
+    return Contents([], None, [encode_key(member, label) for member in members])
+
+
+def _named_tuple(obj: Any, label: str) -> Contents:
+    return Contents(list(obj), list(obj._fields), lasting_path(type(obj)))
+
+
+def _dataclass(obj: Any, label: str) -> Contents:
+    attributes = dict(_attributes(obj))
+    return Contents(list(attributes.values()), list(attributes), lasting_path(type(obj)))
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
+    for name in names:
+        yield name, getattr(obj, name)
+    for name, value in getattr(obj, "__dict__", {}).items():
+        if name not in names:
+            yield name, value
+
+
+def _stateful(obj: Any, label: str) -> Contents:
+    with user_code("state_dict", label):
+        attached = attached_state(obj)
+        if attached is not None:
+            return Contents([attached], attached=True)
+        return Contents([obj.state_dict()])
+
+
+def _registered(obj: Any, label: str) -> Contents:
+    known = registered_for(type(obj))
+    assert known is not None
+    with user_code("to_state", label):
+        return Contents([known.to_state(obj)], None, known.name)
+
+
+_CONTENTS: dict[str, Callable[[Any, str], Contents]] = {
+    "dict": _mapping,
+    "list": _sequence,
+    "tuple": _sequence,
+    "ordered_dict": _ordered_dict,
+    "default_dict": _default_dict,
+    "deque": _deque,
+    "set": _set,
+    "frozenset": _set,
+    "named_tuple": _named_tuple,
+    "dataclass": _dataclass,
+    "stateful": _stateful,
+    "registered": _registered,
+}
+
+
+def attached_state(obj: Any) -> dict[str, torch.Tensor] | None:
+    """What an object's ``state_dict()`` returns, each tensor before it is detached.
+
+    Returns:
+        None if only its ``state_dict()`` itself can tell.
+    """
+    if not isinstance(obj, nn.Module) or not _saves_as_torch_does(obj):
+        return None
+    state: dict[str, torch.Tensor] = obj.state_dict(keep_vars=True)
+    return state
+
+
+_WAYS_TO_SAVE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def _saves_as_torch_does(module: nn.Module) -> bool:
+    pending, seen, kinds = [module], {id(module)}, set()
+    hooks: dict[int, Any] = {}  # mostly one for all modules
+    while pending:
+        each = pending.pop()
+        if each._state_dict_hooks or not each.__dict__.keys().isdisjoint(_WAYS_TO_SAVE):
+            return False
+        for hook in each._state_dict_pre_hooks.values():
+            hooks[id(hook)] = hook
+        kinds.add(type(each))
+        for child in each._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                pending.append(child)
+    return all(map(_is_plain_kind, kinds)) and _are_torchs(hooks.values())
+
+
+def _is_plain_kind(kind: type[nn.Module]) -> bool:
+    own = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WAYS_TO_SAVE)
+    return not own and not issubclass(kind, torch.jit.ScriptModule)
+
+
+def _are_torchs(hooks: Iterable[Any]) -> bool:
+    """Whether hooks are torch's, which do not ask for ``keep_vars``; ``fully_shard`` has some."""
+    return all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredType:
+    """How the objects of one class are saved.
+
+    Args:
+        name: What a manifest calls the class.
+        cls: The class itself; subclasses are not covered.
+        to_state: Makes a state of an object: any nesting of what ckpipe saves.
+        from_state: Makes an object of such a state.
+    """
+
+    name: str
+    cls: type[Any]
+    to_state: Callable[[Any], Any]
+    from_state: Callable[[Any], Any]
+
+
+_by_class: dict[type[Any], RegisteredType] = {}
+_by_name: dict[str, RegisteredType] = {}
+
+
+def register_type(
+    cls: type[T],
+    *,
+    to_state: Callable[[T], Any],
+    from_state: Callable[[Any], T],
+    name: str | None = None,
+) -> None:
+    """Teaches ckpipe to save and load the objects of a class.
+
+    The same call must have been made in a program that loads them.
+
+    Args:
+        cls: The class; its subclasses need calls of their own.
+        to_state: Makes a state of an object: any nesting of what ckpipe saves, tensors included.
+        from_state: Makes an object of such a state.
+        name: What checkpoints call the class; by default its module and qualified name. It must
+            stay the same for as long as checkpoints with it are to be loaded.
+
+    Raises:
+        ValueError: If another class has this name.
+    """
+    name = name or f"{cls.__module__}:{cls.__qualname__}"
+    known = _by_name.get(name)
+    if known is not None and known.cls is not cls:
+        raise ValueError(f"the name {name!r} already stands for {known.cls!r}")
+    _by_class[cls] = _by_name[name] = RegisteredType(name, cls, to_state, from_state)
+
+
+def registered_for(cls: type[Any]) -> RegisteredType | None:
+    """The registration of a class, if it has one."""
+    return _by_class.get(cls)
+
+
+def registered_as(name: str) -> RegisteredType | None:
+    """The registration that a manifest names, if this program made it."""
+    return _by_name.get(name)
+
+
+def _counts(counter: Counter[Any]) -> OrderedDict[Any, Any]:
+    counts: OrderedDict[Any, Any] = OrderedDict(counter)
+    vars(counts).update(vars(counter))
+    return counts
+
+
+def _counter(counts: Any) -> Counter[Any]:
+    if not isinstance(counts, dict):
+        raise InvalidManifest(f"A Counter was saved as a {type(counts).__qualname__}")
+    made: Counter[Any] = Counter(counts)
+    vars(made).update(getattr(counts, "__dict__", {}))
+    return made
+
+
+register_type(Counter, to_state=_counts, from_state=_counter)
+
+
+ReplicatedTest = Callable[[str], bool]
+"""Tells by the label of a tensor, from its object on, whether all ranks hold it alike."""
+
+
+def replicated_test(obj: Any) -> ReplicatedTest | None:
+    """Ask an object which of its tensors all ranks hold alike; None if it does not say.
+
+    It says so by ``__ckpipe_replicated__``, as ``docs/reference/state.md`` describes. Parameters of
+    ``DistributedDataParallel`` are alike, its buffers are not.
+    """
+    own: ReplicatedTest | None = getattr(obj, "__ckpipe_replicated__", None)
+    if own is not None:
+        return own
+    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+        named = obj.named_parameters(remove_duplicate=False)
+        return frozenset(label_part(name) for name, _ in named).__contains__
+    return None
