@@ -22,7 +22,7 @@ import math
 
 from anyio import create_memory_object_stream, create_task_group
 
-from ckpipe.locking.lock_turns import Turn
+from ckpipe.lock.holds import Turn
 from ckpipe.saves.saving import CapturedState, FilledBlock, PlannedState, Save
 from ckpipe.saves.site import Site
 from ckpipe.stages import lock, plan, stage

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.locking.watching import MANY_TENSORS
+from ckpipe.lock.late_copies import MANY_TENSORS
 from ckpipe.saves.block_copiers import BlockCopiers
 
 BLOCK = 1 << 16

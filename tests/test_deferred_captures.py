@@ -16,9 +16,9 @@ import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
 from ckpipe.errors import CaptureTooSlow, StateChanged, StateLockTimeout
-from ckpipe.locking.lock import StateLock
-from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.watching import Sample, Watch
+from ckpipe.lock.holds import Turn
+from ckpipe.lock.late_copies import Sample, Watch
+from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.saves import block_copiers

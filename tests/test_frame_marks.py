@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from ckpipe.tasks._threads import FrameMark, thread_of
+from ckpipe.lock.waiters import FrameMark, thread_of
 
 
 def mark_of_a_frame_that_ended() -> FrameMark:

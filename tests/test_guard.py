@@ -16,8 +16,8 @@ from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 from torch.optim import SGD, AdamW, Optimizer
 
 from ckpipe.errors import LockMisuse, UsageError
-from ckpipe.locking.guard import guard
-from ckpipe.locking.lock import StateLock
+from ckpipe.lock.guard import guard
+from ckpipe.lock.lock import StateLock
 
 
 @pytest.fixture

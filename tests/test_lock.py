@@ -20,8 +20,8 @@ import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 
 from ckpipe.errors import LockMisuse, StateLockTimeout
-from ckpipe.locking.lock import StateLock
-from ckpipe.locking.lock_turns import LoadHold
+from ckpipe.lock.holds import LoadHold
+from ckpipe.lock.lock import StateLock
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_an_exception_inside_leaves_nothing_held(lock: StateLock) -> None:
 
 FORKING = """
 import os, threading
-from ckpipe.locking.lock import StateLock
+from ckpipe.lock.lock import StateLock
 lock, held, go_on = StateLock(), threading.Event(), threading.Event()
 token = lock.acquire_capture(thread=-1)
 

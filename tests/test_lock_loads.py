@@ -14,8 +14,8 @@ import pytest
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 
 from ckpipe.errors import LockMisuse, StateLockTimeout
-from ckpipe.locking.lock import StateLock
-from ckpipe.locking.lock_turns import LoadHold
+from ckpipe.lock.holds import LoadHold
+from ckpipe.lock.lock import StateLock
 from ckpipe.tasks.caller import Caller
 
 

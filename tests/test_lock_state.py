@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from ckpipe.locking.lock_state import (
+from ckpipe.lock.lock_state import (
     PATIENCE,
     LockState,
     Request,

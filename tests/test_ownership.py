@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpipe.format.cargo import Cargo
 from ckpipe.format.keys import LabelFilter
-from ckpipe.locking.ownership import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
+from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.saves.copying import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
 from ckpipe.saves.programs import Program, divide

@@ -10,13 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.locking.watching import (
-    LEAST_MEAN_BYTES,
-    MANY_TENSORS,
-    Sample,
-    Watch,
-    worth_watching,
-)
+from ckpipe.lock.late_copies import LEAST_MEAN_BYTES, MANY_TENSORS, Sample, Watch, worth_watching
 from ckpipe.memory import raw_memory
 from ckpipe.state.flatten import capture
 

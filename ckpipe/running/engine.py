@@ -25,7 +25,7 @@ from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.export import exported
 from ckpipe.loads.restore import LoadRequest
-from ckpipe.locking.lock import StateLock
+from ckpipe.lock.lock import StateLock
 from ckpipe.ranks.appointments import Diary
 from ckpipe.ranks.attempts import remove_claim
 from ckpipe.ranks.cadence import Cadence

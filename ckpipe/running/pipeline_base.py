@@ -8,8 +8,8 @@ from typing import SupportsIndex, Unpack
 from torch.optim import Optimizer
 
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
-from ckpipe.locking.guard import Guarded
-from ckpipe.locking.lock import StateLock
+from ckpipe.lock.guard import Guarded
+from ckpipe.lock.lock import StateLock
 from ckpipe.running.call_arguments import location, plain_step
 from ckpipe.running.ledger import Statistics
 from ckpipe.running.pipeline_core import Hook, PipelineCore

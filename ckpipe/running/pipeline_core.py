@@ -25,9 +25,9 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.loads.holding import NoHold
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.loads.restore import LoadRequest
-from ckpipe.locking.guard import Guarded, StepGuard, guard, optimizers_of
-from ckpipe.locking.lock import StateLock, lock_of
-from ckpipe.locking.lock_turns import LoadHold
+from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
+from ckpipe.lock.holds import LoadHold
+from ckpipe.lock.lock import StateLock, lock_of
 from ckpipe.ranks.preemption import Preemption, SignalWatch
 from ckpipe.ranks.topology import ALONE, find_topology
 from ckpipe.running.announcing import END

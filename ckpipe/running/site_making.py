@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpipe.delivery_run import Here
 from ckpipe.events import EventBus
-from ckpipe.locking.lock import StateLock
+from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.memory.pinning import Pinning

@@ -25,9 +25,9 @@ import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import StateChanged
-from ckpipe.locking.lock import Fence
-from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.watching import Sample, Watch
+from ckpipe.lock.holds import Turn
+from ckpipe.lock.late_copies import Sample, Watch
+from ckpipe.lock.lock import Fence
 from ckpipe.saves.copying import BlockPlan, fill_blocks, tensors_of
 from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.flatten import Captured

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from ckpipe.errors import LockMisuse
-from ckpipe.locking.lock_turns import Turn
+from ckpipe.lock.holds import Turn
 from ckpipe.saves.saving import CapturedState, Save
 from ckpipe.saves.site import Site
 from ckpipe.tasks.caller import Job

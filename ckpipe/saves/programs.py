@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from ckpipe.format.cargo import Cargo
-from ckpipe.locking.ownership import OwnedFacts, owned_leaves, owned_tensors
-from ckpipe.locking.watching import Sample, worth_watching
+from ckpipe.lock.late_copies import OwnedFacts, Sample, owned_leaves, owned_tensors, worth_watching
 from ckpipe.plan.plan import RankPlan
 from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
 from ckpipe.state.flatten import Captured

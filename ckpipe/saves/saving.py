@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import Structure, TensorRow
-from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.watching import Watch
+from ckpipe.lock.holds import Turn
+from ckpipe.lock.late_copies import Watch
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.saves.block_sums import BlockSums

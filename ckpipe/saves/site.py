@@ -20,7 +20,7 @@ from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.format.cargo import Cargo
-from ckpipe.locking.lock import StateLock
+from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
 from ckpipe.plan.check import OWN_PLANNERS, check_plan

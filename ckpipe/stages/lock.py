@@ -7,7 +7,7 @@ import logging
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import PipelineBusy, SaveError, StateChanged, UsageError
-from ckpipe.locking.lock_turns import Turn
+from ckpipe.lock.holds import Turn
 from ckpipe.saves.saving import Save
 from ckpipe.saves.site import Site
 

@@ -14,8 +14,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.errors import StateLockTimeout, UsageError
 from ckpipe.events import Staged
 from ckpipe.loads.selecting import unmatched
-from ckpipe.locking.lock_turns import Turn
-from ckpipe.locking.watching import Watch
+from ckpipe.lock.holds import Turn
+from ckpipe.lock.late_copies import Watch
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams, events_behind
 from ckpipe.plan.plan import fingerprint

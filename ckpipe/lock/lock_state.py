@@ -207,19 +207,3 @@ def _settle(state: LockState) -> Transition:
 def _grant(state: LockState, granted: tuple[Request, ...]) -> Transition:
     still = tuple(request for request in state.waiting if request not in granted)
     return Transition(replace(state, holding=state.holding + granted, waiting=still), granted)
-
-
-__all__ = [
-    "PATIENCE",
-    "LockState",
-    "Request",
-    "Side",
-    "Transition",
-    "arrive",
-    "blocks_itself",
-    "defer",
-    "forfeitable",
-    "leave",
-    "stops_a_load",
-    "waits_already",
-]

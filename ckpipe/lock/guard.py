@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ckpipe.errors import UsageError
-from ckpipe.locking.lock import StateLock
-from ckpipe.tasks._threads import FrameMark, callers
+from ckpipe.lock.lock import StateLock
+from ckpipe.lock.waiters import FrameMark, callers
 
 # The function that torch wraps around the step of every optimizer class, and that calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
@@ -217,6 +217,3 @@ def _step_frame(hook_caller: FrameType) -> FrameType:
 
 def _belongs_to_compiler(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch._dynamo")
-
-
-__all__ = ["Guarded", "StepGuard", "guard", "optimizers_of"]

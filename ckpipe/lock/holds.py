@@ -1,4 +1,4 @@
-"""A save's holds of the state lock, one after the other, and a load's only one."""
+"""Hold the state lock for a save, one hold after the other, or for a load."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import anyio
 
-from ckpipe.locking.lock import CaptureToken, Fence, StateLock
-from ckpipe.locking.lock_state import Request
+from ckpipe.lock.lock import CaptureToken, Fence, StateLock
+from ckpipe.lock.lock_state import Request
 from ckpipe.tasks.caller import Caller
 
 
@@ -145,6 +145,3 @@ class LoadHold:
         request, self._request = self._request, None
         if request is not None:
             self._lock.release_load(request)
-
-
-__all__ = ["LoadHold", "Turn"]

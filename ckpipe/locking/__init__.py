@@ -1,1 +1,0 @@
-"""What keeps steps of the trainer and copies of the state apart."""
