@@ -507,6 +507,14 @@ def test_help_needs_no_extra(missing: str, words: list[str]) -> None:
         assert re.search(line, done.stdout)
 
 
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_version_needs_no_extra(missing: str) -> None:
+    done = program_without(missing, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"ckpipe {ckpipe.__version__}\n", "")
+    done = program_without(missing, "--version", "--json")
+    assert json.loads(done.stdout) == {"version": ckpipe.__version__}
+
+
 def program_without(module: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Call the program where a module is not installed."""
     code = f"import sys; sys.modules[{module!r}] = None; from ckpipe.cli import main; main()"

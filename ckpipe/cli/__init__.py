@@ -1,6 +1,7 @@
 """The command ``ckpipe``: looks at checkpoints and keeps house, without opening a pipeline.
 
-Importing ``ckpipe`` does not import this package, which needs the extra ``cli`` for all but help.
+Importing ``ckpipe`` does not import this package, which needs the extra ``cli`` for all but help
+and version.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ckpipe.cli.commands import INSTALL, plain_help
+from ckpipe.cli.commands import INSTALL, plain_help, version_text
 from ckpipe.cli.streams import drop, open_closed_streams
 
 _INTERRUPTED, _CRASHED = 130, 70
@@ -30,8 +31,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             _crashed()
-        if {"-h", "--help"} & set(sys.argv[1:]):
-            sys.stdout.write(plain_help())
+        words = set(sys.argv[1:])
+        if words & {"-h", "--help", "--version"}:
+            asks_help = bool(words & {"-h", "--help"})
+            sys.stdout.write(plain_help() if asks_help else version_text("--json" in words) + "\n")
             sys.exit(0)
         sys.stderr.write(f"error: the command needs more packages: {INSTALL}\n")
         sys.exit(2)

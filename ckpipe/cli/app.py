@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ckpipe.cli.commands import ABOUT, COMMANDS, EPILOG, Command
+from ckpipe.cli.commands import ABOUT, COMMANDS, EPILOG, Command, version_text
 from ckpipe.cli.screen import Screen
 from ckpipe.cli.streams import NOBODY_READS, OUTPUT_FAILED, drop
-from ckpipe.version import __version__
 
 
 def _show_version(ctx: typer.Context, value: bool) -> None:
     if value:
-        as_json = ctx.params.get("json")
-        typer.echo(dumps({"version": __version__}) if as_json else f"ckpipe {__version__}")
+        typer.echo(version_text(bool(ctx.params.get("json"))))
         raise typer.Exit
 
 

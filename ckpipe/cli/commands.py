@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from json import dumps
 from typing import NamedTuple
+
+from ckpipe.version import __version__
 
 INSTALL = "pip install 'ckpipe[cli]'"
 
@@ -59,6 +62,11 @@ COMMANDS = (
     Command("bench", "bench:bench", "Measure machine and store; say what to set.", "torch"),
     Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
 )
+
+
+def version_text(as_json: bool) -> str:
+    """Name the version of the program."""
+    return dumps({"version": __version__}) if as_json else f"ckpipe {__version__}"
 
 
 def plain_help() -> str:
