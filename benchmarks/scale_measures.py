@@ -33,8 +33,9 @@ from ckpipe.format.manifest import Bundle
 from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
 from ckpipe.format.merging import merge
 from ckpipe.format.object_names import GROUP_SIZE, index_key, manifest_key
+from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
-from ckpipe.loads.restore import LoadRequest, _expect, _match
+from ckpipe.loads.restore import LoadRequest, _match
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.flatten import walk
 from ckpipe.state.trail import trail_of
@@ -249,9 +250,9 @@ def load(ranks: int) -> Figures:
     request = LoadRequest(target, LabelFilter(), strict=True, cast=False, pickling=False)
 
     def planned() -> None:
-        expected = _expect(bundle, request, 0, 1)
-        matched = _match(bundle, expected, request, 0, 1)
-        plan_reads(expected.data, matched.targets.needs, ReadLimits(16 << 20, 4096))
+        data = entry_table(bundle)
+        matched = _match(bundle, data, request, 0, 1)
+        plan_reads(data, matched.targets.needs, ReadLimits(16 << 20, 4096))
 
     return {
         "chunks": float(ranks * TENSORS),

@@ -68,22 +68,6 @@ def test_a_target_is_matched_while_the_lease_is_being_written() -> None:
     assert target.value == 1
 
 
-def test_ranges_are_read_while_the_lease_is_being_written_and_wait_for_it() -> None:
-    target = {"a": torch.zeros(1000)}
-    with stores() as store, ckpipe.SyncPipeline(store.url) as pipeline:
-        pipeline.save({"a": torch.ones(1000)}, step=1, until="committed")
-        store.slow.hold("put", "cached")
-        with ThreadPoolExecutor(1) as threads:
-            loading = threads.submit(pipeline.load, target)
-            try:
-                store.slow.gate.wait_until_held(2)  # the lease, and the first look at a data file
-                assert not target["a"].any()
-            finally:
-                store.slow.release()
-            loading.result(30)
-    assert target["a"].all()
-
-
 async def test_what_was_found_of_a_layout_is_not_worked_out_again() -> None:
     bundle = await stored({"a": torch.ones(3)}, MemoryBackend())
     found = known_facts(bundle, {})

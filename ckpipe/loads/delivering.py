@@ -1,4 +1,4 @@
-"""What deliverers do, in threads: verify what arrived, and hand it to its destinations."""
+"""Verify what was read, and hand it to its destinations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import anyio.from_thread
 import torch
 
 from ckpipe.format.checksum import CHUNK_BYTES, Parts, crc32c, crc32c_of_each
@@ -16,14 +15,12 @@ from ckpipe.loads.seams import Seams
 from ckpipe.memory.addresses import address_of
 from ckpipe.memory.raw_memory import copy_each
 
-_RUNS = 4
-"""Of how many parts a deliverer takes one at a time of a read that is in memory already. They are
-small, so that all deliverers end at about the same time."""
-
-
 _LEAST_TOGETHER = 16
 """How many chunks a megabyte must have for them to be verified and copied together: a call that
 does that for several costs as much as a few calls for one."""
+
+Destinations = Mapping[int, Sequence[Destination]]
+"""For each entry that is asked for, by number, who takes its bytes."""
 
 
 @dataclass(slots=True)
@@ -35,8 +32,6 @@ class ReadTally:
         planned: Bytes that will have been read at the end, as far as is known.
         reads: Requests made.
         began: When reading began, by :func:`time.perf_counter`; 0 until then.
-        waited: Seconds in which nothing was read, since all buffers were full and nobody knew yet
-            who takes what is in them.
         delivered: Whether verified bytes have left the buffers.
     """
 
@@ -44,43 +39,7 @@ class ReadTally:
     planned: int = 0
     reads: int = 0
     began: float = 0.0
-    waited: float = 0.0
     delivered: bool = False
-
-
-_Run = tuple[int, Sequence[Piece], Sequence[Fragment]]
-"""Chunks that a deliverer takes together, and parts of chunks; and where their read begins."""
-
-
-@dataclass(slots=True)
-class Arrived:
-    """Bytes of reads of one file that follow one another.
-
-    Args:
-        file: The number of the file.
-        fetch: Brings the bytes between two places of them; to be called in any thread, in which
-            the next call may overwrite what the last one has brought.
-        runs: What nobody has taken yet. Deliverers draw from it at the same time, which the
-            interpreter's lock makes safe for the iterator of a list.
-        buffer: The buffer that the bytes are in, if any.
-    """
-
-    file: int
-    fetch: Callable[[int, int], memoryview]
-    runs: Iterator[_Run]
-    buffer: memoryview | None = None
-
-
-def shared(reads: list[Read], fetch: Callable[[int, int], memoryview]) -> Arrived:
-    """What several deliverers fetch and deliver side by side."""
-    begin, runs = reads[0].offset, list[_Run]()
-    for read in reads:
-        count = max(1, -(-len(read.pieces) // _RUNS))
-        for first in range(0, len(read.pieces), count):
-            runs.append((read.offset - begin, read.pieces[first : first + count], ()))
-        if read.fragments:
-            runs.append((read.offset - begin, (), read.fragments))
-    return Arrived(reads[0].file, fetch, iter(runs))
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
@@ -95,7 +54,7 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
 
 
 class Delivery:
-    """One delivery, by several threads at a time.
+    """Verifies and hands on what several threads read at a time.
 
     Args:
         destinations: Who takes the bytes of an entry.
@@ -106,37 +65,34 @@ class Delivery:
 
     def __init__(
         self,
-        destinations: Mapping[int, Sequence[Destination]],
+        destinations: Destinations,
         tally: ReadTally,
         read_again: Callable[[Piece, memoryview], memoryview],
     ) -> None:
         self._destinations, self._tally, self._seams = destinations, tally, Seams()
         self._read_again = read_again
 
-    def put(self, arrived: Arrived) -> None:
-        """Verifies the chunks of what arrived and delivers each; blocks.
+    def put(self, read: Read, fetch: Callable[[int, int], memoryview]) -> None:
+        """Verify the chunks of a read and deliver each; blocks.
 
         Args:
-            arrived: What arrived, of which others may deliver a part meanwhile.
+            read: The read.
+            fetch: Brings its bytes between two places, until it is called again.
 
         Raises:
             ChecksumMismatch: If a chunk is damaged; nothing behind it is delivered.
         """
-        fetch = arrived.fetch
         with torch.no_grad():
-            for shift, pieces, fragments in arrived.runs:
-                anyio.from_thread.check_cancelled()
-                for batch in _batches(pieces):
-                    first, last = batch[0], batch[-1]
-                    source = fetch(shift + first.at, shift + last.at + last.hi - last.lo)
-                    if len(batch) > 1 and self._take_small(batch, source):
-                        continue
-                    for piece in batch:
-                        begin = piece.at - first.at
-                        self._take(piece, source[begin : begin + piece.hi - piece.lo])
-                for fragment in fragments:
-                    begin = shift + fragment.at
-                    self._join(fragment, address_of(fetch(begin, begin + fragment.size)))
+            for batch in _batches(read.pieces):
+                first, last = batch[0], batch[-1]
+                source = fetch(first.at, last.at + last.hi - last.lo)
+                if len(batch) > 1 and self._take_small(batch, source):
+                    continue
+                for piece in batch:
+                    begin = piece.at - first.at
+                    self._take(piece, source[begin : begin + piece.hi - piece.lo])
+            for fragment in read.fragments:
+                self._join(fragment, address_of(fetch(fragment.at, fragment.at + fragment.size)))
 
     def _take_small(self, pieces: Sequence[Piece], source: memoryview) -> bool:
         """Verify chunks together and hand them on; False, with nothing done, if one is damaged."""
@@ -178,4 +134,4 @@ class Delivery:
             destination.put(address, piece.lo, piece.hi)
 
 
-__all__ = ["Arrived", "Delivery", "ReadTally", "shared"]
+__all__ = ["Delivery", "Destinations", "ReadTally"]

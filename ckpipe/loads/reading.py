@@ -1,39 +1,29 @@
-"""Carrying out planned reads: lanes that read, and deliverers that verify and hand on.
+"""Carry out planned reads: each thread takes a read, reads it, verifies it and copies it.
 
-::
+A thread has a buffer of its own, so their number bounds the memory. While some of them wait for the
+store, others verify and copy. A range that the store has in memory already is read a mebibyte at a
+time, which stays in the processor's cache. The bytes of a chunk reach nothing before its checksum
+was found right, and the bytes that are copied then are those that were checked.
 
-    free buffers ──▶ lanes (read) ──arrived──▶ deliverers (verify, put) ──▶ tensors
-         ▲                                            │
-         └────────────────────────────────────────────┘
-
-A fixed number of buffers bounds the memory. Lanes read whenever one is free, so the store never
-waits for a checksum; there is a deliverer for each core, since more would only take turns. What
-the store has in memory already is read by all deliverers together: each takes the next few chunks
-when it is through with some, and reads a mebibyte at a time into a buffer of its own, which stays
-in the processor's cache. A chunk's bytes reach nothing before its checksum was found right, and
-what is copied then is what was checked.
-
-Lanes and deliverers are threads from beginning to end. A disk lies still from the end of a read to
-the beginning of the next, and the way through the event loop and back took a tenth of the time
-that it reads. A store that is asked on the loop is asked from the thread, which waits.
+A store that threads cannot read themselves is asked on the event loop; the thread waits.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import anyio.from_thread
 import anyio.to_thread
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, CachedRange
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
@@ -45,28 +35,26 @@ from ckpipe.errors import (
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow
 from ckpipe.format.object_names import data_file_key
-from ckpipe.loads.delivering import Arrived, Delivery, ReadTally, shared
-from ckpipe.loads.destinations import Destination
+from ckpipe.loads.delivering import Delivery, Destinations, ReadTally
 from ckpipe.loads.entry_tables import EntryTable, Need
-from ckpipe.loads.handover import Handover
-from ckpipe.loads.lane_threads import LaneThreads
 from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.memory.arena import Arena
 from ckpipe.stores.second_reading import told, warn
-from ckpipe.tasks.ahead import Ahead
-from ckpipe.tasks.awaited_threads import in_thread, on_loop
+from ckpipe.tasks.awaited_threads import in_threads, on_loop
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
 
 _CACHED_BYTES = 128 << 20
 """Of how many bytes together the store is asked whether it has them in memory, if not of all."""
 
-DELIVERERS = min(8, len(os.sched_getaffinity(0)))
-"""Worker threads that verify and deliver."""
 
-Destinations = Mapping[int, Sequence[Destination]]
-"""For each entry that is asked for, by number, who takes its bytes."""
+class _Source(NamedTuple):
+    """A read, and where the store has it in memory: in a range that begins at an offset."""
+
+    read: Read
+    cached: CachedRange | None = None
+    offset: int = 0
 
 
 class Reader:
@@ -75,8 +63,7 @@ class Reader:
     Args:
         backend: The store.
         id: The checkpoint.
-        buffers: Where bytes are read into, one for each read under way or being delivered.
-        sure: Is awaited before anything is delivered; None if nothing need be.
+        buffers: Where bytes are read into; as many threads read.
         tally: Counts what is read; None for one of its own.
 
     Attributes:
@@ -88,155 +75,137 @@ class Reader:
         backend: Backend,
         id: CheckpointId,
         buffers: Sequence[memoryview],
-        sure: Callable[[], Awaitable[None]] | None = None,
         tally: ReadTally | None = None,
     ) -> None:
-        self._backend, self._id, self._buffers, self._sure = backend, id, buffers, sure
+        self._backend, self._id, self._buffers = backend, id, buffers
         smallest = min(len(buffer) for buffer in buffers)
         self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally() if tally is None else tally
-        self._cached_ranges = 0
-        self._own = threading.local()
-        self._lanes = max(1, len(buffers) - DELIVERERS)
         self._lock = threading.Lock()
-        self._under_way, self._idle_since = 0, 0.0
 
-    async def plan(self, data: EntryTable, needs: Sequence[Need]) -> list[Read]:
-        """The reads that bring what is needed.
+    async def read(
+        self, data: EntryTable, needs: Sequence[Need], destinations: Destinations
+    ) -> None:
+        """Read what is needed, verify every chunk and hand it to its destinations.
 
         Args:
             data: Where the entries are.
             needs: What to read.
-        """
-        self.tally.began = self.tally.began or time.perf_counter()
-        return await anyio.to_thread.run_sync(_plan, data, needs, self._limits, self._lanes)
-
-    async def deliver(
-        self,
-        data: EntryTable,
-        reads: Sequence[Read],
-        destinations: Callable[[], Awaitable[Destinations]],
-    ) -> None:
-        """Reads, verifies every chunk and hands it to its destinations.
-
-        Args:
-            data: Where the entries are.
-            reads: What :meth:`plan` has found.
-            destinations: Tells who takes the bytes of each entry. Is asked once; until it has
-                answered, lanes read as far as there are buffers.
+            destinations: Who takes the bytes of each entry.
 
         Raises:
-            Exception: What the destinations raise.
             ChecksumMismatch: If bytes differ from those that were saved.
             TruncatedObject: If a data file is too short.
             MissingObject: If one is gone.
             StoreError: If the store failed.
         """
-        if not reads:
-            return
+        self.tally.began = self.tally.began or time.perf_counter()
+        lanes = len(self._buffers)
+        reads = await anyio.to_thread.run_sync(_plan, data, needs, self._limits, lanes)
         self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
-        lanes, deliverers = min(self._lanes, len(reads)), min(DELIVERERS, len(reads))
-        handover = Handover(self._buffers, lanes, deliverers)
-        delivery = Ahead(partial(self._delivery, data, destinations))
-        threads = LaneThreads(
-            handover,
-            partial(self._lane, data, handover),
-            partial(self._deliverer, handover, delivery),
-        )
-        async with delivery.started():
-            # Lanes may be reading for long when it turns out that this was in vain.
-            await threads.run(self._not_in_memory(data, reads, handover), delivery.get)
+        sources = await self._sources(data, reads)
+        delivery = Delivery(destinations, self.tally, partial(self._read_again, data))
+        buffers = list(self._buffers)
 
-    def forget_cached(self) -> None:
-        """Count what the store has in memory as not read; only if nothing of it was delivered."""
-        self.tally.reads -= self._cached_ranges
-        self._cached_ranges = 0
+        def work() -> None:
+            buffer = buffers.pop()
+            while sources:
+                anyio.from_thread.check_cancelled()
+                try:
+                    source = sources.popleft()
+                except IndexError:
+                    return
+                delivery.put(source.read, self._fetch(data, source, buffer))
 
-    async def _delivery(
-        self, data: EntryTable, destinations: Callable[[], Awaitable[Destinations]]
-    ) -> Delivery:
-        """What can be delivered with, once that is allowed."""
-        self._idle_since = time.perf_counter()
-        try:
-            found = await destinations()
-            delivery = Delivery(found, self.tally, partial(self._read_again, data))
-        finally:
-            if not self._under_way:
-                self.tally.waited += time.perf_counter() - self._idle_since
-        if self._sure is not None:
-            await self._sure()
-        return delivery
+        await in_threads(work, min(lanes, len(reads)))
 
-    async def _not_in_memory(
-        self, data: EntryTable, reads: Sequence[Read], handover: Handover
-    ) -> AsyncIterator[Sequence[Read]]:
-        """Give deliverers what the store has in memory, and yield the rest."""
+    async def _sources(self, data: EntryTable, reads: Sequence[Read]) -> deque[_Source]:
+        """Find out which reads the store has in memory; the others come first."""
+        found: deque[_Source] = deque()
+        in_memory: list[_Source] = []
         groups = deque(batched(reads))
         while groups:
             group = groups.popleft()
-            if (seen := await self._cached(data, group)) is not None:
-                for _ in range(min(DELIVERERS, len(group))):
-                    handover.arrive(seen)
+            cached = await self._cached(data, group)
+            if cached is not None:
+                in_memory += [_Source(read, cached, group[0].offset) for read in group]
             elif len(smaller := list(batched(group, _CACHED_BYTES))) > 1:
                 groups.extendleft(reversed(smaller))
             else:
-                yield group
+                found.extend(map(_Source, group))
+        found.extend(in_memory)
+        return found
 
-    def _lane(self, data: EntryTable, handover: Handover) -> None:
-        while (found := handover.next_read()) is not None:
-            anyio.from_thread.check_cancelled()
-            read, buffer = found
-            rank, name = data.ranks[read.file], data.files[read.file].name
-            source = self._filled(rank, name, read.offset, buffer[: read.size])
-            run = (0, read.pieces, read.fragments)
-            handover.arrive(Arrived(read.file, partial(_part, source), iter([run]), buffer))
+    async def _cached(self, data: EntryTable, group: Sequence[Read]) -> CachedRange | None:
+        first, last = group[0], group[-1]
+        size = last.offset + last.size - first.offset
+        rank, key = self._file(data, first.file)
+        with _translated(self._id.step, rank, key):
+            found = await self._backend.cached(key, first.offset, size)
+        if found is not None:
+            self.tally.reads += 1
+        return found
 
-    def _deliverer(self, handover: Handover, delivery: Ahead[Delivery]) -> None:
-        while (arrived := handover.next_arrived()) is not None:
-            on_loop(delivery.get).put(arrived)
-            if arrived.buffer is not None:
-                handover.give_back(arrived.buffer)
+    def _fetch(
+        self, data: EntryTable, source: _Source, buffer: memoryview
+    ) -> Callable[[int, int], memoryview]:
+        """Return what brings the bytes between two places of a read, until it is called again."""
+        read, cached, offset = source
+        rank, key = self._file(data, read.file)
+        if cached is None:
+            whole = self._filled(rank, key, read.offset, buffer[: read.size])
+            return lambda begin, end: whole[begin:end]
+
+        def fetch(begin: int, end: int) -> memoryview:
+            part = buffer[: end - begin]
+            with _translated(self._id.step, rank, key):
+                cached.read_into(read.offset - offset + begin, part)
+            with self._lock:
+                self.tally.bytes += len(part)
+            return part
+
+        return fetch
+
+    def _file(self, data: EntryTable, file: int) -> tuple[int, str]:
+        """Return the rank that wrote a data file, and its key."""
+        return data.ranks[file], data_file_key(self._id, data.files[file].name)
 
     async def header(self, data: EntryTable, file: int) -> None:
-        """Verifies the header of a data file.
+        """Verify the header of a data file.
 
         Raises:
-            As :meth:`deliver` does.
+            As :meth:`read` does.
         """
-        row, rank = data.files[file], data.ranks[file]
-        header = Ahead(partial(in_thread, self._check_header, row, rank))
-        async with header.started():  # so that being cancelled in any way reaches the thread
-            await header.get()
+        await in_threads(partial(self._check_header, data.files[file], *self._file(data, file)), 1)
 
-    def _check_header(self, row: FileRow, rank: int) -> None:
-        first = self._header_sum(row, rank)
+    def _check_header(self, row: FileRow, rank: int, key: str) -> None:
+        first = self._header_sum(row, rank, key)
         if first == row.header_crc32c:
             return
-        key = data_file_key(self._id, row.name)
-        second = self._header_sum(row, rank)
+        second = self._header_sum(row, rank, key)
         if second != row.header_crc32c:
             message = "The header of a data file is not what was saved"
             error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
             raise told(error, same=first == second)
         warn(f"The header of {key}")
 
-    def _header_sum(self, row: FileRow, rank: int) -> int:
+    def _header_sum(self, row: FileRow, rank: int, key: str) -> int:
         found = at = 0
         while at < row.header_bytes:
             size = min(self._limits.read_bytes, row.header_bytes - at)
-            found = crc32c(self._filled(rank, row.name, at, self._buffers[0][:size]), found)
+            found = crc32c(self._filled(rank, key, at, self._buffers[0][:size]), found)
             at += size
         return found
 
     async def size(self, data: EntryTable, file: int) -> None:
-        """Verifies the size of a data file.
+        """Verify the size of a data file.
 
         Raises:
-            As :meth:`deliver` does.
+            As :meth:`read` does.
         """
-        row, rank = data.files[file], data.ranks[file]
-        key = data_file_key(self._id, row.name)
+        row = data.files[file]
+        rank, key = self._file(data, file)
         with _translated(self._id.step, rank, key):
             found = (await self._backend.stat(key)).size
         if found != row.size:
@@ -248,41 +217,9 @@ class Reader:
                 key=key,
             )
 
-    async def _cached(self, data: EntryTable, batch: list[Read]) -> Arrived | None:
-        """What reads bring, to be read by deliverers, if the store has all of it in memory."""
-        first, last = batch[0], batch[-1]
-        size = last.offset + last.size - first.offset
-        rank, name = data.ranks[first.file], data.files[first.file].name
-        key = data_file_key(self._id, name)
-        with self._working(), _translated(self._id.step, rank, key):
-            found = await self._backend.cached(key, first.offset, size)
-        if found is None:
-            return None
-
-        def fetch(begin: int, end: int) -> memoryview:
-            buffer = self._own_buffer(end - begin)
-            with _translated(self._id.step, rank, key):
-                found.read_into(begin, buffer)
-            with self._lock:
-                self.tally.bytes += len(buffer)
-            return buffer
-
-        with self._lock:
-            self.tally.reads += 1
-        self._cached_ranges += 1
-        return shared(batch, fetch)
-
-    def _own_buffer(self, size: int) -> memoryview:
-        """The calling thread's own buffer, whose content the next call may overwrite."""
-        buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < size:
-            buffer = self._own.buffer = memoryview(bytearray(max(size, CHUNK_BYTES)))
-        return buffer[:size]
-
-    def _filled(self, rank: int, name: str, offset: int, buffer: memoryview) -> memoryview:
-        """The buffer, filled with a range of a file; to be called in a thread."""
-        key = data_file_key(self._id, name)
-        with self._working(), _translated(self._id.step, rank, key):
+    def _filled(self, rank: int, key: str, offset: int, buffer: memoryview) -> memoryview:
+        """Return the buffer, filled with a range of a file; to be called in a thread."""
+        with _translated(self._id.step, rank, key):
             if not self._backend.read_here(key, offset, buffer):
                 try:
                     on_loop(self._backend.read_into, key, offset, buffer)
@@ -293,18 +230,6 @@ class Reader:
             self.tally.bytes += len(buffer)
         return buffer
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Notes that something is being read."""
-        with self._lock:
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._under_way -= 1
-                self._idle_since = time.perf_counter()
-
     def _read_again(self, data: EntryTable, piece: Piece, damaged: memoryview) -> memoryview:
         """Read a chunk that came damaged once more; to be called in a thread.
 
@@ -312,14 +237,13 @@ class Reader:
             ChecksumMismatch: If it comes damaged again.
         """
         file, name = data.entry_files[piece.entry], data.entries[piece.entry].name
-        rank, file_name = data.ranks[file], data.files[file].name
+        rank, key = self._file(data, file)
         at = data.begins[piece.entry] + piece.lo
-        chunk = self._filled(rank, file_name, at, memoryview(bytearray(len(damaged))))
+        chunk = self._filled(rank, key, at, memoryview(bytearray(len(damaged))))
         what = (
             f"Chunk {piece.lo // CHUNK_BYTES} of {name!r:.200} (bytes {piece.lo} to {piece.hi} of "
-            f"it) in {file_name}"
+            f"it) in {data.files[file].name}"
         )
-        key = data_file_key(self._id, file_name)
         if crc32c(chunk) != piece.checksum:
             message = f"{what} is not what was saved"
             error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
@@ -328,32 +252,18 @@ class Reader:
         return chunk
 
 
-def _part(source: memoryview, begin: int, end: int) -> memoryview:
-    return source[begin:end]
-
-
-def known(destinations: Destinations) -> Callable[[], Awaitable[Destinations]]:
-    """Tells destinations that are known already, for :meth:`Reader.deliver`."""
-
-    async def tell() -> Destinations:
-        return destinations
-
-    return tell
-
-
 @contextmanager
 def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[memoryview]]:
-    """Lends buffers for lanes and deliverers: blocks of the arena, unless too small for a chunk.
+    """Lend a buffer for each lane: blocks of the arena, unless these are too small for a chunk.
 
     Must be entered and left on the thread that uses the arena.
     """
     least = ReadLimits(0, max(backend.limits.alignment, mmap.PAGESIZE)).buffer_bytes
-    count = lanes + DELIVERERS
     if arena.block_bytes < least:
-        yield [memoryview(mmap.mmap(-1, least)) for _ in range(count)]
+        yield [memoryview(mmap.mmap(-1, least)) for _ in range(lanes)]
         return
-    arena.reserve(count)
-    blocks = [arena.take() for _ in range(count)]
+    arena.reserve(lanes)
+    blocks = [arena.take() for _ in range(lanes)]
     try:
         yield [block.view for block in blocks]
     finally:

@@ -2,17 +2,15 @@
 
 A load has three steps. *Match* walks the target and the saved tree together, proves that they
 fit and that every element has bytes, and changes nothing. *Read* brings the bytes, each chunk
-verified before it reaches a tensor; it begins beside the match, with what is most likely needed,
-and delivers nothing before the match has ended. *Apply* puts everything else in place.
+verified before it reaches a tensor. *Apply* puts everything else in place.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import anyio.to_thread
@@ -23,15 +21,13 @@ from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.trees import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
-from ckpipe.loads.entry_tables import EntryTable
-from ckpipe.loads.expecting import Expected, expect
+from ckpipe.loads.entry_tables import EntryTable, entry_table
 from ckpipe.loads.holding import Hold, NoHold
-from ckpipe.loads.load_planning import Read
 from ckpipe.loads.making import Make
 from ckpipe.loads.matching import Matching
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.loads.random_state import keep_generators_apart
-from ckpipe.loads.reading import Destinations, Reader, known, lane_buffers
+from ckpipe.loads.reading import Reader, lane_buffers
 from ckpipe.loads.rebuild import Rebuild
 from ckpipe.loads.saved_state import fitted, labels_of, lacks, state_for, without
 from ckpipe.loads.selecting import pruned, unmatched
@@ -40,7 +36,6 @@ from ckpipe.loads.stored_tensors import StoredTensors
 from ckpipe.loads.targets import Targets
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
-from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.caller import Caller, on_caller
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.turns import short_turns
@@ -84,13 +79,9 @@ class _Matched:
     """A load that was found to fit: where bytes go, and what to do once they are there."""
 
     targets: Targets
-    as_expected: bool
     make: Make
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-
-_Timed = tuple[_Matched, StageReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +153,7 @@ async def read_all(
     """Finds out whether a checkpoint of any number of ranks fits, and reads all that is needed.
 
     Of the target nothing is changed before all of it was found to fit, and no byte reaches it
-    unverified. What a rank most likely needs is read meanwhile, as far as there are buffers.
+    unverified.
 
     Args:
         backend: The store.
@@ -188,32 +179,21 @@ async def read_all(
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    with (
-        _located(bundle, rank),
-        lane_buffers(arena, backend, lanes) as buffers,
-        short_turns(request.switch_interval),
-    ):
-        expected = await anyio.to_thread.run_sync(_expect, bundle, request, rank, world_size)
-        work = partial(_match, bundle, expected, request, rank, world_size)
-        matching = Ahead(partial(_timed, work, request, started))
-        reader = Reader(backend, bundle.id, buffers, sure, tally)
-        # Planned before the match begins, which would only take turns at the interpreter with it.
-        reads = await reader.plan(expected.data, expected.needs) if expected.needs else []
-        async with matching.started():
-            await _read(reader, expected, reads, matching, in_place=request.into is not None)
-            matched, stage = await matching.get()
-    tally = reader.tally
-    seconds = time.perf_counter() - tally.began
-    read = StageReport(seconds, tally.bytes, tally.began - started, tally.waited)
-    stages = {"match": stage, "read": read}
-    return ReadyLoad(bundle, request, rank, matched, stages, tally, started)
-
-
-async def _timed(match: Callable[[], _Matched], request: LoadRequest, started: float) -> _Timed:
-    await request.hold.take()
-    began = time.perf_counter()
-    matched = await on_caller(request.caller, match)
-    return matched, StageReport(time.perf_counter() - began, began=began - started)
+    with _located(bundle, rank), short_turns(request.switch_interval):
+        data = await anyio.to_thread.run_sync(entry_table, bundle)
+        await request.hold.take()
+        began = time.perf_counter()
+        matched = await on_caller(request.caller, _match, bundle, data, request, rank, world_size)
+        match = StageReport(time.perf_counter() - began, began=began - started)
+        if sure is not None:
+            await sure()
+        with lane_buffers(arena, backend, lanes) as buffers:
+            reader = Reader(backend, bundle.id, buffers, tally)
+            await _read(reader, data, matched.targets, in_place=request.into is not None)
+    done = reader.tally
+    read = StageReport(time.perf_counter() - done.began, done.bytes, done.began - started)
+    stages = {"match": match, "read": read}
+    return ReadyLoad(bundle, request, rank, matched, stages, done, started)
 
 
 @contextmanager
@@ -225,19 +205,12 @@ def _located(bundle: Bundle, rank: int) -> Iterator[None]:
         raise
 
 
-def _expect(bundle: Bundle, request: LoadRequest, rank: int, world_size: int) -> Expected:
-    # A request that is not strict takes what there is, which may be little.
-    everything = request.strict and request.select.selects_all
-    with collector_paused():
-        return expect(bundle, rank, world_size, everything=everything)
-
-
 def _match(
-    bundle: Bundle, expected: Expected, request: LoadRequest, rank: int, world_size: int
+    bundle: Bundle, data: EntryTable, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     try:
         with collector_paused(), request.hold.here():
-            return _match_all(bundle, expected, request, rank, world_size)
+            return _match_all(bundle, data, request, rank, world_size)
     except CkpipeError:
         if not bundle.whole:
             raise Elsewhere from None  # The parts of all ranks may fit, or tell what is wrong.
@@ -250,16 +223,14 @@ def _match(
 
 
 def _match_all(
-    bundle: Bundle, expected: Expected, request: LoadRequest, rank: int, world_size: int
+    bundle: Bundle, data: EntryTable, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
     saved = saved if fresh else fitted(saved, request.into)
     first_wins = request.per_rank == "rank0"
-    stored = StoredTensors(
-        saved.rows, saved.homes, Sources(bundle), expected.data, first_wins=first_wins
-    )
+    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), data, first_wins=first_wins)
     targets = Targets(stored, cast=request.cast)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
@@ -289,8 +260,7 @@ def _match_all(
         missing += matching.kept
         unexpected = [*unexpected, *matching.left]
     targets.settle()
-    as_expected = not targets.first_needs and expected.met_by(targets.needs)
-    return _Matched(targets, as_expected, make, tuple(missing), tuple(unexpected))
+    return _Matched(targets, make, tuple(missing), tuple(unexpected))
 
 
 def _named_in_vain(bundle: Bundle, request: LoadRequest) -> list[str]:
@@ -319,58 +289,13 @@ def _lack(matching: Matching) -> bool:
     return any(lacks(node, live) for node, live in matching.objects)
 
 
-async def _read(
-    reader: Reader,
-    expected: Expected,
-    reads: Sequence[Read],
-    matching: Ahead[_Timed],
-    *,
-    in_place: bool,
-) -> None:
-    data = expected.data
-    with _touching(reader.tally, in_place=in_place):
-        if expected.needs and await _read_as_expected(reader, data, reads, matching):
-            return
-    reader.forget_cached()
-    targets = (await matching.get())[0].targets
-    takers = known(targets.destinations)
+async def _read(reader: Reader, data: EntryTable, targets: Targets, *, in_place: bool) -> None:
     if targets.first_needs:
-        await reader.deliver(data, await reader.plan(data, targets.first_needs), takers)
+        await reader.read(data, targets.first_needs, targets.destinations)
         await anyio.to_thread.run_sync(targets.check_disputed)
-    reader.tally.delivered = False
+        reader.tally.delivered = False
     with _touching(reader.tally, in_place=in_place):
-        await reader.deliver(data, await reader.plan(data, targets.needs), takers)
-
-
-async def _read_as_expected(
-    reader: Reader, data: EntryTable, reads: Sequence[Read], matching: Ahead[_Timed]
-) -> bool:
-    """Reads what is expected to be needed while that is being found out; whether it was so.
-
-    Raises:
-        Exception: What finding it out has raised, before anything else; and what reading has, if
-            what was read is needed.
-    """
-
-    async def destinations() -> Destinations:
-        matched, _ = await matching.get()
-        if not matched.as_expected:
-            raise _Unexpected
-        return matched.targets.destinations
-
-    failure: Exception | None = None
-    try:
-        await reader.deliver(data, reads, destinations)
-    except Exception as error:
-        failure = error
-    matched, _ = await matching.get()
-    if failure is not None and matched.as_expected:
-        raise failure
-    return matched.as_expected
-
-
-class _Unexpected(Exception):
-    """A load needs something else than what is being read for it."""
+        await reader.read(data, targets.needs, targets.destinations)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import anyio.to_thread
 from ckpipe.backend import Backend
 from ckpipe.format.manifest import Bundle
 from ckpipe.loads.entry_tables import PartData
-from ckpipe.loads.reading import Reader, known, lane_buffers
+from ckpipe.loads.reading import Reader, lane_buffers
 from ckpipe.memory.arena import Arena
 from ckpipe.types import VerifyResult
 
@@ -38,8 +38,7 @@ async def verify(backend: Backend, bundle: Bundle, arena: Arena, *, lanes: int) 
             for number in range(len(data.files)):
                 await reader.size(data, number)
                 await reader.header(data, number)
-            reads = await reader.plan(data, data.all_needs())
-            await reader.deliver(data, reads, known({}))
+            await reader.read(data, data.all_needs(), {})
             files += len(data.files)
     return VerifyResult(str(bundle.id), files, sum(f.size for p in bundle.parts for f in p.files))
 

@@ -237,8 +237,6 @@ class Loading:
                 return await read(await read_index(site.patient, info.key), sure)
 
         async def read(bundle: Bundle, sure: Sure) -> ReadyLoad:
-            nonlocal tally
-            tally = ReadTally()
             return await read_all(
                 site.patient,
                 bundle,

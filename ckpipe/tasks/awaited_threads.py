@@ -41,6 +41,34 @@ async def in_thread(
         raise
 
 
+async def in_threads(work: Callable[[], None], count: int) -> None:
+    """Run a function in several threads at once; when this returns or raises, none is left.
+
+    However this is cancelled, the threads see it: they run in a task group, which is cancelled
+    even where asyncio itself cancels the task that waits for it.
+
+    Raises:
+        Exception: The first failure, which ends the others.
+    """
+    # They may wait long, and must not for threads that all share.
+    limiter = anyio.CapacityLimiter(max(1, count))
+    failures: list[Exception] = []
+
+    async def attempt() -> None:
+        try:
+            await in_thread(work, limiter=limiter)
+        except Exception as error:
+            # Only the first tells something: the others may be what stopping them has caused.
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(count):
+            tasks.start_soon(attempt)
+    if failures:
+        raise failures[0]
+
+
 def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Result:
     """Awaits something on the loop, from a worker thread; is cancelled if the thread's scope is.
 
@@ -91,4 +119,4 @@ class _Call(Generic[Result]):
                 await asyncio.wait([asyncio.wrap_future(self._ended)])
 
 
-__all__ = ["in_thread", "on_loop"]
+__all__ = ["in_thread", "in_threads", "on_loop"]

@@ -1,9 +1,10 @@
-"""A load reads what it most likely needs while it is still being matched with its target."""
+"""What a load reads, and what it raises if what it needs, or does not need, is gone or damaged."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -11,13 +12,9 @@ import anyio.to_thread
 import pytest
 import torch
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
-from hypothesis import given
-from hypothesis import strategies as st
 from pipelines import Stores, stores
-from placed_targets import placed
-from rank_states import load_as, store_planned, store_ranks
+from rank_states import load_as, store_ranks
 from stored_states import BLOCK_BYTES, ID, load, request, store
-from torch.distributed.tensor import Replicate
 
 import ckpipe
 from ckpipe.backend import PutMode
@@ -29,12 +26,7 @@ from ckpipe.errors import (
     StructureMismatch,
 )
 from ckpipe.format.keys import label_filter
-from ckpipe.format.manifest import Bundle
 from ckpipe.format.object_names import data_file_key, data_file_name, tombstone_key
-from ckpipe.loads.destinations import Destination
-from ckpipe.loads.entry_tables import Need, entry_table
-from ckpipe.loads.expecting import expect
-from ckpipe.loads.reading import DELIVERERS, Reader
 from ckpipe.loads.restore import restore
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
@@ -42,8 +34,6 @@ from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId
 
 MIB = 1 << 20
-BUFFERS = 2 + DELIVERERS
-"""How many a load with two lanes has."""
 
 
 class Remote(MemoryBackend):
@@ -54,19 +44,18 @@ class Remote(MemoryBackend):
     def __init__(self) -> None:
         super().__init__()
         self.fetched: dict[str, int] = {}
-        self.reads, self.enough, self.full = 0, 0, threading.Event()
+        self.reads, self.asked = 0, threading.Event()
 
     async def cached(self, key: str, offset: int, size: int) -> None:
         return None
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.asked.set()
         if key in self.silent:
             await anyio.sleep_forever()
         await super().read_into(key, offset, buffer)
         self.fetched[key] = self.fetched.get(key, 0) + len(buffer)
         self.reads += 1
-        if self.reads == self.enough:
-            self.full.set()
 
 
 class Slow:
@@ -78,7 +67,7 @@ class Slow:
     def state_dict(self) -> dict[str, Any]:
         self.looked.set()
         if self.until is not None and not self.until.wait(20):
-            raise TimeoutError("nothing was read before the match had ended")
+            raise TimeoutError("nobody has told it to go on")
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,150 +78,37 @@ def key_of(rank: int) -> str:
     return data_file_key(ID, data_file_name(rank, 0))
 
 
-# What is expected
-
-
-def expected_of(
-    bundle: Bundle, rank: int, world_size: int, *, everything: bool = True
-) -> list[Need]:
-    return expect(bundle, rank, world_size, everything=everything).needs
-
-
-async def test_a_rank_is_expected_to_need_all_that_it_has_written_itself() -> None:
-    states = [{"a": torch.ones(n + 2), "b": torch.ones(3), "c": torch.empty(0)} for n in range(3)]
-    bundle = await store_ranks(MemoryBackend(), states)
-    assert expected_of(bundle, 1, 3) == [Need(0, 0, 12), Need(1, 0, 12)]
-    assert expect(bundle, 1, 3, everything=False).needs == []
-    assert expected_of(bundle, 1, 4) == expected_of(bundle, 3, 3) == []
-
-
-async def test_there_is_no_telling_where_another_rank_has_written_for_it() -> None:
-    def state(rank: int) -> dict[str, Any]:
-        return {"a": placed(torch.ones(4), (2,), (Replicate(),)), "own": torch.ones(2)}
-
-    bundle = await store_planned(MemoryBackend(), state, 2)
-    found = [expected_of(bundle, rank, 2) for rank in range(2)]
-    assert sorted(map(len, found)) == [0, 2]
-
-
-@given(st.lists(st.integers(1, 9), max_size=5), st.data())
-def test_what_was_expected_is_what_is_needed_to_the_byte(
-    sizes: list[int], data: st.DataObject
-) -> None:
-    state = {f"t{n}": torch.ones(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
-    bundle = anyio.run(store, state, MemoryBackend())
-    expected = expect(bundle, 0, 1, everything=True)
-    needs = list(expected.needs)
-    for entry, _, hi in expected.needs:
-        at = data.draw(st.integers(0, hi))
-        lo, upto = (data.draw(st.integers(0, at)), data.draw(st.integers(at, hi)))
-        needs += [Need(entry, 0, upto), Need(entry, lo, hi)]
-        if data.draw(st.booleans()):
-            needs.remove(Need(entry, 0, hi))
-    assert expected.met_by(data.draw(st.permutations(needs)))
-    assert not expected.met_by([*needs, Need(len(sizes), 0, 1)])
-    if needs:
-        entry, byte = needs[0].entry, data.draw(st.integers(0, sizes[needs[0].entry] - 1))
-        rest = [
-            part
-            for need in needs
-            for part in (
-                Need(need.entry, need.lo, min(need.hi, byte)) if need.entry == entry else need,
-                Need(need.entry, max(need.lo, byte + 1), need.hi),
-            )
-            if part.lo < part.hi and not (part.entry == entry and part.lo <= byte < part.hi)
-        ]
-        assert not expected.met_by(rest)
-
-
-# Before the match has ended
-
-
 @pytest.fixture
 def shared() -> Iterator[Stores]:
     with stores() as made:
         yield made
 
 
-def test_reads_are_under_way_before_the_match_has_ended(shared: Stores) -> None:
-    class Waiting(Slow):
-        def state_dict(self) -> dict[str, Any]:
-            if self.until is not None:
-                shared.slow.gate.wait_until_held(timeout=20)
-                shared.slow.release()
-            return {"value": self.value}
-
-    tensor, waiting = torch.zeros(1000), Waiting(0, threading.Event())
-    with ckpipe.SyncPipeline(shared.url) as pipeline:
-        pipeline.save({"a": torch.ones(1000), "x": Waiting(1)}, step=1, until="committed")
-        shared.slow.hold("cached")
-        result = pipeline.load({"a": tensor, "x": waiting})
-    assert tensor.all()
-    assert waiting.value == 1
-    assert result is not None
-    assert result.report is not None
-    assert result.report.bytes < 5000
-
-
-async def test_lanes_read_as_far_as_there_are_buffers_and_nothing_is_delivered_before() -> None:
-    backend, target = Remote(), torch.zeros(3 * MIB)
-    backend.enough = BUFFERS
-    until = threading.Event()
+async def test_nothing_is_read_before_the_target_was_found_to_fit() -> None:
+    backend, until = Remote(), threading.Event()
     bundle = await store({"a": torch.ones(3 * MIB), "x": Slow(1)}, backend)
-    results = []
-
-    async def run() -> None:
-        results.append(await load(backend, bundle, {"a": target, "x": Slow(0, until)}))
-
-    with fail_after(30):
-        async with create_task_group() as tasks:
-            tasks.start_soon(run)
-            await anyio.to_thread.run_sync(backend.full.wait, 20)
-            for _ in range(5):  # Whatever would go on now has a turn of the loop and of a thread.
-                await wait_all_tasks_blocked()
-                await anyio.to_thread.run_sync(int)
-            assert backend.reads == BUFFERS
-            assert not target.any()
-            until.set()
+    target, looked = torch.zeros(3 * MIB), Slow(0, until)
+    async with create_task_group() as tasks:
+        tasks.start_soon(partial(load, backend, bundle, {"a": target, "x": looked}))
+        assert await anyio.to_thread.run_sync(looked.looked.wait, 20)
+        assert backend.reads == 0
+        until.set()
     assert target.all()
-    report = results[0].report
-    assert report is not None
-    assert report.reads == backend.reads
-    assert report.bytes == sum(backend.fetched.values())
-    match, read = report.stages["match"], report.stages["read"]
-    assert 0 < read.waited < read.seconds
-    assert read.began < match.began + match.seconds
+    assert looked.value == 1
 
 
-async def test_destinations_that_fail_stop_lanes_whose_store_does_not_answer() -> None:
-    backend = Remote()
-    bundle = await store({"a": torch.ones(10)}, backend)
+async def test_a_load_that_is_given_up_in_the_middle_keeps_no_buffer() -> None:
+    backend, target = Remote(), torch.zeros(3 * MIB)
+    bundle = await store({"a": torch.ones(3 * MIB)}, backend)
     backend.silent = frozenset([key_of(0)])
-    reader = Reader(backend, ID, [memoryview(bytearray(BLOCK_BYTES)) for _ in range(BUFFERS)])
-
-    async def destinations() -> dict[int, list[Destination]]:
-        await wait_all_tasks_blocked()
-        raise LookupError("nobody takes them")
-
-    reads = await reader.plan(entry_table(bundle), [Need(0, 0, 40)])
-    with fail_after(20), pytest.raises(LookupError, match="nobody"):
-        await reader.deliver(entry_table(bundle), reads, destinations)
-
-
-async def test_a_load_that_is_given_up_in_the_middle_of_both_keeps_no_buffer() -> None:
-    backend, until, target = Remote(), threading.Event(), torch.zeros(3 * MIB)
-    bundle = await store({"a": torch.ones(3 * MIB), "x": Slow(1)}, backend)
-    backend.silent = frozenset([key_of(0)])
-    slow, arena = Slow(0, until), Arena(BLOCK_BYTES)
+    arena = Arena(BLOCK_BYTES)
     with fail_after(30):
         async with create_task_group() as tasks:
-            work = request({"a": target, "x": slow})
-            tasks.start_soon(lambda: restore(backend, bundle, work, arena, lanes=2))
-            await anyio.to_thread.run_sync(slow.looked.wait, 20)
-            await wait_all_tasks_blocked()
+            work = request({"a": target})
+            tasks.start_soon(partial(restore, backend, bundle, work, arena, lanes=2))
+            await anyio.to_thread.run_sync(backend.asked.wait, 20)
             tasks.cancel_scope.cancel()
-            until.set()
-    assert arena.blocks == arena.free_blocks == BUFFERS
+    assert arena.blocks == arena.free_blocks == 2
     assert not target.any()
 
 
@@ -290,10 +166,9 @@ async def test_what_is_wrong_with_a_file_that_is_not_needed_does_not_matter(
     assert result.report is not None
     needed = 12 * MIB
     if isinstance(backend, Remote):
-        # In vain, lanes read no more than there are buffers.
-        assert backend.fetched.get(unneeded, 0) <= BUFFERS * BLOCK_BYTES
+        assert unneeded not in backend.fetched
         assert result.report.bytes == sum(backend.fetched.values())
-    else:  # What was only shown was not read.
+    else:
         assert (result.report.bytes, result.report.reads) == (needed, 1)
 
 
@@ -346,7 +221,7 @@ def test_a_checkpoint_that_is_being_deleted_says_so_whatever_else_is_wrong(
             assert not into["a"].any()
 
 
-# What is not guessed
+# What is read
 
 
 async def test_a_few_tensors_by_name_read_nothing_in_vain() -> None:
