@@ -13,6 +13,7 @@ import anyio.lowlevel
 import pytest
 import torch
 from pipelines import Stores, stores
+from ranks import settle
 
 import ckpipe
 from ckpipe import errors
@@ -94,6 +95,21 @@ def test_a_hook_that_raises_breaks_no_save_and_is_brought_up(
     assert [each for each in caplog.records if each.levelname == "ERROR"] == []
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert [each.step for each in pipeline.steps() if each.complete] == [3]
+
+
+def test_each_failure_of_a_hook_is_brought_up_also_after_others(tmp_path: Path) -> None:
+    def bad(event: Staged) -> None:
+        raise ZeroDivisionError(event.step)
+
+    pipeline = ckpipe.SyncPipeline(tmp_path).open()
+    pipeline.on_staged(bad)
+    pipeline.save(STATE, step=1)
+    settle(pipeline)
+    with pytest.raises(ZeroDivisionError, match="1"):
+        pipeline.save(STATE, step=2)
+    pipeline.save(STATE, step=3)
+    with pytest.raises(ZeroDivisionError, match="3"):
+        pipeline.close()
 
 
 def test_a_hook_that_waits_for_the_trainers_thread_holds_nothing_up(tmp_path: Path) -> None:

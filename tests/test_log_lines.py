@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lock_actors import PATIENCE
 from pipelines import Stores, stores
 
 import ckpipe
@@ -83,6 +85,44 @@ def test_a_failure_that_is_raised_is_not_logged(
         handle.wait() if awaited else pipeline.close()
     pipeline.close()
     assert lines(log, logging.WARNING) == []
+
+
+class Told(logging.Handler):
+    """Notes that a warning was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.event.set()
+
+
+@pytest.mark.parametrize(("on_error", "how"), [("raise", "raised"), ("warn", "warned of")])
+def test_a_failure_that_no_caller_comes_for_is_logged_once(
+    store: Stores,
+    log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    on_error: Any,
+    how: str,
+) -> None:
+    monkeypatch.setattr("ckpipe.running.engine.UNSEEN_SECONDS", 0)
+    told = Told()
+    logger = logging.getLogger("ckpipe")
+    logger.addHandler(told)
+    pipeline = ckpipe.SyncPipeline(store.url, on_error=on_error).open()
+    try:
+        store.faulty.fail(errors.StoreFull("no room"), "write")
+        pipeline.save(STATE, step=5, until="staged")
+        assert told.event.wait(PATIENCE)
+    finally:
+        logger.removeHandler(told)
+        with pytest.warns() if on_error == "warn" else pytest.raises(errors.StoreFull):
+            pipeline.close()
+    (line,) = lines(log, logging.WARNING)
+    assert re.fullmatch(
+        rf"StoreFull: no room \[.*step 5.*\]\S*\nThis is {how} by the next .*", line
+    )
 
 
 def test_a_failure_that_another_exception_hides_is_logged(

@@ -61,6 +61,9 @@ logger = logging.getLogger("ckpipe")
 LOOK_SECONDS = 0.2
 """How often closing looks whether a signal ends the program meanwhile."""
 
+UNSEEN_SECONDS = 10.0
+"""How long a failure waits for a caller to be raised to, before a line in the log tells of it."""
+
 
 class Engine(Housekeeping):
     """Everything of one pipeline that lives on its loop.
@@ -120,7 +123,7 @@ class Engine(Housekeeping):
                     if not read_only:
                         # Its first object comes with the first renewal: the claim is that new.
                         self._tasks.start_soon(lease.keep, name="lease of the attempt")
-                    await self._tasks.start(self.hooks.serve, self._background.append)
+                    await self._tasks.start(self.hooks.serve, self._keep)
                     if together and not read_only:
                         told = (self.diary, self.cadence, self._preemption)
                         self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
@@ -214,7 +217,7 @@ class Engine(Housekeeping):
                 self._skip(save, str(error))
             elif save.committed.done():
                 error.add_note(f"Raised after the commit of {save.name}, which is durable")
-                self._background.append(error)
+                self._keep(error)
             else:
                 self._failed(save, error)
 
@@ -223,7 +226,7 @@ class Engine(Housekeeping):
         try:
             await self._follower.look()
         except SaveError as error:
-            self._background.append(error)
+            self._keep(error)
         except CkpipeError as error:
             logger.warning("Earlier checkpoints could not be looked at: %s", error)
 
@@ -239,7 +242,7 @@ class Engine(Housekeeping):
             SaveFailed(save.name, save.id.step, save.rank, f"{type(error).__name__}: {error}")
         )
         # Before anybody is told, since whoever is told takes it off the list again.
-        self._background.append(error)
+        self._keep(error)
         if isinstance(error, StoreError) and self._settings.on_error == "warn":
             # Whether a store fails before or after the last copy is chance, and must not decide
             # whether save() raises where the user asked for warnings.
@@ -275,6 +278,18 @@ class Engine(Housekeeping):
     async def trim(self) -> int:
         """Give free staging memory back to the system; returns how many bytes."""
         return self.site.give_memory_back()
+
+    def _keep(self, error: Exception) -> None:
+        """Keep a failure for the next caller, and log it if none comes soon."""
+        self._background.append(error)
+        self._tasks.start_soon(self._log_unseen, error, name="failure to be seen")
+
+    async def _log_unseen(self, error: Exception) -> None:
+        await anyio.sleep(UNSEEN_SECONDS)
+        if any(each is error for each in self._background):
+            raised = "raised" if self._settings.on_error == "raise" else "warned of"
+            text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+            logger.warning("%s\nThis is %s by the next save, or on leaving", text, raised)
 
     def take_failures(self) -> list[Exception]:
         """The failures of the background that nobody has seen yet; they count as seen then."""
