@@ -28,11 +28,11 @@ import ckpipe
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import ascend
 from ckpipe.catalog.manifest_selection import read_near
+from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.object_names import GROUP_SIZE, index_key, manifest_key
+from ckpipe.format.merge import merge
+from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _match

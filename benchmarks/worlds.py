@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
-from ckpipe.format.cargo import file_rows
 from ckpipe.format.checksum import chunk_count
+from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.state.flatten import Captured

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ckpipe.format.cargo import file_rows
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.data_file import encode_header
+from ckpipe.format.checksummed_json import seal, unseal
+from ckpipe.format.data_file import encode_header, file_rows
 from ckpipe.format.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
-from ckpipe.format.sealed_json import seal, unseal
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
 from ckpipe.state.flatten import Captured, capture
 from ckpipe.types import CheckpointId

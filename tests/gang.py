@@ -101,8 +101,7 @@ def run(case: Case) -> None:
     """Loads what is newest and goes on for some saves, in orders that differ between ranks."""
     if case.get("group_size"):
         for module in (
-            ckpipe.format.object_names,
-            ckpipe.format.group_tree,
+            ckpipe.format.names,
             ckpipe.catalog.complete,
         ):
             vars(module)["GROUP_SIZE"] = case["group_size"]

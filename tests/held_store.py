@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from ckpipe.backend import PutMode
-from ckpipe.format.object_names import LEASES
+from ckpipe.format.names import LEASES
 from ckpipe_local import LocalBackend
 
 _HELD = "step-000000000002"

@@ -13,12 +13,12 @@ from stored_states import store
 from ckpipe.backend import Backend
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
+from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.object_names import data_file_key, data_file_name
+from ckpipe.format.merge import merge
+from ckpipe.format.names import data_file_key, data_file_name
 from ckpipe.loads.destinations import boxed
 from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena

@@ -9,11 +9,11 @@ import anyio
 import torch
 
 from ckpipe.backend import Backend
-from ckpipe.format.cargo import file_rows
 from ckpipe.format.checksum import ChunkSums, SumTable, crc32c
+from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure, TensorRow
-from ckpipe.format.object_names import data_file_key
+from ckpipe.format.names import data_file_key
 from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan

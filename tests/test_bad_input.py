@@ -26,7 +26,7 @@ from sampling import EVERY
 import ckpipe
 from ckpipe import errors, events, register_backend
 from ckpipe.backend import CachedRange
-from ckpipe.format.sealed_json import seal, unseal
+from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe_local import LocalBackend
 
 Document = dict[str, Any]

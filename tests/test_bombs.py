@@ -18,7 +18,7 @@ from pipelines import same, small_state
 import ckpipe
 from ckpipe import errors
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.sealed_json import unseal
+from ckpipe.format.checksummed_json import unseal
 
 MIB = 1 << 20
 FAR = 64 * MIB

@@ -26,9 +26,9 @@ import ckpipe
 from ckpipe.catalog.inspect import tensor_bytes
 from ckpipe.cli.diff import Sides, batches, compare_structures, compare_tensors, differences
 from ckpipe.cli.screen import Meter, Screen
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.object_names import data_file_key, index_key
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.merge import merge
+from ckpipe.format.names import data_file_key, index_key
 from ckpipe.types import CheckpointId
 
 NAN = math.nan

@@ -16,11 +16,11 @@ from ckpipe.catalog import delete
 from ckpipe.catalog.complete import ascend, descend, healed, newest_healed
 from ckpipe.catalog.find import NO_INDEX, discover, read_index
 from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, ObjectExists
-from ckpipe.format import group_tree, object_names
+from ckpipe.format import names
+from ckpipe.format.codec import encode_bundle
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.object_names import group_key, index_key, manifest_key, tombstone_key
+from ckpipe.format.merge import merge
+from ckpipe.format.names import group_key, index_key, manifest_key, tombstone_key
 from ckpipe.testing import FaultyBackend, MemoryBackend
 
 
@@ -42,8 +42,7 @@ async def stored(backend: Backend, key: str) -> bytes | None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of three, so that a small world has several levels."""
-    for module in (object_names, group_tree):
-        monkeypatch.setattr(module, "GROUP_SIZE", 3)
+    monkeypatch.setattr(names, "GROUP_SIZE", 3)
     monkeypatch.setattr("ckpipe.catalog.complete.GROUP_SIZE", 3)
 
 
@@ -67,7 +66,7 @@ async def test_last_to_commit_completes(size: int) -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("format.object_names", "format.group_tree", "catalog.complete"):
+        for name in ("format.names", "catalog.complete"):
             patch.setattr(f"ckpipe.{name}.GROUP_SIZE", 3)
         size = data.draw(st.integers(2, 14))
         every = manifests(size)

@@ -26,13 +26,13 @@ from ckpipe.format import data_file
 from ckpipe.format.data_file import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
+    STORED_ITEM_BYTES,
     decode_header,
     encode_header,
     entry_size_bound,
     header_size_bound,
 )
 from ckpipe.format.dtypes import stored_as
-from ckpipe.format.item_sizes import STORED_ITEM_BYTES
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.state.flatten import capture
 

@@ -18,8 +18,8 @@ from ckpipe.backend import Children
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.metadata_cache import Facts, Inquiry, Known
 from ckpipe.catalog.prune import best, decide_on, prune
-from ckpipe.format.digests import Digest
-from ckpipe.format.object_names import launch_id
+from ckpipe.format.metrics_sidecar import Digest
+from ckpipe.format.names import launch_id
 from ckpipe.retention import KeepLast
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo

@@ -22,7 +22,10 @@ from ckpipe.catalog.prune import best, decide_on, prune
 from ckpipe.catalog.sweep import sweep
 from ckpipe.errors import CheckpointNotFound
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.digests import (
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.keys import encode_float
+from ckpipe.format.manifest import Bundle
+from ckpipe.format.metrics_sidecar import (
     MOST_PIECES,
     Digest,
     digest_keys,
@@ -30,10 +33,7 @@ from ckpipe.format.digests import (
     digest_owner,
     read_digests,
 )
-from ckpipe.format.keys import encode_float
-from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import DIGESTS, index_key
+from ckpipe.format.names import DIGESTS, index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, Rule
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo

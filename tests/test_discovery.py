@@ -16,9 +16,9 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.catalog.find import discover
-from ckpipe.format.digests import digest_keys, digest_of
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import DIGESTS, index_key, pin_key, tombstone_key
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.metrics_sidecar import digest_keys, digest_of
+from ckpipe.format.names import DIGESTS, index_key, pin_key, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend

@@ -20,7 +20,7 @@ from torch import nn
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.export import INDEX, TORCH_FILE
-from ckpipe.format.object_names import LEASES
+from ckpipe.format.names import LEASES
 from ckpipe.testing import Landing
 
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}

@@ -19,8 +19,8 @@ from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.format import group_tree
-from ckpipe.format.object_names import ATTEMPTS
+from ckpipe.format import names as object_names
+from ckpipe.format.names import ATTEMPTS
 from ckpipe.ranks import ballots
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.testing import Landing, MemoryBackend
@@ -188,7 +188,7 @@ async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -
     order = data.draw(st.permutations(range(size)))
     backend = MemoryBackend()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_tree, "GROUP_SIZE", 3)
+        patch.setattr(object_names, "GROUP_SIZE", 3)
         patch.setattr(ballots, "GROUP_SIZE", 3)
         seen = []
         for rank in order:

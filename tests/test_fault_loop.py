@@ -22,7 +22,7 @@ from sampling import EVERY, SEED
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.format.sealed_json import seal, unseal
+from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe.testing import Landing
 from ckpipe.testing.wrapping import Operation
 

@@ -26,13 +26,19 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest does that, a script mus
 
 from bundles import ID, LIMIT, Foreign, as_shard, document_of, manifest_of
 
+from ckpipe.format.checksummed_json import opened
+from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.data_file import decode_header
-from ckpipe.format.group_tree import group_ranks, level_sizes
 from ckpipe.format.manifest import Bundle, BundleKind
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.object_names import data_file_key, group_key, index_key, manifest_key
-from ckpipe.format.sealed_json import opened
+from ckpipe.format.merge import merge
+from ckpipe.format.names import (
+    data_file_key,
+    group_key,
+    group_ranks,
+    index_key,
+    level_sizes,
+    manifest_key,
+)
 
 DATA = Path(__file__).parent / "data" / "format-v1"
 FORMAT = Path(__file__).parent.parent / "docs" / "format.md"

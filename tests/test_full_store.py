@@ -21,7 +21,7 @@ from ckpipe import errors
 from ckpipe.backend import Backend
 from ckpipe.catalog.delete import Removal, retire
 from ckpipe.catalog.leases import Lease
-from ckpipe.format.object_names import DELETED, index_id, index_key
+from ckpipe.format.names import DELETED, index_id, index_key
 from ckpipe.stores import registry
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId

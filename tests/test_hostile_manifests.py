@@ -25,8 +25,8 @@ from ckpipe.errors import (
     WrongWorldSize,
 )
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.merging import merge
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.merge import merge
 
 
 def _change(document: dict[str, Any], path: str, value: Any) -> None:

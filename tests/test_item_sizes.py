@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from ckpipe.format.data_file import item_bytes
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.item_sizes import item_bytes
 
 
 def test_sizes_are_those_of_torch() -> None:
@@ -18,7 +18,7 @@ def test_sizes_are_those_of_torch() -> None:
 
 def test_common_dtypes_need_no_torch() -> None:
     code = (
-        "import sys; from ckpipe.format.item_sizes import item_bytes; "
+        "import sys; from ckpipe.format.data_file import item_bytes; "
         "assert item_bytes('bfloat16') == 2; assert 'torch' not in sys.modules; "
         "assert item_bytes('float4_e2m1fn_x2') == 1; assert 'torch' in sys.modules"
     )

@@ -22,7 +22,7 @@ from ckpipe.catalog.delete import Removal, delete, finish_deletions, retire
 from ckpipe.catalog.leases import LEASE_LIFE, Lease, Sure, live_subjects, reading_ahead, under_lease
 from ckpipe.catalog.metadata_cache import Facts
 from ckpipe.catalog.prune import pin, prune, unpin
-from ckpipe.format.object_names import LEASES, PINS, index_key, lease_key, tombstone_key
+from ckpipe.format.names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation

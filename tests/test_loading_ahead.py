@@ -14,8 +14,8 @@ from stored_states import store as stored
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.format.manifest_checks import known_facts
-from ckpipe.format.object_names import tombstone_key
+from ckpipe.format.check import known_facts
+from ckpipe.format.names import tombstone_key
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId
 

@@ -22,10 +22,10 @@ from ckpipe.errors import (
     TruncatedObject,
     UnsupportedState,
 )
+from ckpipe.format.checksummed_json import PLAIN_BYTES, Pressed, opened, pressed, seal, unseal
+from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import Bundle, Structure, TensorRow
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.sealed_json import PLAIN_BYTES, Pressed, opened, pressed, seal, unseal
+from ckpipe.format.merge import merge
 
 KEY = "some/key.json"
 
@@ -91,7 +91,7 @@ def test_every_flipped_bit_of_the_plain_form_is_found() -> None:
 def test_every_flipped_bit_of_the_compressed_form_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ckpipe.format.sealed_json.PLAIN_BYTES", 100)
+    monkeypatch.setattr("ckpipe.format.checksummed_json.PLAIN_BYTES", 100)
     data = encode_bundle(manifest_of({"w": torch.ones(2), "n": 1})[0])
     assert data[0] == 0x78
     _check_all_flips(data)

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import InvalidManifest, WrongWorldSize
-from ckpipe.format import group_tree, object_names
-from ckpipe.format.group_tree import group_ranks, level_sizes, members, merged_into
+from ckpipe.format import names
+from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import Bundle, PerRank
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
+from ckpipe.format.merge import merge
+from ckpipe.format.names import group_ranks, level_sizes, members, merged_into
 from ckpipe.types import CheckpointId
 
 
@@ -58,8 +58,7 @@ def test_order_does_not_matter(order: list[int]) -> None:
 def test_grouping_does_not_matter(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Groups of three, so that a small world has several levels.
-        patch.setattr(object_names, "GROUP_SIZE", 3)
-        patch.setattr(group_tree, "GROUP_SIZE", 3)
+        patch.setattr(names, "GROUP_SIZE", 3)
         size = data.draw(st.integers(1, 14))
         every = world(size, data.draw(st.integers(1, 3)))
         expected = encode_bundle(merge(every, "index"))
@@ -194,35 +193,35 @@ def test_every_rank_reaches_the_index_once(world_size: int) -> None:
 @given(st.integers(0, 300_000), st.integers(1, 4))
 def test_directory_of_an_object_is_the_one_that_is_listed(number: int, level: int) -> None:
     directory = number // 100
-    listed = object_names.directory(ID, level, directory)
-    assert object_names.group_key(ID, level, number).startswith(listed)
-    listed = object_names.directory(ID, 0, directory)
-    assert object_names.manifest_key(ID, number).startswith(listed)
+    listed = names.directory(ID, level, directory)
+    assert names.group_key(ID, level, number).startswith(listed)
+    listed = names.directory(ID, 0, directory)
+    assert names.manifest_key(ID, number).startswith(listed)
 
 
 def test_names() -> None:
     name = "step-000000000500.20261121T034205123Z-golden.0"
-    assert object_names.index_key(ID) == f"{name}.json"
-    assert object_names.prefix(ID) == f"{name}/"
-    assert object_names.data_file_name(7, 0) == "rank-00007.safetensors"
-    assert object_names.data_file_name(123_456, 2) == "rank-123456.2.safetensors"
-    assert object_names.manifest_key(ID, 0) == f"{name}/m/0/000/rank-00000.json"
-    assert object_names.manifest_key(ID, 16_383) == f"{name}/m/0/163/rank-16383.json"
-    assert object_names.group_key(ID, 1, 163) == f"{name}/m/1/001/group-00163.json"
-    assert object_names.tombstone_key(ID) == f".ckpipe/deleted/{name}"
-    assert object_names.pin_key(ID) == f".ckpipe/pins/{name}"
-    assert object_names.claim_key("abc", 3) == ".ckpipe/attempts/abc/claim-00003"
-    assert object_names.attempt_start_key("abc") == ".ckpipe/attempts/abc/start"
-    assert object_names.lease_key(ID, "h", 2) == f".ckpipe/leases/{name}/h.2"
+    assert names.index_key(ID) == f"{name}.json"
+    assert names.prefix(ID) == f"{name}/"
+    assert names.data_file_name(7, 0) == "rank-00007.safetensors"
+    assert names.data_file_name(123_456, 2) == "rank-123456.2.safetensors"
+    assert names.manifest_key(ID, 0) == f"{name}/m/0/000/rank-00000.json"
+    assert names.manifest_key(ID, 16_383) == f"{name}/m/0/163/rank-16383.json"
+    assert names.group_key(ID, 1, 163) == f"{name}/m/1/001/group-00163.json"
+    assert names.tombstone_key(ID) == f".ckpipe/deleted/{name}"
+    assert names.pin_key(ID) == f".ckpipe/pins/{name}"
+    assert names.claim_key("abc", 3) == ".ckpipe/attempts/abc/claim-00003"
+    assert names.attempt_start_key("abc") == ".ckpipe/attempts/abc/start"
+    assert names.lease_key(ID, "h", 2) == f".ckpipe/leases/{name}/h.2"
 
 
 @given(st.integers(0, 10**14), st.integers(0, 1000))
 def test_names_are_read_back(step: int, count: int) -> None:
     id = CheckpointId(ID.attempt, step, count)
-    assert object_names.index_id(object_names.index_key(id)) == id
-    assert object_names.tombstone_id(object_names.tombstone_key(id)) == id
-    assert object_names.pin_id(object_names.pin_key(id)) == id
-    assert object_names.owner_id(object_names.manifest_key(id, 5)) == id
+    assert names.index_id(names.index_key(id)) == id
+    assert names.tombstone_id(names.tombstone_key(id)) == id
+    assert names.pin_id(names.pin_key(id)) == id
+    assert names.owner_id(names.manifest_key(id, 5)) == id
 
 
 @pytest.mark.parametrize(
@@ -233,4 +232,4 @@ def test_names_are_read_back(step: int, count: int) -> None:
     ],
 )  # fmt: skip
 def test_other_names_are_no_index(key: str) -> None:
-    assert object_names.index_id(key) is None
+    assert names.index_id(key) is None

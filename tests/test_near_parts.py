@@ -20,10 +20,9 @@ from ckpipe.catalog import manifest_selection
 from ckpipe.catalog.complete import ascend
 from ckpipe.catalog.manifest_selection import REQUEST_BYTES, Member, nearest
 from ckpipe.errors import StructureMismatch
-from ckpipe.format import group_tree, object_names
-from ckpipe.format.group_tree import group_ranks, level_sizes
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import index_key, manifest_key
+from ckpipe.format import names
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.names import group_ranks, index_key, level_sizes, manifest_key
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
@@ -102,7 +101,7 @@ class Counted(WrappedBackend):
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """A store whose groups have five members and whose requests cost little."""
     monkeypatch.setattr(manifest_selection, "REQUEST_BYTES", 256)
-    for module in (object_names, group_tree, manifest_selection):
+    for module in (names, manifest_selection):
         monkeypatch.setattr(module, "GROUP_SIZE", 5)
     monkeypatch.setattr("ckpipe.catalog.complete.GROUP_SIZE", 5)
     backend = Counted(MemoryBackend())

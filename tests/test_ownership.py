@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpipe.format.cargo import Cargo
+from ckpipe.format.data_file import Cargo
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plan.plan import LocalPlanner

@@ -14,8 +14,8 @@ from ckpipe.catalog.find import discover
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.metadata_cache import Facts, Known
 from ckpipe.catalog.prune import decide_on, prune
-from ckpipe.format.digests import Digest
-from ckpipe.format.object_names import index_key
+from ckpipe.format.metrics_sidecar import Digest
+from ckpipe.format.names import index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.types import CheckpointId

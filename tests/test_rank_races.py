@@ -15,7 +15,7 @@ from ranks import settle
 from test_ranks import is_manifest, state
 
 import ckpipe
-from ckpipe.format.object_names import attempt_start_key, index_id, pin_id, tombstone_id
+from ckpipe.format.names import attempt_start_key, index_id, pin_id, tombstone_id
 from ckpipe.ranks.topology import Topology
 from ckpipe.running import pipeline_core
 from ckpipe.testing import Landing

@@ -18,7 +18,7 @@ from ckpipe import errors, events
 from ckpipe.catalog.complete import descend
 from ckpipe.catalog.find import NO_INDEX
 from ckpipe.catalog.leases import Lease
-from ckpipe.format.object_names import DIGESTS, launch_id
+from ckpipe.format.names import DIGESTS, launch_id
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.course import Course
 from ckpipe.running.choosing import first_choice

@@ -17,7 +17,7 @@ from ckpipe.errors import (
     StoreError,
     UnsupportedTopology,
 )
-from ckpipe.format.object_names import LEASES
+from ckpipe.format.names import LEASES
 
 REFUSED = "opened to read only"
 

@@ -26,7 +26,7 @@ from ckpipe.errors import (
     StructureMismatch,
 )
 from ckpipe.format.keys import label_filter
-from ckpipe.format.object_names import data_file_key, data_file_name, tombstone_key
+from ckpipe.format.names import data_file_key, data_file_name, tombstone_key
 from ckpipe.loads.restore import restore
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena

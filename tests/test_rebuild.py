@@ -20,7 +20,7 @@ from stored_states import load, round_trip, run_round_trip, store
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Structure
-from ckpipe.format.tree_checks import check_tree
+from ckpipe.format.tree import check_tree
 from ckpipe.state.kinds import register_type
 from ckpipe.testing import MemoryBackend
 

@@ -16,7 +16,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.errors import InvalidManifest
-from ckpipe.format.cargo import BlockPlace
+from ckpipe.format.data_file import BlockPlace
 from ckpipe.memory.summed_copies import summed_copies
 from ckpipe.reports import (
     MAX_BLOCKS,

@@ -23,7 +23,7 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 from ckpipe.format.manifest import Bundle, ChunkRow, Layout
-from ckpipe.format.object_names import data_file_key
+from ckpipe.format.names import data_file_key
 from ckpipe.loads import reading as reading_module
 from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena

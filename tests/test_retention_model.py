@@ -25,10 +25,10 @@ from ckpipe.catalog.leases import Lease, leased
 from ckpipe.catalog.metadata_cache import Facts
 from ckpipe.catalog.prune import decide_on, pin, prune, remove, unpin
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
+from ckpipe.format.codec import encode_bundle
 from ckpipe.format.keys import encode_float
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import index_key, manifest_key, pin_key, prefix, tombstone_key
+from ckpipe.format.names import index_key, manifest_key, pin_key, prefix, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrapping import Operation, WrappedBackend

@@ -12,7 +12,7 @@ from stored_states import BLOCK_BYTES, ID, load, store
 from ckpipe.backend import PutMode
 from ckpipe.errors import ChecksumMismatch
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.format.object_names import data_file_key
+from ckpipe.format.names import data_file_key
 from ckpipe.loads.load_planning import Fragment, Piece
 from ckpipe.loads.seams import Seams
 from ckpipe.memory.addresses import address_of

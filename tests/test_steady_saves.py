@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from sampling import EVERY, SEED
 
 import ckpipe
-from ckpipe.format import sealed_json
-from ckpipe.format.bundle_texts import SteadyTexts
+from ckpipe.format import checksummed_json
+from ckpipe.format.checksummed_json import PLAIN_BYTES
+from ckpipe.format.codec import SteadyTexts, decode_bundle, encode_bundle
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.sealed_json import PLAIN_BYTES
+from ckpipe.format.merge import merge
 from ckpipe.types import CheckpointId
 
 SAVES = 60 if EVERY else 14
@@ -45,7 +44,7 @@ def _bundles() -> list[Bundle]:
 def test_kept_texts_change_no_byte(long: int, order: list[int]) -> None:
     bundles, texts = _bundles(), SteadyTexts()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sealed_json, "PLAIN_BYTES", long)
+        patch.setattr(checksummed_json, "PLAIN_BYTES", long)
         for step, number in enumerate(order):
             id = replace(bundles[number].id, step=step)
             bundle = replace(bundles[number], id=id)

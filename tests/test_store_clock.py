@@ -17,7 +17,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
 from ckpipe.catalog.leases import store_time
-from ckpipe.format.object_names import LEASES, index_id, index_key, launch_id
+from ckpipe.format.names import LEASES, index_id, index_key, launch_id
 from ckpipe.stores import registry
 from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.retrying import RetryPolicy

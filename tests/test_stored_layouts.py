@@ -7,11 +7,11 @@ import torch
 from bundles import ID, Foreign, document_of, manifest_of, sealed
 
 from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, OversizedMetadata
+from ckpipe.format.checksummed_json import opened, pressed, seal
+from ckpipe.format.codec import decode_bundle, encode_bundle
+from ckpipe.format.layouts import text_of
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.sealed_json import opened, pressed, seal
-from ckpipe.format.stored_layouts import text_of
+from ckpipe.format.merge import merge
 
 
 def index() -> Bundle:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter, decode_key
 from ckpipe.format.manifest import Structure, TensorRow
-from ckpipe.format.tree_checks import check_tree
+from ckpipe.format.tree import check_tree
 from ckpipe.state.flatten import ABSENT, Captured, capture
 from ckpipe.state.tensors import alias_groups, is_contiguous, overlaps_itself, tensor_leaf
 from ckpipe.state.values import decode_value

@@ -25,8 +25,8 @@ from ckpipe.catalog.find import NO_INDEX
 from ckpipe.catalog.leases import LEASE_LIFE
 from ckpipe.catalog.sweep import Leftovers, plan_sweep, uploads_before
 from ckpipe.errors import SettingsError
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import LEASES, data_file_key, launch_id, manifest_key
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.names import LEASES, data_file_key, launch_id, manifest_key
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -21,8 +21,8 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe.cli.timeline import MOST_BLOCKS, timeline_page
-from ckpipe.format.manifest_codec import encode_bundle
-from ckpipe.format.object_names import index_key
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.names import index_key
 from ckpipe.reports import BlockReport, RankReport, SaveReport, StageReport
 
 CHROMIUM = next(

@@ -10,7 +10,7 @@ from anyio import create_memory_object_stream
 
 from ckpipe.backend import Upload
 from ckpipe.events import EventBus
-from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan
+from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan
 from ckpipe.format.manifest import Layout
 from ckpipe.saves.block_sums import BlockSums
 from ckpipe.saves.delivery import Contents, Delivery, Depot, StoredFiles

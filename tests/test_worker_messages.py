@@ -33,7 +33,7 @@ from ckpipe._worker.messages import (
     encode,
 )
 from ckpipe.events import Completed, IncompleteCheckpoint
-from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
+from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 from ckpipe.worker.worker_state import (

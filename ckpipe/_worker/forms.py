@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from ckpipe import errors, events
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
-from ckpipe.format.cargo import BlockPlace, Cargo, FilePlan, Span
+from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 

@@ -14,7 +14,7 @@ from ckpipe._worker.channel import Channel
 from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, Segment, Settled
 from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import SaveCancelled, first_error
-from ckpipe.format.cargo import BlockPlace, Cargo
+from ckpipe.format.data_file import BlockPlace, Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.shared_mapping import map_to_read
 from ckpipe.saves.block_sums import BlockSums

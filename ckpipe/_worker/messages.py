@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ckpipe._worker.forms import CARGO, ERROR, EVENT, ID, INFO, STRUCTURE, Form, optional, plain
 from ckpipe.events import Event
-from ckpipe.format.cargo import Cargo
+from ckpipe.format.data_file import Cargo
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
 from ckpipe.types import CheckpointId, CheckpointInfo

@@ -39,10 +39,10 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.leases import Lease
 from ckpipe.errors import first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
-from ckpipe.format.cargo import Cargo
 from ckpipe.format.checksum import prepare
+from ckpipe.format.data_file import Cargo
 from ckpipe.format.manifest import Structure
-from ckpipe.format.object_names import launch_id
+from ckpipe.format.names import launch_id
 from ckpipe.retention import from_data
 from ckpipe.saves.delivery import Depot
 from ckpipe.stores.patient_backend import PatientBackend

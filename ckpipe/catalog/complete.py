@@ -43,18 +43,21 @@ from ckpipe.errors import (
     StoreError,
     UnsupportedVersion,
 )
-from ckpipe.format import object_names
-from ckpipe.format.group_tree import absent_members, level_sizes, members, merged_into
+from ckpipe.format import names
+from ckpipe.format.check import check_owners, known_facts
+from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.manifest import Bundle, BundleKind
-from ckpipe.format.manifest_checks import check_owners, known_facts
-from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
-from ckpipe.format.merging import merge
-from ckpipe.format.object_names import (
+from ckpipe.format.merge import merge
+from ckpipe.format.names import (
     GROUP_SIZE,
+    absent_members,
     directory,
     group_key,
     index_key,
+    level_sizes,
     member_key,
+    members,
+    merged_into,
     tombstone_key,
 )
 from ckpipe.stores.second_reading import read_decoded
@@ -167,7 +170,7 @@ async def _fill(
 async def _absent(
     backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
 ) -> list[int]:
-    keys = {each.key async for each in backend.list(object_names.directory(id, level, directory))}
+    keys = {each.key async for each in backend.list(names.directory(id, level, directory))}
     return absent_members(id, level, directory, world_size, keys)
 
 

@@ -44,9 +44,9 @@ from ckpipe.format.checksum import (
     combine,
     crc32c,
 )
+from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.object_names import data_file_key, index_key, prefix, tombstone_key
+from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
 from ckpipe.loads.entry_tables import PartData
 from ckpipe.stores.retrying import RetryPolicy, retrying
 from ckpipe.stores.second_reading import read_decoded, warn

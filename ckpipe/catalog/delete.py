@@ -40,14 +40,7 @@ from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.catalog.find import Listing, list_root, owned_digests
 from ckpipe.catalog.leases import is_leased
 from ckpipe.errors import LinkRefused, ObjectExists, ObjectNotFound, StoreFull
-from ckpipe.format.object_names import (
-    index_key,
-    is_own,
-    pin_key,
-    prefix,
-    tombstone_id,
-    tombstone_key,
-)
+from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")

@@ -1,7 +1,7 @@
 """List the checkpoints of a root, and read their indexes and metrics sidecars.
 
-Metrics sidecars (:mod:`ckpipe.format.digests`) are advice. One that could not be written costs
-later readers an index, and never a save.
+Metrics sidecars (:mod:`ckpipe.format.metrics_sidecar`) are advice. One that could not be written
+costs later readers an index, and never a save.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ckpipe.errors import (
     ObjectExists,
     ObjectNotFound,
 )
-from ckpipe.format.digests import Digest, digest_keys, digest_of, digest_owner, read_digests
+from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.object_names import (
+from ckpipe.format.metrics_sidecar import Digest, digest_keys, digest_of, digest_owner, read_digests
+from ckpipe.format.names import (
     DELETED,
     DIGESTS,
     PINS,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpipe.errors import UsageError
-from ckpipe.format.item_sizes import item_bytes
+from ckpipe.format.data_file import item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Bundle, Layout, Part, TensorRow
-from ckpipe.format.trees import Node, children_of
+from ckpipe.format.tree import Node, children_of
 from ckpipe.reports import size_text
 
 _KINDS: tuple[Literal["tensor", "value"], ...] = ("tensor", "value")

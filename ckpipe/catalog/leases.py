@@ -24,7 +24,7 @@ import anyio
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
-from ckpipe.format.object_names import LEASES, lease_key
+from ckpipe.format.names import LEASES, lease_key
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.types import CheckpointId
 

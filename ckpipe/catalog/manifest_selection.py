@@ -18,10 +18,9 @@ import anyio
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import read_member
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
-from ckpipe.format.group_tree import group_ranks, level_sizes
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.merging import gathered
-from ckpipe.format.object_names import GROUP_SIZE
+from ckpipe.format.merge import gathered
+from ckpipe.format.names import GROUP_SIZE, group_ranks, level_sizes
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId

@@ -1,12 +1,12 @@
 """What retention and ``best`` know of checkpoints, and how they come to know it.
 
-Theory. What an index says is known for good. What a digest says (:mod:`ckpipe.format.digests`) is
-taken for a first answer, and then whatever decides that answer is looked up in its index: for
-``best`` the winner, for a decision of what to delete see
-:func:`ckpipe.catalog.prune.decide_on`.
-If an index cannot be read, its checkpoint is out, as it was before there were digests; if an index
-says something else than the digest, no digest of this root is believed any more, and all indexes
-are read. Then it is decided again. Every round knows more than the one before, so it ends.
+Theory. What an index says is known for good. What a digest says
+(:mod:`ckpipe.format.metrics_sidecar`) is taken for a first answer, and then whatever decides that
+answer is looked up in its index: for ``best`` the winner, for a decision of what to delete see
+:func:`ckpipe.catalog.prune.decide_on`. If an index cannot be read, its checkpoint is out, as it was
+before there were digests; if an index says something else than the digest, no digest of this root
+is believed any more, and all indexes are read. Then it is decided again. Every round knows more
+than the one before, so it ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ckpipe.backend import Backend
 from ckpipe.catalog.find import list_digests, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
-from ckpipe.format.digests import Digest, digest_of
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
+from ckpipe.format.metrics_sidecar import Digest, digest_of
 from ckpipe.retention import Candidate
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointInfo

@@ -56,8 +56,8 @@ from ckpipe.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from ckpipe.format.digests import digest_keys
-from ckpipe.format.object_names import launch_id, pin_key
+from ckpipe.format.metrics_sidecar import digest_keys
+from ckpipe.format.names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
 

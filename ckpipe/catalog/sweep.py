@@ -29,7 +29,7 @@ from ckpipe.catalog.leases import (
     read_leases,
     store_time,
 )
-from ckpipe.format.object_names import (
+from ckpipe.format.names import (
     ATTEMPTS,
     BENCH,
     DELETED,

@@ -30,7 +30,7 @@ from ckpipe.cli.running import OK, Url, serve
 from ckpipe.cli.screen import Screen, size, table
 from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.object_names import BENCH
+from ckpipe.format.names import BENCH
 from ckpipe.settings_groups import Size
 from ckpipe.stores.opening import Access, open_store
 from ckpipe.tasks.lanes import run_lanes

@@ -20,7 +20,7 @@ from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Screen, Share, one_line, table
 from ckpipe.format.keys import Json, LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import Bundle, TensorRow
-from ckpipe.format.trees import Node, children_of
+from ckpipe.format.tree import Node, children_of
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings

@@ -36,9 +36,8 @@ from ckpipe.cli.running import (
 )
 from ckpipe.cli.screen import Screen, of_things, one_line, size, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
-from ckpipe.format.copies import REMEDY
-from ckpipe.format.digests import Digest, digest_of
 from ckpipe.format.keys import label_filter
+from ckpipe.format.metrics_sidecar import REMEDY, Digest, digest_of
 from ckpipe.stores.opening import Access, open_store
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointInfo

@@ -27,9 +27,9 @@ from ckpipe.catalog.find import read_index
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import CkpipeError, MissingObject, ObjectNotFound, UsageError
+from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.object_names import manifest_key
+from ckpipe.format.names import manifest_key
 from ckpipe.reports import (
     BlockReport,
     RankReport,

@@ -1,8 +1,12 @@
-"""The header of a data file: safetensors, padded so that the data begins on a page.
+"""Data files: the header, the blocks that a file is cut into, and the size of elements.
 
-A data file is 8 bytes with the length of the header (little-endian), the header (JSON, padded
-with spaces) and the data. It follows the README of the safetensors repository (revision 0.5),
-which also demands that entries leave no holes and that nothing follows the last one.
+A data file is 8 bytes with the length of the header (little-endian), the header (JSON, padded with
+spaces so that the data begins on a page) and the data. It follows the README of the safetensors
+repository (revision 0.5), which also demands that entries leave no holes and that nothing follows
+the last one.
+
+A process that brings checkpoints to a store sees files and blocks, and never a tensor; importing
+torch for the sizes of its dtypes would cost more memory than all the rest of it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -22,7 +27,39 @@ from ckpipe.errors import (
     OversizedMetadata,
     TruncatedObject,
 )
-from ckpipe.format.item_sizes import STORED_ITEM_BYTES
+from ckpipe.format.checksum import BlockCuts, SumTable, crc32c
+from ckpipe.format.manifest import FileRow, Layout
+
+STORED_ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+"""Bytes of one element, by safetensors name."""
+
+_ITEM_BYTES = {
+    "complex128": 16,
+    "float64": 8, "int64": 8, "uint64": 8, "complex64": 8,
+    "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
+    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of one element of a torch dtype, by its name without ``torch.``; None if there is none.
+
+    Asks torch about a name that is in no table here: each of its versions has more.
+    """
+    known = _ITEM_BYTES.get(dtype)
+    if known is None:
+        from ckpipe.format.dtypes import DTYPES
+
+        found = DTYPES.get(dtype)
+        return None if found is None else found.itemsize
+    return known
+
 
 ALIGNMENT = 4096
 """The data of a file begins at a multiple of this many bytes."""
@@ -232,3 +269,106 @@ def _check_extents(entries: list[HeaderEntry], data_bytes: int) -> None:
         end += entry.nbytes
     if end != data_bytes:
         raise InvalidExtent(f"{data_bytes - end} bytes follow the last entry")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One data file.
+
+    Args:
+        name: Its name below the checkpoint's prefix.
+        header: The bytes that come before its data.
+        entries: The first and behind the last of its entries.
+        size: Its size in bytes.
+    """
+
+    name: str
+    header: bytes
+    entries: range
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of an entry that lies in a block.
+
+    Args:
+        entry: The number of the entry.
+        lo: Its first byte, from the entry's start.
+        hi: Behind its last byte.
+        at: Where it is in the block, in bytes.
+    """
+
+    entry: int
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where one block belongs.
+
+    Args:
+        file: The number of the file.
+        offset: Where the block begins in the file, in bytes.
+        nbytes: Its size; the last of a file may be smaller than the others.
+        spans: The parts of entries in it, to be checksummed.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """All that one rank stores in a save; the same for every save of one structure.
+
+    What follows from it alone is worked out once, and kept for as long as the cargo is.
+
+    Args:
+        files: The data files.
+        layout: Where tensors lie in them.
+        blocks: What they are cut into.
+    """
+
+    files: tuple[FilePlan, ...]
+    layout: Layout
+    blocks: Sequence[BlockPlace]
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def header_sums(self) -> list[int]:
+        """CRC-32C of each file's header."""
+        return [crc32c(file.header) for file in self.files]
+
+    @cached_property
+    def sum_table(self) -> SumTable:
+        """Where the checksums of its entries stand."""
+        return SumTable([entry.nbytes for entry in self.layout.entries])
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[int, int], BlockCuts]:
+        return {}
+
+    def cuts(self, block: BlockPlace) -> BlockCuts:
+        """How one of its blocks is checksummed; for any thread."""
+        known = self._cuts.get((block.file, block.offset))
+        if known is None:
+            spans = ((span.entry, span.lo, span.hi, span.at) for span in block.spans)
+            known = self._cuts[block.file, block.offset] = self.sum_table.cuts(spans)
+        return known
+
+
+def file_rows(files: Sequence[FilePlan], header_sums: list[int]) -> tuple[FileRow, ...]:
+    """Data files as their manifest has them."""
+    return tuple(
+        FileRow(file.name, file.size, len(file.header), value)
+        for file, value in zip(files, header_sums, strict=True)
+    )

@@ -1,16 +1,18 @@
-"""Keys of a state: their exact form in a manifest, and the labels that people read.
+"""Keys and JSON values of a state: their exact form in a manifest, and labels for people.
 
 A label names a tensor for people and for other readers of the data file. It is the path of keys
-joined by dots and need not tell ``{1: …}`` from ``{"1": …}``; the manifest does that.
+joined by dots and need not tell ``{1: …}`` from ``{"1": …}``; the manifest does that. JSON values
+are told apart by their canonical text: Python's ``==`` would take True for 1, and 0.0 for -0.0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -194,3 +196,28 @@ def _globs(name: str, globs: Sequence[str] | None) -> list[str] | None:
 
 def _matches(label: str, pattern: str) -> bool:
     return fnmatchcase(label, pattern) or fnmatchcase(label, f"{pattern}.*")
+
+
+def canonical(data: Json) -> str:
+    """A text that is the same for two JSON values only if they are the same in type and order."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
+class Numbering:
+    """Gives numbers to things by their JSON; the same thing again has the same number."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self._by_text: dict[str, int] = {}
+        # The thing is kept with its number, since its id would be used again otherwise.
+        self._by_id: dict[int, tuple[Any, int]] = {}
+
+    def number(self, item: Any, form: Callable[[Any], Json] = lambda item: item) -> int:
+        """The number of a thing whose JSON ``form`` makes."""
+        known = self._by_id.get(id(item))
+        if known is None:
+            number = self._by_text.setdefault(canonical(form(item)), len(self.items))
+            if number == len(self.items):
+                self.items.append(item)
+            known = self._by_id[id(item)] = (item, number)
+        return known[1]

@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ckpipe.format.checksum import chunk_count
+from ckpipe.format.layouts import entry_columns
 from ckpipe.format.manifest import Bundle, EntryRow, FileRow, Layout, Part
-from ckpipe.format.stored_layouts import entry_columns
 
 
 class Need(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.manifest import TensorRow
-from ckpipe.format.trees import Node
+from ckpipe.format.tree import Node
 from ckpipe.state.kinds import FACTORIES
 from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
 from ckpipe.state.values import plain_numpy_dtype, resolve_class

@@ -19,7 +19,7 @@ import torch
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
-from ckpipe.format.trees import MAPPINGS, Node, children_of, leaf_labels
+from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
 from ckpipe.loads.live_tensors import FILLABLE, misfit
 from ckpipe.loads.making import Make, same, stays
 from ckpipe.loads.placed_tensors import PLAIN

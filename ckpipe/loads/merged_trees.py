@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckpipe.format.canonical_json import canonical
-from ckpipe.format.keys import Json, join
+from ckpipe.format.keys import Json, canonical, join
 from ckpipe.format.manifest import Structure, TensorRow
-from ckpipe.format.trees import MAPPINGS, RECORDS, SEQUENCES, Node, children_of
+from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, children_of
 
 Origin = tuple[int, int]
 """A part, and a number in its structure."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.trees import MAPPINGS, Node, children_of
+from ckpipe.format.tree import MAPPINGS, Node, children_of
 from ckpipe.loads.per_rank import PerRankPolicy
 from ckpipe.loads.saved_state import SavedState
 from ckpipe.state_helpers import derived_generators

@@ -34,7 +34,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow
-from ckpipe.format.object_names import data_file_key
+from ckpipe.format.names import data_file_key
 from ckpipe.loads.delivering import Delivery, Destinations, ReadTally
 from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads

@@ -25,7 +25,7 @@ import torch
 from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.keys import Json, decode_key, join
 from ckpipe.format.manifest import TensorRow
-from ckpipe.format.trees import Node, children_of
+from ckpipe.format.tree import Node, children_of
 from ckpipe.loads.filling import normal_tensors
 from ckpipe.loads.fresh_objects import check_attributes, empty_mapping, tensor_object, unpickled
 from ckpipe.loads.hints import Hint

@@ -19,7 +19,7 @@ from ckpipe.backend import Backend
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.trees import children_of, shared_containers
+from ckpipe.format.tree import children_of, shared_containers
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.entry_tables import EntryTable, entry_table
 from ckpipe.loads.holding import Hold, NoHold

@@ -14,8 +14,8 @@ from typing import Any
 
 from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import Bundle, TensorRow
-from ckpipe.format.merging import differ_privately
-from ckpipe.format.trees import MAPPINGS, Node, children_of
+from ckpipe.format.merge import differ_privately
+from ckpipe.format.tree import MAPPINGS, Node, children_of
 from ckpipe.loads.merged_trees import Member, MergedTree, Origin, paths
 from ckpipe.loads.per_rank import PerRankItems, PerRankPolicy
 from ckpipe.loads.sources import Elsewhere

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ckpipe.format.keys import LabelFilter, join
-from ckpipe.format.trees import MAPPINGS, SETS, Node, children_of, shared_containers
+from ckpipe.format.tree import MAPPINGS, SETS, Node, children_of, shared_containers
 from ckpipe.state.flatten import ABSENT
 from ckpipe.state.kinds import is_stateful
 

@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpipe.format.boxes import Box, whole
-from ckpipe.format.layout_checks import ChunkColumns
+from ckpipe.format.layouts import ChunkColumns, chunk_columns_at_hand
 from ckpipe.format.manifest import Bundle, ChunkRow, Layout, TensorRow
-from ckpipe.format.stored_layouts import chunk_columns_at_hand
 
 Candidate = tuple[int, ChunkRow]
 """The number of the part whose entries a chunk points into, and the chunk."""

@@ -25,7 +25,7 @@ import torch
 
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
-from ckpipe.format.trees import Node, children_of
+from ckpipe.format.tree import Node, children_of
 from ckpipe.loads.hints import Hint
 from ckpipe.loads.placed_tensors import is_placed, local_tensor
 from ckpipe.loads.selecting import any_selected

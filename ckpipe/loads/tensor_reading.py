@@ -14,7 +14,7 @@ import torch
 from ckpipe.backend import Backend
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle, Structure
-from ckpipe.format.trees import Node
+from ckpipe.format.tree import Node
 from ckpipe.loads.restore import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 

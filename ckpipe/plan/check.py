@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume
-from ckpipe.format.cargo import file_rows
-from ckpipe.format.data_file import encode_header
+from ckpipe.format.check import check_bundle
+from ckpipe.format.data_file import encode_header, file_rows
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, Part, Structure, TensorRow
-from ckpipe.format.manifest_checks import check_bundle
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint

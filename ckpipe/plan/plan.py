@@ -15,12 +15,12 @@ from typing import Literal
 from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
 from ckpipe.format.boxes import Box, box_shape
-from ckpipe.format.cargo import FilePlan
 from ckpipe.format.checksum import chunk_count
+from ckpipe.format.data_file import FilePlan
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout
-from ckpipe.format.object_names import data_file_name
+from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
 from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox

@@ -13,7 +13,7 @@ import json
 from ckpipe.backend import Backend, PutMode
 from ckpipe.errors import InvalidManifest, ObjectExists, ObjectNotFound
 from ckpipe.format.keys import Json
-from ckpipe.format.object_names import agreement_key
+from ckpipe.format.names import agreement_key
 
 _MAX_BYTES = 64 << 10
 

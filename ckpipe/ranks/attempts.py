@@ -20,7 +20,7 @@ from ckpipe.errors import (
     SettingsError,
     StoreError,
 )
-from ckpipe.format.object_names import attempt_start_key, claim_key, launch_id
+from ckpipe.format.names import attempt_start_key, claim_key, launch_id
 from ckpipe.ranks.meeting import Meeting
 from ckpipe.types import attempt_name, attempt_parts
 

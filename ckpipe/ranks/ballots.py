@@ -13,8 +13,7 @@ import contextlib
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.errors import ObjectExists
-from ckpipe.format.group_tree import members, merged_into
-from ckpipe.format.object_names import GROUP_SIZE, votes_prefix
+from ckpipe.format.names import GROUP_SIZE, members, merged_into, votes_prefix
 
 
 class Ballot:

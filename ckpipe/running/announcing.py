@@ -21,7 +21,7 @@ import anyio
 
 from ckpipe.backend import PutMode
 from ckpipe.errors import CkpipeError, InvalidManifest, ObjectExists, ObjectNotFound
-from ckpipe.format.object_names import agreement_key
+from ckpipe.format.names import agreement_key
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.appointments import Diary
 from ckpipe.ranks.ballots import Ballot

@@ -15,7 +15,7 @@ from ckpipe.catalog.metadata_cache import Facts, Inquiry, described, inspected
 from ckpipe.catalog.prune import remove
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
-from ckpipe.format.object_names import launch_id
+from ckpipe.format.names import launch_id
 from ckpipe.loads.verifying import verify
 from ckpipe.retention import Decision
 from ckpipe.saves.following import until_complete

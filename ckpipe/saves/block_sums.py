@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from ckpipe.format.cargo import Cargo
 from ckpipe.format.checksum import BlockCuts, Parts, combine, crc32c, crc32c_of_each
+from ckpipe.format.data_file import Cargo
 from ckpipe.tasks import to_thread
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
-from ckpipe.format.cargo import BlockPlace, Span
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
+from ckpipe.format.data_file import BlockPlace, Span
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.raw_memory import copy_each

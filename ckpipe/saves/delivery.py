@@ -28,11 +28,11 @@ from ckpipe.catalog.metadata_cache import Facts
 from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
-from ckpipe.format.bundle_texts import SteadyTexts
-from ckpipe.format.cargo import BlockPlace, Cargo
+from ckpipe.format.codec import SteadyTexts
+from ckpipe.format.data_file import BlockPlace, Cargo
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
-from ckpipe.format.object_names import index_key
+from ckpipe.format.names import index_key
 from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.saves.block_sums import BlockSums

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
-from ckpipe.format.cargo import Cargo
+from ckpipe.format.data_file import Cargo
 from ckpipe.lock.late_copies import OwnedFacts, Sample, owned_leaves, owned_tensors, worth_watching
 from ckpipe.plan.plan import RankPlan
 from ckpipe.saves.copying import BlockPlan, split_block, tensors_of

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ckpipe.format.cargo import BlockPlace
+from ckpipe.format.data_file import BlockPlace
 from ckpipe.reports import BlockReport, Span, StageReport, busy_seconds
 
 _KINDS = ("copied", "summed", "uploaded")

@@ -19,7 +19,7 @@ from ckpipe.backend import UploadLimits
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
-from ckpipe.format.cargo import Cargo
+from ckpipe.format.data_file import Cargo
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.format.cargo import file_rows
+from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
-from ckpipe.format.trees import shared_containers
+from ckpipe.format.tree import shared_containers
 from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.filling import Filling, contiguous_stride, with_lazy_bits
 from ckpipe.loads.rebuild import Rebuild

@@ -22,12 +22,11 @@ from ckpipe.errors import (
     StoreFull,
 )
 from ckpipe.events import Completed, RankCommitted
-from ckpipe.format.cargo import file_rows
-from ckpipe.format.copies import REMEDY
-from ckpipe.format.digests import Digest
+from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
+from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, BundleKind, Part
-from ckpipe.format.manifest_codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
-from ckpipe.format.object_names import index_key, manifest_key
+from ckpipe.format.metrics_sidecar import REMEDY, Digest
+from ckpipe.format.names import index_key, manifest_key
 from ckpipe.ranks.agreements import agree
 from ckpipe.reports import size_text
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles

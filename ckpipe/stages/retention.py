@@ -6,7 +6,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.catalog.find import write_digest
 from ckpipe.events import Pruned
-from ckpipe.format.object_names import launch_id
+from ckpipe.format.names import launch_id
 from ckpipe.saves.delivery import B, Delivery, Depot
 from ckpipe.types import CheckpointInfo
 

@@ -12,8 +12,8 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.format.cargo import Cargo
 from ckpipe.format.checksum import ChunkSums
+from ckpipe.format.data_file import Cargo
 from ckpipe.saves.block_sums import compute
 from ckpipe.saves.delivery import B, Delivery
 

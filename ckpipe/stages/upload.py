@@ -20,8 +20,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.backend import Upload
 from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
-from ckpipe.format.cargo import Cargo
-from ckpipe.format.object_names import data_file_key
+from ckpipe.format.data_file import Cargo
+from ckpipe.format.names import data_file_key
 from ckpipe.saves.block_sums import block_checksum
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.stores.retrying import Tries, retrying, telling

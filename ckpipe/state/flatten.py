@@ -31,15 +31,8 @@ import numpy.typing as npt
 import torch
 
 from ckpipe.errors import UnsupportedState
-from ckpipe.format.keys import (
-    MAX_DIGITS,
-    Json,
-    LabelFilter,
-    encode_key,
-    join,
-    unique_label,
-)
-from ckpipe.format.trees import SETS, Node, leaf_labels
+from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
+from ckpipe.format.tree import SETS, Node, leaf_labels
 from ckpipe.state.kinds import (
     IMMUTABLE,
     Contents,

@@ -32,9 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpipe.format.canonical_json import canonical
-from ckpipe.format.keys import LabelFilter, encode_key
-from ckpipe.format.trees import Node
+from ckpipe.format.keys import LabelFilter, canonical, encode_key
+from ckpipe.format.tree import Node
 from ckpipe.state.flatten import Captured, Passage, Walked
 from ckpipe.state.kinds import IMMUTABLE, contents_of, kind_of, replicated_test
 from ckpipe.state.tensors import (

@@ -34,7 +34,7 @@ from ckpipe._worker.messages import (
 )
 from ckpipe._worker.service import MOST_CARGOES
 from ckpipe.errors import CkpipeError, WorkerDied
-from ckpipe.format.cargo import Cargo
+from ckpipe.format.data_file import Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
 from ckpipe.saves.delivery import Depot

@@ -12,13 +12,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpipe.errors import InvalidManifest, WrongWorldSize
-from ckpipe.format.canonical_json import Numbering, canonical
-from ckpipe.format.keys import Json
-from ckpipe.format.layout_checks import Place
-from ckpipe.format.manifest import Bundle, BundleKind, Layout, Part, PerRank, Structure
-from ckpipe.format.manifest_checks import check_ranks, known_facts
-from ckpipe.format.manifest_tables import structure_form
-from ckpipe.format.stored_layouts import digest, facts_of, layout_text
+from ckpipe.format.check import check_ranks, known_facts
+from ckpipe.format.keys import Json, Numbering, canonical
+from ckpipe.format.layouts import Place, digest, facts_of, layout_text
+from ckpipe.format.manifest import (
+    Bundle,
+    BundleKind,
+    Layout,
+    Part,
+    PerRank,
+    Structure,
+    structure_form,
+)
 
 
 def merge(

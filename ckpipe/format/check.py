@@ -1,7 +1,6 @@
-"""Checks of what a bundle says, which anybody may have written.
+"""Check that the numbers of a bundle from a store fit together.
 
-Types have been checked when the bundle was read; here is checked that its numbers fit together,
-so that whoever works with a bundle may rely on them.
+Types have been checked when the bundle was read. Code that works with a bundle may rely on both.
 """
 
 from __future__ import annotations
@@ -18,15 +17,17 @@ from ckpipe.errors import (
     UnsafePath,
     WrongWorldSize,
 )
-from ckpipe.format.columns import MAX_NUMBER
-from ckpipe.format.data_file import ALIGNMENT, MAX_HEADER_BYTES
-from ckpipe.format.group_tree import group_ranks
-from ckpipe.format.item_sizes import item_bytes
-from ckpipe.format.layout_checks import LayoutFacts, check_in_entry, own_identities
-from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
-from ckpipe.format.object_names import data_file_name
-from ckpipe.format.stored_layouts import chunk_columns, facts_of
-from ckpipe.format.tree_checks import check_tree
+from ckpipe.format.data_file import ALIGNMENT, MAX_HEADER_BYTES, item_bytes
+from ckpipe.format.layouts import (
+    LayoutFacts,
+    check_in_entry,
+    chunk_columns,
+    facts_of,
+    own_identities,
+)
+from ckpipe.format.manifest import MAX_NUMBER, Bundle, Part, Structure, TensorRow
+from ckpipe.format.names import data_file_name, group_ranks
+from ckpipe.format.tree import check_tree
 
 _KINDS = frozenset(("tensor", "parameter", "buffer", "subclass", "numpy"))
 _LAZY = frozenset(("", "c", "n", "cn"))
@@ -74,7 +75,7 @@ def known_facts(bundle: Bundle, known: Facts) -> Facts:
         known: What is known already.
 
     Raises:
-        As :func:`ckpipe.format.layout_checks.check_layout` does.
+        As :func:`ckpipe.format.layouts.check_layout` does.
     """
     return {
         place: known.get(place)

@@ -10,24 +10,28 @@ the same whoever writes it. If ranks have written the same bytes several times, 
 as a sixth element. It is cut into at most eight pieces that fit names of 255 bytes, the shortest
 limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its place and
 itself, so that a name that was cut off, changed or given to another checkpoint counts as none.
+
+Bytes that several ranks have written alike: how much of a checkpoint is copies of the rest.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpipe.errors import InvalidManifest
-from ckpipe.format.canonical_json import canonical
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.copies import copied_bytes
-from ckpipe.format.keys import decode_float, encode_float
+from ckpipe.format.data_file import STORED_ITEM_BYTES
+from ckpipe.format.keys import canonical, decode_float, encode_float
+from ckpipe.format.layouts import private_of
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.object_names import DIGESTS, LONGEST_NAME
+from ckpipe.format.names import DIGESTS, LONGEST_NAME
 from ckpipe.types import CheckpointId
 
 MOST_PIECES = 8
@@ -49,7 +53,7 @@ class Digest:
         final: Whether it was to be the last of its run.
         metrics: What ``save`` was given as metrics.
         copied_bytes: How many bytes would not be there if what all ranks hold alike were written
-            once; see :func:`ckpipe.format.copies.copied_bytes`.
+            once; see :func:`ckpipe.format.metrics_sidecar.copied_bytes`.
     """
 
     bytes: int
@@ -188,4 +192,37 @@ def _unspelled(text: str) -> bytes | None:
     return data if _spelled(data) == text else None
 
 
-__all__ = ["MOST_PIECES", "Digest", "digest_keys", "digest_of", "digest_owner", "read_digests"]
+REMEDY = (
+    "Save ckpipe.distributed.training_state(model, optimizer), or name what all ranks hold alike, "
+    'such as plan={"replicated": ["model.*"]}, so that each byte is written once'
+)
+"""How to write the bytes once, as a sentence without its full stop."""
+
+
+def copied_bytes(index: Bundle) -> int:
+    """Count the bytes that would not be there if equal tensors of all ranks were written once.
+
+    Counted are tensors that every rank of a structure holds whole and has written itself, and whose
+    checksums are equal on all of them.
+
+    Args:
+        index: The index of a checkpoint.
+    """
+    if index.world_size == 1:
+        return 0
+    ranks: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for part in index.parts:
+        ranks[part.structure][part.layout] += 1
+    total = 0
+    for structure, layouts in ranks.items():
+        count = layouts.total()
+        if count > 1:
+            first, *others = (private_of(index.layouts[layout]) for layout in layouts)
+            alike = set(first).intersection(*others) - set(index.per_rank[structure].tensors)
+            # Tensors that share memory lie in one entry.
+            places = [first[tensor] for tensor in alike]
+            entries = {(sums.start, sums.stop): place for place, sums in places}
+            total += (count - 1) * sum(
+                STORED_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape, *_ in entries.values()
+            )
+    return total
