@@ -42,7 +42,7 @@ from ckpipe.state.trail import trail_of
 from ckpipe.stores.registry import register_backend
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.testing import MemoryBackend
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 
 TENSORS, SHARDS, ROUNDS, SAMPLES = 1000, 64, 7, 4
 Figures = dict[str, float]

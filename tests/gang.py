@@ -43,7 +43,7 @@ import ckpipe.sync
 from ckpipe.backend import Backend
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing, SlowBackend
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 from ckpipe_gcs import GcsBackend
 from ckpipe_local import LocalBackend
 from ckpipe_s3 import S3Backend

@@ -30,7 +30,7 @@ from ckpipe.backend import Backend
 from ckpipe.errors import ObjectNotFound
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
 
 T = TypeVar("T")

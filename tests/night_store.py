@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe_local import LocalBackend
 
 SCHEME = "night"

@@ -25,7 +25,7 @@ import ckpipe.distributed
 from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue, UnsupportedTopology
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
 
 

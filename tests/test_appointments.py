@@ -19,7 +19,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.ranks.appointments import Diary, Pace
 from ckpipe.testing import Landing
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 
 LOOK: dict[str, Any] = {"look_every_seconds": 0.02, "staging": {"block_bytes": 65536}}
 TOLD: dict[str, Any] = {"preemption": {"enabled": True, "signals": []}}

@@ -14,7 +14,7 @@ from heard_signals import HEARING
 STUCK = """
 import anyio
 from ckpipe.stores.registry import register_backend
-from ckpipe.testing.wrapping import WrappedBackend
+from ckpipe.testing.wrappers import WrappedBackend
 from ckpipe_local import LocalBackend
 
 class Stuck(WrappedBackend):

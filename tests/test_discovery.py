@@ -22,8 +22,7 @@ from ckpipe.format.names import DIGESTS, index_key, pin_key, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
-from ckpipe.testing.gate import Gate
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Gate, Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
 MANY, FEWER = 10_000, 1_000

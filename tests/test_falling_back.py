@@ -24,7 +24,7 @@ from ckpipe.format.names import ATTEMPTS
 from ckpipe.ranks import ballots
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.testing import Landing, MemoryBackend
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 
 FAST: dict[str, Any] = {
     "upload": {"backoff_seconds": 0, "retries": 2},

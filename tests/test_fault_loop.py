@@ -24,7 +24,7 @@ import ckpipe
 from ckpipe import errors, events
 from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe.testing import Landing
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 
 SETTINGS: dict[str, Any] = {
     "keep_last": 1,

@@ -23,7 +23,7 @@ from ckpipe.catalog.delete import Removal, retire
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import DELETED, index_id, index_key
 from ckpipe.stores import registry
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}

@@ -25,7 +25,7 @@ from ckpipe.catalog.prune import pin, prune, unpin
 from ckpipe.format.names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId
 from ckpipe_local import LocalBackend
 

@@ -19,7 +19,7 @@ from ckpipe.cli.bench import Measurements, Rate, advise
 STUCK = """
 import anyio
 from ckpipe.stores.registry import register_backend
-from ckpipe.testing.wrapping import WrappedBackend
+from ckpipe.testing.wrappers import WrappedBackend
 from ckpipe_local import LocalBackend
 
 class Stuck(WrappedBackend):

@@ -25,7 +25,7 @@ from ckpipe.format.codec import encode_bundle
 from ckpipe.format.names import group_ranks, index_key, level_sizes, manifest_key
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 
 URL = "counted://store"
 

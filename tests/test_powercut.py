@@ -30,7 +30,7 @@ from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.stores import registry
 from ckpipe.testing import FaultyBackend, Landing
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
 
 SAMPLE = 6

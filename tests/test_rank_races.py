@@ -19,7 +19,7 @@ from ckpipe.format.names import attempt_start_key, index_id, pin_id, tombstone_i
 from ckpipe.ranks.topology import Topology
 from ckpipe.running import pipeline_core
 from ckpipe.testing import Landing
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 
 T = TypeVar("T")
 PATIENCE = 60.0

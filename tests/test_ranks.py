@@ -23,7 +23,7 @@ from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.course import Course
 from ckpipe.running.choosing import first_choice
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 
 FAST: dict[str, Any] = {
     "upload": {"backoff_seconds": 0, "retries": 2},

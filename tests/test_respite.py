@@ -20,7 +20,7 @@ from ckpipe.events import Completed, Event, Pruned
 from ckpipe.running import site_making
 from ckpipe.saves.respite import Respite
 from ckpipe.testing import Operation, SlowBackend
-from ckpipe.testing.wrapping import Result
+from ckpipe.testing.wrappers import Result
 
 HUNG = 60.0
 STATE = {"w": torch.ones(3)}

@@ -31,7 +31,7 @@ from ckpipe.format.manifest import Bundle
 from ckpipe.format.names import index_key, manifest_key, pin_key, prefix, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
-from ckpipe.testing.wrapping import Operation, WrappedBackend
+from ckpipe.testing.wrappers import Operation, WrappedBackend
 from ckpipe.types import CheckpointId
 
 DAY = timedelta(days=1)

@@ -20,7 +20,7 @@ from ckpipe.ranks import course as courses
 from ckpipe.ranks.attempts import open_attempt
 from ckpipe.ranks.course import Course
 from ckpipe.testing import MemoryBackend
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId, attempt_parts
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}

@@ -22,7 +22,7 @@ from ckpipe.stores import registry
 from ckpipe.stores.patient_backend import PatientBackend
 from ckpipe.stores.retrying import RetryPolicy
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}

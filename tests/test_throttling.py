@@ -17,7 +17,7 @@ from ckpipe.backend import CachedRange
 from ckpipe.errors import Throttled
 from ckpipe.stores import registry
 from ckpipe.testing import MemoryBackend
-from ckpipe.testing.wrapping import Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 
 _numbers = itertools.count()
 BULK = ("write", "read_into")

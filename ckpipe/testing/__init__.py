@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpipe.testing.faulty import FaultyBackend, Landing
-from ckpipe.testing.gate import Gate
 from ckpipe.testing.memory import MemoryBackend
-from ckpipe.testing.slow import SlowBackend
-from ckpipe.testing.wrapping import Operation
+from ckpipe.testing.wrappers import FaultyBackend, Gate, Landing, Operation, SlowBackend
 
 if TYPE_CHECKING:
     from ckpipe.testing.conformance import BackendConformance

@@ -1,0 +1,397 @@
+"""Backends that wrap another and fail, stop or crawl at chosen operations.
+
+Every operation on the wrapped backend goes through one method.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import enum
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Self, TypeVar
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from ckpipe.backend import Backend, CachedRange, Children, ObjectInfo, PutMode, Upload
+
+
+class Gate:
+    """Lets tasks of any event loop pass, or holds them until it is released.
+
+    All methods but :meth:`passed` may be called in any thread. Nothing polls: a release wakes
+    each waiter on its own loop.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held = False
+        self._waiters: dict[anyio.Event, asyncio.AbstractEventLoop] = {}
+
+    def __repr__(self) -> str:
+        return f"<Gate {'held' if self._held else 'open'}, {self.waiting} waiting>"
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks wait at the gate now."""
+        with self._changed:
+            return len(self._waiters)
+
+    def hold(self) -> None:
+        """Shuts the gate for those that come from now on."""
+        with self._changed:
+            self._held = True
+
+    def release(self) -> None:
+        """Opens the gate, and lets all pass that wait at it."""
+        with self._changed:
+            self._held = False
+            waiters, self._waiters = self._waiters, {}
+        for event, loop in waiters.items():
+            # A loop that was closed meanwhile has no task left to wake.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(event.set)
+
+    def wait_until_held(self, count: int = 1, *, timeout: float = 30.0) -> None:
+        """Blocks the calling thread until so many tasks wait at the gate.
+
+        Args:
+            count: How many tasks.
+            timeout: For how many seconds at most.
+
+        Raises:
+            TimeoutError: If fewer came in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._waiters) >= count, timeout):
+                raise TimeoutError(f"{len(self._waiters)} of {count} tasks reached the gate")
+
+    async def passed(self) -> None:
+        """Waits until the gate is open."""
+        event = anyio.Event()
+        with self._changed:
+            if not self._held:
+                return
+            self._waiters[event] = asyncio.get_running_loop()
+            self._changed.notify_all()
+        try:
+            await event.wait()
+        finally:
+            with self._changed:
+                self._waiters.pop(event, None)
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation on a backend.
+
+    Args:
+        verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
+            ``landed``, ``abort``, ``get``, ``read_into``, ``view``, ``list``, ``children``,
+            ``stat``, ``delete`` or ``remove_stale_uploads``.
+        key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two nothing.
+        size: How many bytes the caller sends or asks for, as far as it is known beforehand.
+    """
+
+    verb: str
+    key: str
+    size: int = 0
+
+
+class WrappedBackend(Backend, abc.ABC):
+    """Hands every operation on to another backend, through :meth:`around`.
+
+    Args:
+        inner: The backend that does the work.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.limits = inner.limits
+
+    @abc.abstractmethod
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Does an operation by awaiting ``call()``, and whatever else around it."""
+
+    async def __aenter__(self) -> Self:
+        await self.around(Operation("enter", ""), self.inner.__aenter__)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.around(
+            Operation("exit", ""), lambda: self.inner.__aexit__(exc_type, exc, traceback)
+        )
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        operation = Operation("put", key, len(data))
+        await self.around(operation, lambda: self.inner.put(key, data, mode))
+
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        operation = Operation("put", key, len(data))
+        await self.around(operation, lambda: self.inner.put_volatile(key, data))
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        upload = await self.around(
+            Operation("open_upload", key),
+            lambda: self.inner.open_upload(key, size=size, block_bytes=block_bytes),
+        )
+        return WrappedUpload(self, key, upload)
+
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        return await self.around(
+            Operation("get", key), lambda: self.inner.get(key, max_bytes=max_bytes)
+        )
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        operation = Operation("read_into", key, len(buffer))
+        await self.around(operation, lambda: self.inner.read_into(key, offset, buffer))
+
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        operation = Operation("cached", key, size)
+        return await self.around(operation, lambda: self.inner.cached(key, offset, size))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async def collect() -> tuple[ObjectInfo, ...]:
+            return tuple([info async for info in self.inner.list(prefix)])
+
+        for info in await self.around(Operation("list", prefix), collect):
+            yield info
+
+    async def children(self, prefix: str = "") -> Children:
+        operation = Operation("children", prefix)
+        return await self.around(operation, lambda: self.inner.children(prefix))
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self.around(Operation("stat", key), lambda: self.inner.stat(key))
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        known = tuple(keys)
+        await self.around(Operation("delete", " ".join(known)), lambda: self.inner.delete(known))
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        return await self.around(
+            Operation("remove_stale_uploads", prefix),
+            lambda: self.inner.remove_stale_uploads(prefix, before=before),
+        )
+
+
+class WrappedUpload(Upload):
+    """Hands every operation on to another upload, through its backend's ``around``."""
+
+    def __init__(self, backend: WrappedBackend, key: str, inner: Upload) -> None:
+        self._backend = backend
+        self._key = key
+        self._inner = inner
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        operation = Operation("write", self._key, len(data))
+        await self._backend.around(operation, lambda: self._inner.write(offset, data))
+
+    async def complete(self) -> None:
+        await self._backend.around(Operation("complete", self._key), self._inner.complete)
+
+    async def landed(self) -> bool | None:
+        return await self._backend.around(Operation("landed", self._key), self._inner.landed)
+
+    async def abort(self) -> None:
+        await self._backend.around(Operation("abort", self._key), self._inner.abort)
+
+
+class Landing(enum.Enum):
+    """Whether the operation at which a fault strikes has taken effect."""
+
+    BEFORE = "before"
+    """It has not: the request never arrived."""
+
+    AFTER = "after"
+    """It has, and the caller does not hear of it: the response was lost."""
+
+
+Where = int | str | Callable[[Operation], bool]
+"""Which operations: the one of this number (from 1), those of this verb, or those that match."""
+
+Action = Callable[[Operation], object] | Gate | BaseException
+
+
+@dataclass
+class _Fault:
+    where: Where
+    action: Action
+    landing: Landing
+    nth: int
+    times: int | None
+    seen: int = 0
+
+    def strikes(self, number: int, operation: Operation) -> bool:
+        if not self._matches(number, operation):
+            return False
+        self.seen += 1
+        return self.seen >= self.nth and (self.times is None or self.seen < self.nth + self.times)
+
+    def _matches(self, number: int, operation: Operation) -> bool:
+        if isinstance(self.where, int):
+            return number == self.where
+        if isinstance(self.where, str):
+            return operation.verb == self.where
+        return self.where(operation)
+
+
+class FaultyBackend(WrappedBackend):
+    """Counts the operations on a backend, and makes chosen ones fail, stop or call something.
+
+    Faults may be set, and the log read, in any thread and while operations run. A fault strikes
+    at the ``nth`` operation that matches, counted from when it was set, and ``times`` times in a
+    row of matching ones; ``times=None`` is always from then on.
+
+    Args:
+        inner: The backend that does the work.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._faults: list[_Fault] = []
+        self._log: list[Operation] = []
+
+    def __repr__(self) -> str:
+        return f"<FaultyBackend {self.inner!r} [{len(self._log)} operations]>"
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """All operations that were begun, in order; the first has the number 1."""
+        with self._lock:
+            return tuple(self._log)
+
+    def fail(
+        self,
+        error: BaseException,
+        where: Where,
+        landing: Landing = Landing.BEFORE,
+        *,
+        nth: int = 1,
+        times: int | None = 1,
+    ) -> None:
+        """Raises an error at an operation, before it lands or after it has landed."""
+        self._add(_Fault(where, error, landing, nth, times))
+
+    def call(
+        self,
+        action: Callable[[Operation], object],
+        where: Where,
+        landing: Landing = Landing.BEFORE,
+        *,
+        nth: int = 1,
+        times: int | None = 1,
+    ) -> None:
+        """Calls a function on the backend's event loop, then lets a cancellation take effect.
+
+        So a test can cancel a scope at an operation, or kill its process there. Before the
+        operation a cancellation stops it; after it has landed, its result is lost.
+        """
+        self._add(_Fault(where, action, landing, nth, times))
+
+    def pause(self, where: Where, landing: Landing = Landing.BEFORE, *, nth: int = 1) -> Gate:
+        """Stops at an operation until the gate that is returned is released."""
+        gate = Gate()
+        gate.hold()
+        self._add(_Fault(where, gate, landing, nth, 1))
+        return gate
+
+    def heal(self) -> None:
+        """Forgets all faults; who is paused stays so until its gate is released."""
+        with self._lock:
+            self._faults.clear()
+
+    def _add(self, fault: _Fault) -> None:
+        with self._lock:
+            self._faults.append(fault)
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        faults = self._begin(operation)
+        await _strike(faults, operation, Landing.BEFORE)
+        result = await call()
+        await _strike(faults, operation, Landing.AFTER)
+        return result
+
+    def _begin(self, operation: Operation) -> list[_Fault]:
+        with self._lock:
+            self._log.append(operation)
+            return [one for one in self._faults if one.strikes(len(self._log), operation)]
+
+
+async def _strike(faults: list[_Fault], operation: Operation, landing: Landing) -> None:
+    for fault in faults:
+        if fault.landing is not landing:
+            continue
+        if isinstance(fault.action, BaseException):
+            raise fault.action
+        if isinstance(fault.action, Gate):
+            await fault.action.passed()
+        else:
+            fault.action(operation)
+            await checkpoint()
+
+
+class SlowBackend(WrappedBackend):
+    """Delays the operations on a backend, and holds chosen ones until they are released.
+
+    All operations share one link of so many bytes per second, and each waits for the latency
+    besides. The gate needs no time at all: a test holds, waits until an operation is held, looks,
+    and releases. ``gate`` may be used in any thread.
+
+    Args:
+        inner: The backend that does the work.
+        bytes_per_second: The speed of the link; None for no limit.
+        latency: What each operation waits first, in seconds.
+    """
+
+    def __init__(
+        self, inner: Backend, *, bytes_per_second: float | None = None, latency: float = 0.0
+    ) -> None:
+        super().__init__(inner)
+        self.bytes_per_second = bytes_per_second
+        self.latency = latency
+        self.gate = Gate()
+        self._held_verbs: frozenset[str] = frozenset()
+        self._link_free_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<SlowBackend {self.inner!r} [{self.gate!r}]>"
+
+    def hold(self, *verbs: str) -> None:
+        """Holds operations from now on: those of these verbs, or all if none is named."""
+        self._held_verbs = frozenset(verbs)
+        self.gate.hold()
+
+    def release(self) -> None:
+        """Lets what is held go on, and everything pass from now on."""
+        self.gate.release()
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        if not self._held_verbs or operation.verb in self._held_verbs:
+            await self.gate.passed()
+        if delay := self._reserve(operation.size):
+            await anyio.sleep(delay)
+        return await call()
+
+    def _reserve(self, size: int) -> float:
+        """Takes the link for so many bytes, and returns in how many seconds they are through."""
+        if self.bytes_per_second is None:
+            return self.latency
+        now = anyio.current_time()
+        self._link_free_at = max(now, self._link_free_at) + size / self.bytes_per_second
+        return self.latency + self._link_free_at - now
