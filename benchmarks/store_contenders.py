@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 from store_sockets import Lanes, Sockets
 
-from ckpipe_s3.address import parse_address
-from ckpipe_s3.client import Access
+from ckpipe_s3.client import Access, Address
 
 
 class Contender(Protocol):
@@ -70,7 +69,7 @@ class Boto:
         from boto3.s3.transfer import TransferConfig
 
         self._client = boto3.client("s3", endpoint_url=access.endpoint_url)
-        address = parse_address(url)
+        address = Address.parse(url)
         self._where = (address.bucket, f"{address.prefix}boto")
         self._data = data
         self._writing, self._reading = (
@@ -110,7 +109,7 @@ class Obstore:
     def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
         from obstore.store import S3Store
 
-        address = parse_address(url)
+        address = Address.parse(url)
         self._key, self._data, self._part, self._lanes = "obstore", data, part, lanes
         options: dict[str, Any] = {"client_options": {"allow_http": True}}
         if access.endpoint_url:

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 
-from ckpipe_s3.address import parse_address
-from ckpipe_s3.client import Access
+from ckpipe_s3.client import Access, Address
 
 HEAD_BYTES = 1 << 16
 
@@ -95,7 +94,7 @@ class Sockets:
         from botocore.auth import S3SigV4Auth
 
         self._client = boto3.client("s3", endpoint_url=access.endpoint_url)
-        address = parse_address(url)
+        address = Address.parse(url)
         self._where = {"Bucket": address.bucket, "Key": f"{address.prefix}sockets"}
         self._url = f"{access.endpoint_url}/{address.bucket}/{address.prefix}sockets"
         self._data, self._part, self._lanes = data, part, lanes

@@ -46,9 +46,8 @@ from store_contenders import CONTENDERS, Contender
 from store_sockets import Lanes
 
 import ckpipe
-from ckpipe_s3.address import Address, parse_address
-from ckpipe_s3.body import MemoryBody
-from ckpipe_s3.client import Access, open_client
+from ckpipe_s3.client import Access, Address, open_client
+from ckpipe_s3.upload import MemoryBody
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import s3_servers
@@ -247,7 +246,7 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
         open_client(access) as client,
         ckpipe.Pipeline(f"{url}/ours", backends=options, **plan.fields) as pipeline,
     ):
-        bare = Bare(client, parse_address(url), memory)
+        bare = Bare(client, Address.parse(url), memory)
         lanes = Lanes(LANES, READ_LANES)
         others = {name: CONTENDERS[name](url, access, memory, PART, lanes) for name in plan.beside}
 

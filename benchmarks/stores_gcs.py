@@ -26,13 +26,10 @@ import torch
 from stores import LANES, OBJECT, PART, READ_LANES, Costs, Plan, cost, in_lanes, peak_bytes, report
 
 import ckpipe
-from ckpipe_gcs.access import Access, find_endpoint, open_session
-from ckpipe_gcs.address import Address
-from ckpipe_gcs.body import MemoryBody
-from ckpipe_gcs.composing import MAX_SOURCES
+from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
 from ckpipe_gcs.objects import related
-from ckpipe_gcs.requests import Requests, json_body
-from ckpipe_gcs.tokens import open_tokens
+from ckpipe_gcs.requests import Address, MemoryBody, Requests, json_body
+from ckpipe_gcs.upload import MAX_SOURCES
 
 # isort: split
 # Importing `stores` has made the servers of the tests importable.

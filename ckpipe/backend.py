@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import AsyncIterator, Iterable, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, TypeVar, TypeVarTuple
 
 from ckpipe.errors import InvalidKey
+from ckpipe.tasks.awaited_threads import in_thread
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+
+_CREDENTIALS = re.compile(
+    r"(?<=:/)(/?)(?:"
+    r"[^/\s?#]*@"  # user:password@host
+    r"|[^/\s:@]+:(?!\d+(?:/|$))[^\s@]*@"  # the same with a slash in the password, as AWS has them
+    r")"
+)
+_SECRET_PARAMETER = re.compile(
+    r"(?i)([?&][^\s=&#]*(?:auth|cred|key|pass|secret|sig|token)[^\s=&#]*=)[^\s&#'\"]+"
+)
 
 
 class PutMode(enum.Enum):
@@ -428,6 +443,30 @@ def check_key(key: str) -> str:
     return key
 
 
+async def run_in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
+    """Run blocking work in a worker thread, and return or raise only once it has ended.
+
+    Also a caller that is cancelled, by anyio or by asyncio, goes on only then: the thread may still
+    read the caller's memory, and what it does is never left behind half done. A pipeline that is
+    open when the program ends is closed by the interpreter on its way out, which may start no
+    thread any more; calls then run in threads that the pipeline has kept for it.
+
+    Args:
+        function: The work.
+        args: Its arguments.
+    """
+    return await in_thread(function, *args)
+
+
+def without_secrets(text: str) -> str:
+    """Replace credentials in the URLs of a text by ``***``, for errors and ``repr``.
+
+    These are the part before an ``@`` of the host, and query parameters whose name tells of a
+    key, password, signature or token.
+    """
+    return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
+
+
 __all__ = [
     "Backend",
     "CachedRange",
@@ -437,4 +476,6 @@ __all__ = [
     "Upload",
     "UploadLimits",
     "check_key",
+    "run_in_thread",
+    "without_secrets",
 ]

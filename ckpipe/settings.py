@@ -30,6 +30,7 @@ from ckpipe._settings_input import (
     read_environment,
     read_toml,
 )
+from ckpipe.backend import without_secrets
 from ckpipe.retention import Rule
 from ckpipe.settings_groups import (
     Export,
@@ -42,7 +43,6 @@ from ckpipe.settings_groups import (
     Upload,
     Worker,
 )
-from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.types import Planner
 
 

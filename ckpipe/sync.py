@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
@@ -19,7 +20,6 @@ from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase
 from ckpipe.running.unseen_failures import note_failures, raise_or_warn
 from ckpipe.settings import Settings
-from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 

@@ -29,7 +29,7 @@ faulthandler.register(signal.SIGUSR1, all_threads=True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_LIBRARY = ["ckpipe", "ckpipe_local", "ckpipe_s3", "ckpipe_gcs"]
+_LIBRARY = ["ckpipe", "ckpipe_local", "ckpipe_s3", "ckpipe_gcs", "ckpipe_http"]
 _MORE_BLOCKING_CALLS = (
     "os.open",
     "os.pread",

@@ -9,9 +9,37 @@ import threading
 
 import anyio
 import pytest
-from anyio import CancelScope, CapacityLimiter, create_task_group, fail_after, to_thread
+from anyio import (
+    CancelScope,
+    CapacityLimiter,
+    create_task_group,
+    fail_after,
+    to_thread,
+    wait_all_tasks_blocked,
+)
 
+from ckpipe.backend import run_in_thread
 from ckpipe.tasks.awaited_threads import in_thread, on_loop
+
+
+async def test_a_cancelled_caller_goes_on_only_once_its_thread_has_ended() -> None:
+    began, go_on, ended = asyncio.Event(), threading.Event(), list[int]()
+    loop = asyncio.get_running_loop()
+
+    def work(number: int) -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert go_on.wait(20)
+        ended.append(number)
+
+    task = asyncio.create_task(run_in_thread(work, 1))
+    await began.wait()
+    task.cancel()
+    await wait_all_tasks_blocked()
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [1]
 
 
 async def test_what_a_thread_awaits_after_it_was_cancelled_is_cancelled_too() -> None:

@@ -28,7 +28,7 @@ from ckpipe.events import BlockUploaded, Event
 BLOCK = 65536
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 BUCKET = "delivered-again"
-BUCKETS = "from ckpipe.stores.bucket_backend import BucketBackend as store\n"
+BUCKETS = "from ckpipe_http.buckets import BucketBackend as store\n"
 
 DIES = """
 import os, signal
@@ -42,7 +42,7 @@ def die():
 """
 
 AT_A_WRITE = """
-from ckpipe_local.upload import LocalUpload as upload
+from ckpipe_local.writes import LocalUpload as upload
 write_all = upload.write_all
 async def write_some_and_die(self, blocks):
     await write_all(self, blocks[:1])

@@ -24,14 +24,13 @@ from ckpipe import errors
 from ckpipe.backend import PutMode, check_key
 from ckpipe.errors import CkpipeError, InvalidKey
 from ckpipe.format.checksum import crc32c
-from ckpipe.stores.body_checksums import checksum_text, read_checksum
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.access import ENDPOINT, find_endpoint
-from ckpipe_gcs.address import PART_SUFFIX, Address, upload_of
-from ckpipe_gcs.body import PIECE_BYTES, MemoryBody
-from ckpipe_gcs.composing import MAX_SOURCES, Piece, joined, runs
 from ckpipe_gcs.failures import Refused, requesting
+from ckpipe_gcs.requests import PART_SUFFIX, PIECE_BYTES, Address, MemoryBody, upload_of
 from ckpipe_gcs.sessions import received
+from ckpipe_gcs.upload import MAX_SOURCES, Part, joined, runs
+from ckpipe_http.requests import checksum_text, read_checksum
 
 BUCKET = "backend"
 BLOCK = 1 << 19
@@ -178,7 +177,7 @@ def test_what_no_session_has(header: str) -> None:
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=70))
 def test_pieces_joined_have_the_checksum_of_the_whole(contents: list[bytes]) -> None:
     pieces = [
-        Piece(str(number), "1", len(content), crc32c(content))
+        Part(str(number), "1", len(content), crc32c(content))
         for number, content in enumerate(contents)
     ]
     whole = b"".join(contents)

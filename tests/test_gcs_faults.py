@@ -31,7 +31,7 @@ from ckpipe.backend import PutMode
 from ckpipe.catalog import sweep
 from ckpipe.stores.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
-from ckpipe_gcs.address import PART_SUFFIX
+from ckpipe_gcs.requests import PART_SUFFIX
 
 BUCKET = "faults"
 MIB = 1 << 20

@@ -42,13 +42,13 @@ from ckpipe.errors import (
 )
 from ckpipe.tasks.awaited_threads import _Call, in_thread
 from ckpipe.testing.conformance import pattern
-from ckpipe_local import LocalBackend, direct_io
+from ckpipe_local import LocalBackend, reads, writes
 from ckpipe_local.backend import path_of
 from ckpipe_local.directories import TEMPORARY_PREFIX, list_children
 from ckpipe_local.failures import reading, writing
-from ckpipe_local.partial import begin_file
+from ckpipe_local.writes import begin_file
 
-PAGE = direct_io.ALIGNMENT
+PAGE = reads.ALIGNMENT
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_aligned_part(
     skew: int,
     part: tuple[int, int],
 ) -> None:
-    assert direct_io.aligned_part(aligned_buffer(size + skew)[skew:], offset) == part
+    assert reads.aligned_part(aligned_buffer(size + skew)[skew:], offset) == part
 
 
 NEAR_PAGES = st.builds(
@@ -308,7 +308,7 @@ def test_every_path_gives_the_same_bytes(
 def passes_cache(tmp_path: Path) -> None:
     """Skips where the file system cannot pass the page cache by, or keeps nothing else."""
     (tmp_path / "probe").write_bytes(b"")
-    descriptor = direct_io.open_direct(str(tmp_path / "probe"))
+    descriptor = writes.open_direct(str(tmp_path / "probe"))
     (tmp_path / "probe").unlink()
     if descriptor is None or shutil.disk_usage(tmp_path) == shutil.disk_usage("/dev/shm"):
         pytest.skip("The file system of the temporary directory has no direct I/O")
@@ -453,7 +453,7 @@ async def test_refused_direct_io_falls_back(
     aligned_buffer: Callable[[int], memoryview],
 ) -> None:
     # With an alignment that is too small for the disk the kernel refuses what we then ask for.
-    monkeypatch.setattr(direct_io, "ALIGNMENT", 16)
+    monkeypatch.setattr(reads, "ALIGNMENT", 16)
     data = skewed(aligned_buffer, pattern(100_000), 16)
     await upload(backend, "f", data, 20_000)
     with open(tmp_path / "f", "rb") as file:
@@ -466,9 +466,9 @@ async def test_refused_direct_io_falls_back(
 @pytest.mark.usefixtures("passes_cache")
 def test_writer_reports_what_was_refused(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
-    descriptor = direct_io.open_direct(str(tmp_path / "f"))
+    descriptor = writes.open_direct(str(tmp_path / "f"))
     assert descriptor is not None
-    assert direct_io.write_direct(descriptor, [memoryview(bytes(100))], 3) == 0
+    assert writes.write_direct(descriptor, [memoryview(bytes(100))], 3) == 0
     os.close(descriptor)
 
 
@@ -752,12 +752,14 @@ async def test_revoked_call_never_runs() -> None:
 def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, release = threading.Event(), threading.Event()
 
+    write_all = writes.write_all
+
     def write_late(descriptor: int, data: memoryview, offset: int) -> None:
         begun.set()
         assert release.wait(30)
-        direct_io.write_all(descriptor, data, offset)
+        write_all(descriptor, data, offset)
 
-    monkeypatch.setattr("ckpipe_local.partial.write_all", write_late)
+    monkeypatch.setattr(writes, "write_all", write_late)
     file = begin_file("f", str(tmp_path), set(), 3, False)
     writer = threading.Thread(target=file.write, args=([(0, memoryview(b"abc"))],))
     closer = threading.Thread(target=file.close)

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 import ckpipe
-from ckpipe import errors
+from ckpipe import backend, errors
 
 NAMES = """
     Backend CheckpointInfo Children CkpipeError GlobalPlanner KeepBest KeepEvery KeepIf KeepLast
@@ -25,6 +25,11 @@ NAMES = """
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "testing"]
+
+BACKEND_NAMES = """
+    Backend CachedRange Children ObjectInfo PutMode Upload UploadLimits check_key run_in_thread
+    without_secrets
+"""
 
 _OPEN = """(
     self, url: str | os.PathLike[str] | None = None, *, guard: Guarded = None,
@@ -208,6 +213,7 @@ def members(cls: type[Any]) -> dict[str, str]:
 
 def test_names_are_these() -> None:
     assert ckpipe.__all__ == sorted(NAMES.split())
+    assert sorted(backend.__all__) == sorted(BACKEND_NAMES.split())
 
 
 def test_every_name_is_there_and_documented() -> None:

@@ -27,11 +27,11 @@ from s3_servers import KEY, S3Server
 from ckpipe import errors
 from ckpipe.backend import PutMode, check_key
 from ckpipe.errors import CkpipeError, InvalidKey
-from ckpipe.stores.http_stores import MAX_RETRY_AFTER_SECONDS, retry_after
+from ckpipe_http.requests import MAX_RETRY_AFTER_SECONDS, retry_after
 from ckpipe_s3 import S3Backend
-from ckpipe_s3.address import Address, parse_address
-from ckpipe_s3.body import PIECE_BYTES, MemoryBody
+from ckpipe_s3.client import Address
 from ckpipe_s3.failures import requesting, upload_is_gone
+from ckpipe_s3.upload import PIECE_BYTES, MemoryBody
 
 BUCKET = "backend"
 BLOCK = 5 << 20
@@ -52,7 +52,7 @@ _numbers = itertools.count()
     ],
 )
 def test_urls(url: str, bucket: str, prefix: str) -> None:
-    assert parse_address(url) == Address(bucket, prefix)
+    assert Address.parse(url) == Address(bucket, prefix)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_urls(url: str, bucket: str, prefix: str) -> None:
 )
 def test_bad_urls(url: str) -> None:
     with pytest.raises(errors.UsageError, match="s3://bucket/prefix"):
-        parse_address(url)
+        Address.parse(url)
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     with pytest.raises(errors.UsageError) as caught:
-        parse_address("s3://AKIA:hunter2@bucket/run")
+        Address.parse("s3://AKIA:hunter2@bucket/run")
     assert "hunter2" not in str(caught.value)
 
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.testing.conformance import pattern
-from ckpipe_local.direct_io import ALIGNMENT, side_by_side
-from ckpipe_local.partial import PartialFile, begin_file
+from ckpipe_local.reads import ALIGNMENT
+from ckpipe_local.writes import PartialFile, begin_file, side_by_side
 
 Ranges = list[tuple[int, memoryview]]
 Write = Callable[[int, Sequence[memoryview], int], int]

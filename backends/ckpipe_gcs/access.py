@@ -1,21 +1,34 @@
-"""How the store is reached: the address of its API, and the session that requests go through."""
+"""Reach the store: the address of its API, the session of requests, and their access tokens.
+
+The library that gets tokens also keeps and renews them, in a task that all callers wait for, and
+which ends for all when one of them is cancelled; and it tries again by a policy of its own. So
+only its single request for a token is used here.
+"""
 
 from __future__ import annotations
 
+import logging
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import anyio
+from gcloud.aio.auth import Token
+from gcloud.aio.auth.token import TokenResponse, Type
 
-from ckpipe.stores.http_options import check_endpoint, check_proxy
-from ckpipe.tasks import to_thread
-from ckpipe.version import __version__
-from ckpipe_gcs.failures import opening
+from ckpipe import __version__
+from ckpipe.backend import run_in_thread
+from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
+from ckpipe_gcs.failures import CREDENTIALS, opening
+from ckpipe_http.requests import CONNECT_SECONDS, check_endpoint, check_proxy
+
+logger = logging.getLogger("ckpipe")
 
 ENDPOINT = "https://storage.googleapis.com"
 """Where the JSON API answers."""
@@ -23,16 +36,23 @@ ENDPOINT = "https://storage.googleapis.com"
 EMULATOR = "STORAGE_EMULATOR_HOST"
 """The variable by which all clients of the store find an emulator."""
 
-CONNECT_SECONDS = 10.0
-"""How long a connection may take to be made."""
-
 READ_BYTES = 1 << 20
 """How much of an answer may wait to be taken."""
+
+SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
+"""The rights that tokens are asked for: to read and write objects."""
+
+RENEW_SECONDS = 225.0
+"""How long before its end a token is renewed. Metadata servers hand out a new one some time
+before that."""
+
+REFRESH_TIMEOUT = 30
+"""How long one request for a token may take, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How the store is reached; the meaning of each field is that of :class:`GcsBackend`.
+    """Options of requests, with the meaning that they have in :class:`GcsBackend`.
 
     Args:
         endpoint: Scheme, host and port of the JSON API.
@@ -48,10 +68,10 @@ class Access:
 
 
 def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[str, bool]:
-    """The address of the API, and whether it is that of an emulator.
+    """Find the address of the API, and whether it is that of an emulator.
 
     Args:
-        option: What the user gave; it goes before the environment.
+        option: The option, if given; it goes before the environment.
         environment: Variables.
 
     Raises:
@@ -65,10 +85,10 @@ def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[s
 
 
 def find_proxy(option: str | None, endpoint: str) -> str | None:
-    """The proxy that requests go through; None if they go straight to the store.
+    """Find the proxy that requests go through; None if they go straight to the store.
 
     Args:
-        option: What the user gave; it goes before the environment, where ``HTTPS_PROXY``,
+        option: The option, if given; it goes before the environment, where ``HTTPS_PROXY``,
             ``HTTP_PROXY`` and ``NO_PROXY`` mean what they mean to other programs.
         endpoint: The address of the API.
 
@@ -86,13 +106,13 @@ def find_proxy(option: str | None, endpoint: str) -> str | None:
 
 @asynccontextmanager
 async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
-    """Makes a session and closes it again.
+    """Make a session, and close it at the end.
 
     Raises:
         StoreError: If none can be made of these options.
     """
     with opening():
-        context = await to_thread.run_sync(_certificates, access.ca_bundle)
+        context = await run_in_thread(_certificates, access.ca_bundle)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=access.max_connections, ssl=context),
         # Each request has a deadline of its own, over all that it does.
@@ -112,3 +132,96 @@ async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
 
 def _certificates(ca_bundle: str | None) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_bundle)
+
+
+class Tokens:
+    """The token of requests. One is asked for at a time, however many requests wait for it.
+
+    Args:
+        source: Asks for tokens; None where requests carry none.
+    """
+
+    def __init__(self, source: Token | None) -> None:
+        self._source, self._lock = source, anyio.Lock()
+        self._value: str | None = None
+        self._renew_at = self._ends = 0.0
+
+    async def get(self) -> str | None:
+        """Return a token that is good for some minutes; None where requests carry none.
+
+        Raises:
+            PermissionDenied: If there are no credentials, or they are refused.
+            StoreUnavailable: If the server of tokens did not answer.
+        """
+        if self._source is None or self._is_fresh():
+            return self._value
+        async with self._lock:
+            if not self._is_fresh():
+                await self._renew(self._source)
+            return self._value
+
+    def _is_fresh(self) -> bool:
+        return self._value is not None and time.monotonic() < self._renew_at
+
+    def forget(self, value: str) -> None:
+        """Note that the store refuses a token."""
+        if self._value == value:
+            self._value = None
+
+    async def _renew(self, source: Token) -> None:
+        try:
+            answer = await _refresh(source)
+        except CkpipeError as error:
+            if not error.transient or self._value is None or time.monotonic() > self._ends:
+                raise
+            logger.warning("The token could not be renewed yet: %s", error)
+            return
+        now, life = time.monotonic(), answer.expires_in
+        self._value, self._ends = answer.value, now + life
+        self._renew_at = now + max(life - RENEW_SECONDS, life / 2)
+
+
+async def _refresh(source: Token) -> TokenResponse:
+    """Ask for a token, once.
+
+    The library's error is not kept as the cause: it may hold the credentials.
+    """
+    what = "Could not get an access token"
+    try:
+        return await source.refresh(timeout=REFRESH_TIMEOUT)
+    except aiohttp.ClientResponseError as error:
+        said, status = f"{what}: the answer was {error.status}", error.status
+    except (aiohttp.ClientError, OSError) as error:
+        said, status = f"{what}: {type(error).__name__}", 0
+        if source.token_type is Type.GCE_METADATA:
+            # Without any credentials that server is the last resort, and nowhere but at Google.
+            message = f"{what}: there are no credentials ({type(error).__name__})"
+            raise PermissionDenied(message, hint=CREDENTIALS) from None
+    except Exception as error:
+        message = f"{what}: the credentials cannot be used ({type(error).__name__})"
+        raise PermissionDenied(message, hint=CREDENTIALS) from None
+    if 400 <= status < 500 and status not in (408, 429):
+        raise PermissionDenied(said, hint=CREDENTIALS)
+    raise StoreUnavailable(said)
+
+
+@asynccontextmanager
+async def open_tokens(access: Access) -> AsyncIterator[Tokens]:
+    """Find the credentials; no token is asked for yet.
+
+    Raises:
+        StoreError: If the file of the credentials cannot be used.
+    """
+    if access.anonymous:
+        yield Tokens(None)
+        return
+    # Without an option each address has the proxy that the environment names for it.
+    trusting = access.proxy is None
+    async with aiohttp.ClientSession(proxy=access.proxy, trust_env=trusting) as session:
+        with opening():
+            source = await run_in_thread(_source, access.credentials_file, session)
+        yield Tokens(source)
+
+
+def _source(file: str | None, session: Any) -> Token:
+    return Token(service_file=file, session=session, scopes=SCOPES)

@@ -10,23 +10,18 @@ from typing import Self
 
 from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
 from ckpipe.errors import UsageError
-from ckpipe.stores.bucket_backend import BucketBackend, BufferedUpload
-from ckpipe.stores.http_options import check_proxy, flag, positive
-from ckpipe_gcs.access import Access, find_endpoint, open_session
-from ckpipe_gcs.address import Address
-from ckpipe_gcs.composing import MAX_PARTS
-from ckpipe_gcs.leftovers import Leftovers
-from ckpipe_gcs.listing import objects, pages, prefixes
-from ckpipe_gcs.objects import Objects
-from ckpipe_gcs.requests import Requests
-from ckpipe_gcs.tokens import open_tokens
-from ckpipe_gcs.upload import CompositeUpload
+from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
+from ckpipe_gcs.objects import Objects, objects, pages, prefixes
+from ckpipe_gcs.requests import Address, Requests
+from ckpipe_gcs.upload import MAX_PARTS, CompositeUpload, Leftovers
+from ckpipe_http.buckets import BucketBackend, BufferedUpload
+from ckpipe_http.requests import check_proxy, flag, positive
 
 BUFFERED_BYTES = 2 << 20
 """Files of at most this size are kept in memory and sent whole."""
 
 
-class GcsBackend(BucketBackend):
+class GcsBackend(BucketBackend[Address]):
     """Objects of a bucket whose names begin with a prefix, on Google Cloud Storage.
 
     Small objects are written by one request, create-only ones with ``ifGenerationMatch=0``. Of
@@ -42,7 +37,7 @@ class GcsBackend(BucketBackend):
 
     Before its first write to a bucket, which for a pipeline is part of opening, a process finds
     out by one object below the root, ``.ckpipe-probe``, whether the store honours
-    ``ifGenerationMatch``. Who only reads writes nothing.
+    ``ifGenerationMatch``. A process that only reads writes nothing.
 
     Args:
         url: ``gs://bucket/prefix``; its characters stand for themselves.
@@ -90,10 +85,10 @@ class GcsBackend(BucketBackend):
         resumable_bytes: int = 8 << 20,
         require_create_only: bool = True,
     ) -> None:
-        self._address = Address.parse(url)
+        address = Address.parse(url)
         endpoint, emulated = find_endpoint(endpoint_url, os.environ)
         super().__init__(
-            self._address,
+            address,
             endpoint,
             require_create_only=flag("require_create_only", require_create_only),
         )
@@ -108,7 +103,7 @@ class GcsBackend(BucketBackend):
         self._resumable_bytes = positive("resumable_bytes", resumable_bytes)
 
     async def __aenter__(self) -> Self:
-        """Finds the credentials; the store is not asked anything yet.
+        """Find the credentials; the store is not asked anything yet.
 
         Raises:
             StoreError: If the options or the file of the credentials cannot be used.
@@ -132,7 +127,7 @@ class GcsBackend(BucketBackend):
             message = f"{size} bytes in blocks of {block_bytes} bytes are more than {MAX_PARTS}"
             hint = f'Set staging.block_bytes to "{size // MAX_PARTS // (1 << 20) + 1} MiB" or more'
             raise UsageError(message, key=key, hint=hint)
-        await self._check_fitness()
+        await self._probe()
         if size <= min(block_bytes, BUFFERED_BYTES):
             return BufferedUpload(self._objects, key, size)
         return CompositeUpload(

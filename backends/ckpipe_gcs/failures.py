@@ -1,7 +1,7 @@
-"""The one seam at which errors of the store and of the HTTP client become errors of ckpipe.
+"""Translate errors of the store and of the HTTP client to errors of ckpipe, in one place.
 
-What the store answers stands in "HTTP status and error codes for JSON" of the Cloud Storage
-reference. Its texts are not repeated in messages, apart from the reason, which is one word.
+The statuses and reasons are those of "HTTP status and error codes for JSON" in the Cloud Storage
+reference. The store's texts are not repeated in messages, apart from the reason, which is one word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe.stores.http_stores import UNREACHED, retry_after, tls_failure
+from ckpipe_http.requests import UNREACHED, retry_after, tls_failure
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/gcs.md lists"
 CREDENTIALS = (
@@ -34,7 +34,8 @@ _NETWORK = "Look at the network if this goes on"
 
 _Kind = tuple[type[StoreError], str | None]
 
-_REASONS: Mapping[str, _Kind] = {
+# By the reason of an answer, and where that is unknown, by the status.
+_ANSWERS: Mapping[str | int, _Kind] = {
     "userProjectMissing": (PermissionDenied, _PROJECT),
     "userProjectAccessDenied": (PermissionDenied, _PROJECT),
     "userProjectInvalid": (PermissionDenied, _PROJECT),
@@ -42,8 +43,6 @@ _REASONS: Mapping[str, _Kind] = {
     "rateLimitExceeded": (Throttled, None),
     "userRateLimitExceeded": (Throttled, None),
     "quotaExceeded": (Throttled, None),
-}
-_STATUSES: Mapping[int, _Kind] = {
     401: (PermissionDenied, CREDENTIALS),
     403: (PermissionDenied, _RIGHTS),
     404: (ObjectNotFound, None),
@@ -55,7 +54,7 @@ _STATUSES: Mapping[int, _Kind] = {
 
 
 class Refused(Exception):
-    """An answer that says no.
+    """The error of an answer that refuses the request.
 
     Args:
         status: Its HTTP status.
@@ -74,7 +73,7 @@ class Refused(Exception):
 
 
 async def refusal(response: aiohttp.ClientResponse) -> Refused:
-    """What an answer says that says no."""
+    """Read why an answer refuses the request."""
     body = await response.content.read(1 << 16)
     reason = text = ""
     try:
@@ -92,11 +91,11 @@ async def refusal(response: aiohttp.ClientResponse) -> Refused:
 
 @contextmanager
 def requesting(action: str, where: str, key: str | None = None) -> Iterator[None]:
-    """Translates what goes wrong with a request.
+    """Translate the errors of a request.
 
     Args:
-        action: What is done, such as ``"read"``.
-        where: The URL of what it is done to.
+        action: The verb for the message, such as ``"read"``.
+        where: The URL of the object or root.
         key: The key concerned; without one, a 404 speaks of the bucket.
     """
     try:
@@ -112,7 +111,7 @@ def requesting(action: str, where: str, key: str | None = None) -> Iterator[None
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Translates what goes wrong before any request."""
+    """Translate the errors of opening, before any request."""
     try:
         yield
     except (OSError, ValueError, LookupError) as error:
@@ -122,12 +121,12 @@ def opening() -> Iterator[None]:
 
 
 def status_of(error: StoreError) -> int:
-    """The HTTP status that an error is made of; 0 without one."""
+    """Find the HTTP status that an error is made of; 0 without one."""
     return error.__cause__.status if isinstance(error.__cause__, Refused) else 0
 
 
 def bucket_missing(error: StoreError, where: str) -> StoreError:
-    """The error for a 404 that can only mean the bucket."""
+    """Make the error for a 404 that can only mean the bucket."""
     return StoreError(f"{error.message}: there is no bucket for {where}", hint=_BUCKET)
 
 
@@ -150,13 +149,13 @@ def _kind(error: Refused) -> _Kind:
         return StoreUnavailable, _NETWORK
     if error.status == 503 and error.asked is not None:
         return Throttled, None
-    known = _REASONS.get(error.reason) or _STATUSES.get(error.status)
+    known = _ANSWERS.get(error.reason) or _ANSWERS.get(error.status)
     passing = error.status >= 500 and error.status != 501
     return known or ((StoreUnavailable if passing else StoreError), None)
 
 
 def _breakdown(error: Exception, what: str, key: str | None) -> StoreError:
-    """The error for a request that got no answer.
+    """Make the error for a request that got no answer.
 
     The texts of the client's errors are not repeated: some hold URLs.
     """

@@ -1,36 +1,42 @@
-"""Whole objects: written by one request, read whole or in ranges, looked at and deleted."""
+"""Whole objects: written by one request, read whole or in ranges, listed and deleted."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, TypeVar
 
 import aiohttp
+import anyio
+from awscrt.checksums import crc32c
 
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe.format.checksum import crc32c
-from ckpipe.stores.body_checksums import checksum_of, checksum_text, read_checksum
-from ckpipe.stores.bucket_backend import OWNER
-from ckpipe.stores.http_bodies import fill
-from ckpipe.stores.http_stores import SLOWEST_BYTES_PER_SECOND, check_range, cut_short, truncated
-from ckpipe.tasks.lanes import run_lanes
-from ckpipe_gcs.body import MemoryBody
-from ckpipe_gcs.failures import bucket_missing, status_of
-from ckpipe_gcs.listing import info
-from ckpipe_gcs.requests import FIELDS, Requests, Resource
+from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
+from ckpipe_gcs.failures import bucket_missing, requesting, status_of
+from ckpipe_gcs.requests import FIELDS, Address, MemoryBody, Requests, Resource
+from ckpipe_http.bodies import fill
+from ckpipe_http.buckets import OWNER, BucketObjects
+from ckpipe_http.requests import (
+    SLOWEST_BYTES_PER_SECOND,
+    check_range,
+    checksum_of,
+    checksum_text,
+    cut_short,
+    read_checksum,
+    truncated,
+)
 
-DELETE_LANES = 16
+DELETED_AT_ONCE = 16
 """How many objects are deleted at a time."""
 
 PINNED = 4096
 """How many objects are remembered by the generation that was read of them."""
 
 
-class Objects:
+class Objects(BucketObjects[Address]):
     """The objects below a root.
 
     Every write of an object makes a new *generation* of it. The first range that is read of an
@@ -39,64 +45,54 @@ class Objects:
 
     Args:
         requests: Sends the requests.
-        writing: What stands in the query of every request that makes an object.
+        writing: Parameters of every request that makes an object.
     """
 
-    create_only = True
-    """Whether the store honours ``ifGenerationMatch``. Where it does not, a create-only put looks
-    first, which is not atomic."""
-
     def __init__(self, requests: Requests, writing: Mapping[str, str]) -> None:
+        super().__init__(requests.address)
         self._requests, self.writing = requests, writing
-        self._address = requests.address
         self._pins: OrderedDict[str, str] = OrderedDict()
 
     async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None:
-        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
-        name = self._address.name(key)
         self._pins.pop(key, None)
-        conditional = mode is PutMode.CREATE and self.create_only
-        if mode is PutMode.CREATE and not conditional:
-            await self._check_free(key)
-        await self.write(name, data, NEW if conditional else {}, owned_by(owner), key)
+        await super().put(key, data, mode, owner)
 
     async def owner(self, key: str) -> str | None:
-        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
         try:
             return owner_of(await self.resource(self._address.name(key), key))
         except ObjectNotFound:
             return None
 
-    async def create(self, name: str, data: bytes) -> None:
-        """See :class:`ckpipe.stores.bucket_backend.BucketObjects`."""
-        await self.write(name, data, NEW, {})
-
     async def write(
         self,
         name: str,
         data: bytes | memoryview,
-        condition: Mapping[str, str],
-        resource: Mapping[str, Any],
+        *,
+        create: bool,
+        owner: str | None = None,
         key: str | None = None,
+        storage_class: str | None = None,
     ) -> Resource:
-        """Makes an object by its whole name, in one request that carries its checksum.
+        """Do :meth:`BucketObjects.write`.
 
         Args:
-            name: The name.
+            name: As there.
             data: Flat bytes.
-            condition: Under which condition, as part of the query.
-            resource: What else is told of the object.
-            key: The key concerned, for errors.
+            create: As there.
+            owner: As there.
+            key: As there.
+            storage_class: The class of the object; None for the bucket's own.
 
         Returns:
             The object's resource.
-
-        Raises:
-            ObjectExists: If the store refuses for the condition.
-            StoreError: If the store failed.
         """
+        classed = {} if storage_class is None else {"storageClass": storage_class}
+        condition = NEW if create else {}
         value = await checksum_of(data)
-        told = {"name": name, "contentType": BYTES, **resource, "crc32c": checksum_text(value)}
+        told = {
+            "name": name, "contentType": BYTES, **owned_by(owner), **classed,
+            "crc32c": checksum_text(value),
+        }  # fmt: skip
         body = related(json.dumps(told).encode(), data)
         url = self._requests.upload_url("multipart", name, **condition, **self.writing)
         try:
@@ -110,15 +106,8 @@ class Objects:
         check_stored(made, value, len(data), f"{self._address}{key or ''}", key)
         return made
 
-    async def _check_free(self, key: str) -> None:
-        try:
-            await self.stat(key)
-        except ObjectNotFound:
-            return
-        raise ObjectExists(f"There is an object at {self._address}{key} already", key=key)
-
     async def resource(self, name: str, key: str) -> Resource:
-        """What the store tells of an object by its whole name.
+        """Ask for the resource of an object by its whole name.
 
         Raises:
             ObjectNotFound: If there is none.
@@ -128,14 +117,12 @@ class Objects:
         return await self._requests.ask("look at", "GET", url, key=key)
 
     async def stat(self, key: str) -> ObjectInfo:
-        """See :meth:`ckpipe.Backend.stat`."""
         found = await self.resource(self._address.name(key), key)
         self._pins.pop(key, None)
         with self._requests.attempt("look at", key):
             return info(key, found)
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        """See :meth:`ckpipe.Backend.get`."""
         url = self._requests.object_url(self._address.name(key), alt="media")
         with self._requests.attempt("read", key) as scope:
             async with self._requests.answer("GET", url) as response:
@@ -160,7 +147,6 @@ class Objects:
         return bytes(data)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """See :meth:`ckpipe.Backend.read_into`."""
         wanted, pin = len(buffer), self._pins.get(key)
         condition = {"ifGenerationMatch": pin} if pin else {}
         url = self._requests.object_url(self._address.name(key), alt="media", **condition)
@@ -198,7 +184,6 @@ class Objects:
         return StoreError(message, key=key, hint="Let nobody else write below this root")
 
     async def delete(self, keys: Iterable[str]) -> None:
-        """See :meth:`ckpipe.Backend.delete`."""
         names: dict[str, str | None] = {}
         for key in keys:
             names[self._address.name(key)] = None
@@ -206,23 +191,18 @@ class Objects:
         await self.remove(names)
 
     async def remove(self, names: Mapping[str, str | None]) -> None:
-        """Deletes objects by their whole names, several at a time.
+        """Delete objects by their whole names, several at a time.
 
         Args:
-            names: Each with the generation that is deleted; None for whatever is there.
+            names: Each with the generation to delete; None for any.
 
         Raises:
             StoreError: If the store failed; some of the objects may be gone.
         """
-        waiting = iter(names.items())
+        await for_each(names.items(), self._remove, at_once=DELETED_AT_ONCE)
 
-        async def lane() -> None:
-            for name, generation in waiting:
-                await self._remove(name, generation)
-
-        await run_lanes(min(DELETE_LANES, len(names)), lane)
-
-    async def _remove(self, name: str, generation: str | None) -> None:
+    async def _remove(self, named: tuple[str, str | None]) -> None:
+        name, generation = named
         query = {"generation": generation} if generation else {}
         url = self._requests.object_url(name, **query)
         key = name.removeprefix(self._address.prefix)
@@ -236,19 +216,47 @@ NEW: Mapping[str, str] = {"ifGenerationMatch": "0"}
 """The condition that there is no such object."""
 
 
+Item = TypeVar("Item")
+
+
+async def for_each(
+    items: Iterable[Item], work: Callable[[Item], Awaitable[None]], *, at_once: int
+) -> None:
+    """Do some work for each item, for a number of them at a time.
+
+    Raises:
+        StoreError: What the first one to fail raised; the others are cancelled.
+    """
+    waiting = iter(items)
+
+    async def lane() -> None:
+        for item in waiting:
+            await work(item)
+
+    failure = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(lane)
+    except ExceptionGroup as group:
+        failure = group.exceptions[0]
+    if failure is not None:
+        raise failure
+
+
 def owned_by(owner: str | None) -> Mapping[str, Any]:
-    """What the store is told of an object, so that it names the upload that has made it."""
+    """Make the part of a resource that names the upload that makes the object."""
     return {} if owner is None else {"metadata": {OWNER: owner}}
 
 
 def owner_of(resource: Resource) -> str | None:
-    """The upload that has made an object, by what the store tells of it."""
+    """Find the upload that has made an object, by its resource."""
     found: str | None = (resource.get("metadata") or {}).get(OWNER)
     return found
 
 
 def related(metadata: bytes, data: bytes | memoryview) -> MemoryBody:
-    """A body of an object's resource and its content (RFC 2387)."""
+    """Make a body of an object's resource and its content (RFC 2387)."""
     boundary = secrets.token_hex(24)
     json_type, edge = "application/json; charset=UTF-8", f"--{boundary}"
     opening = f"{edge}\r\nContent-Type: {json_type}\r\n\r\n".encode()
@@ -260,10 +268,10 @@ def related(metadata: bytes, data: bytes | memoryview) -> MemoryBody:
 
 
 def check_stored(made: Resource, value: int, size: int, where: str, key: str | None) -> None:
-    """Looks whether the store has what was sent.
+    """Compare an object's resource with what was sent.
 
     Args:
-        made: What the store tells of the object.
+        made: The resource.
         value: The CRC-32C of what was sent.
         size: How many bytes that was.
         where: The URL of the object.
@@ -282,7 +290,7 @@ def check_stored(made: Resource, value: int, size: int, where: str, key: str | N
 
 
 def told_checksum(response: aiohttp.ClientResponse) -> int | None:
-    """The CRC-32C of a whole object as the headers of an answer tell it.
+    """Read the CRC-32C of a whole object in the headers of an answer.
 
     Raises:
         ValueError: If it is none.
@@ -293,3 +301,58 @@ def told_checksum(response: aiohttp.ClientResponse) -> int | None:
             if name == "crc32c":
                 return read_checksum(value)
     return None
+
+
+def modified(resource: Resource) -> datetime:
+    """Read when this generation of an object was written."""
+    return datetime.fromisoformat(resource["timeCreated"]).astimezone(UTC)
+
+
+def info(key: str, resource: Resource) -> ObjectInfo:
+    """Read size and time of an object."""
+    return ObjectInfo(key, int(resource["size"]), modified(resource))
+
+
+async def pages(requests: Requests, prefix: str, delimiter: str = "") -> AsyncIterator[Resource]:
+    """Ask for the pages of a list, each under its own deadline.
+
+    Args:
+        requests: Sends the requests.
+        prefix: The beginning of the names.
+        delimiter: Where names are cut; empty for whole names.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    query = {"prefix": prefix, "fields": f"items({FIELDS}),prefixes,nextPageToken"}
+    if delimiter:
+        query["delimiter"] = delimiter
+    while True:
+        try:
+            page = await requests.ask("list", "GET", requests.url(_PATH, **query))
+        except ObjectNotFound as error:
+            raise bucket_missing(error, str(requests.address)) from error
+        yield page
+        if not page.get("nextPageToken"):
+            return
+        query["pageToken"] = str(page["nextPageToken"])
+
+
+_PATH = "/storage/v1/b/{bucket}/o"
+
+
+def objects(address: Address, page: Resource) -> Iterator[ObjectInfo]:
+    """Read the objects on a page, without names that are no keys of this root."""
+    with requesting("list", str(address)):
+        for resource in page.get("items", ()):
+            key = address.key(resource["name"])
+            if key is not None:
+                yield info(key, resource)
+
+
+def prefixes(address: Address, page: Resource) -> Iterator[str]:
+    """Read the prefixes on a page of a delimited list."""
+    for prefix in page.get("prefixes", ()):
+        key = address.key(prefix.removesuffix("/"))
+        if key is not None:
+            yield f"{key}/"

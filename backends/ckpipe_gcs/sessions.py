@@ -5,7 +5,7 @@ has received when a connection breaks, in whole pieces of 256 KiB. So after anyt
 answer the store is asked how much it has, and the rest is sent from there; perhaps it has
 everything and only the answer was lost, and then the object is there. Source of the protocol:
 "Resumable uploads" and "Perform resumable uploads" in the Cloud Storage documentation. A session
-that nobody goes on with holds nothing that anybody can see, and ends by itself after a week.
+that is left alone shows nothing on the store, and ends by itself after a week.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 from yarl import URL
 
 from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe.stores.body_checksums import checksum_text
-from ckpipe_gcs.body import MemoryBody
 from ckpipe_gcs.failures import bucket_missing, status_of
 from ckpipe_gcs.objects import BYTES, NEW
-from ckpipe_gcs.requests import Requests, Resource, answered, json_body
+from ckpipe_gcs.requests import MemoryBody, Requests, Resource, answered, json_body
+from ckpipe_http.requests import checksum_text
 
 INCOMPLETE = 308
 """The status that says how much of a session's bytes the store has."""
@@ -34,14 +33,14 @@ _RANGE = re.compile(r"bytes=0-(\d+)")
 
 
 class Session:
-    """One object on its way through a session of its own.
+    """Send one object through a session of its own.
 
     Args:
         requests: Sends the requests.
-        name: The object's whole name, which nothing else has.
+        name: The whole name of the object, which is this session's alone.
         key: The key that it is for, for errors.
-        resource: What else the store is told of the object.
-        query: What stands in the query besides.
+        resource: Further fields of the object's resource.
+        query: Further parameters of the request that begins it.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Session:
         self._url: URL | None = None
 
     async def send(self, data: memoryview, checksum: int) -> Resource:
-        """Sends the object, or what the store has not of it yet.
+        """Send the object, or the rest that the store does not have yet.
 
         Args:
             data: All of the object's bytes, the same in each call.
@@ -103,7 +102,7 @@ class Session:
             raise bucket_missing(error, str(self._requests.address)) from error
 
     async def _ask(self, url: URL, size: int) -> int | Resource:
-        """How many bytes the store has, or the object if it has all."""
+        """Ask how many bytes the store has; it answers with the resource if it has all."""
         return await self._put(url, None, f"bytes */{size}", 0)
 
     async def _send(self, url: URL, data: memoryview, at: int) -> int | Resource:
@@ -133,7 +132,7 @@ class Session:
             raise StoreUnavailable(message, key=self._key) from error
 
     async def cancel(self) -> None:
-        """Ends the session, if one is open.
+        """End the session, if one is open.
 
         Raises:
             StoreError: If the store failed.
@@ -147,7 +146,7 @@ class Session:
 
 
 def received(header: str | None) -> int:
-    """How many bytes a ``Range`` header of an answer says that the store has.
+    """Read in the ``Range`` header of an answer how many bytes the store has.
 
     Raises:
         ValueError: If it is of another form.
@@ -158,6 +157,3 @@ def received(header: str | None) -> int:
     if found is None:
         raise ValueError("the range of what the store has does not begin at 0")
     return int(found[1]) + 1
-
-
-__all__ = ["Session", "received"]

@@ -2,41 +2,103 @@
 
 Each block is sent as a temporary object of its own, straight from the caller's memory and several
 at a time; when all are there, the store composes them into the object, which appears whole under
-its name, and the temporary ones are deleted. Large blocks go through sessions, so that a broken
-connection costs what was on its way, and not the block.
+its name, and the temporary ones are deleted. A request composes up to 32 objects into one, so more
+are composed in a tree. Large blocks go through sessions, so that a broken connection costs what was
+on its way, and not the block.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 import anyio
+from awscrt.checksums import combine_crc32c
 
-from ckpipe.backend import Upload
-from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable, UsageError
-from ckpipe.stores.body_checksums import checksum_of
-from ckpipe.tasks.lanes import run_lanes
-from ckpipe_gcs.composing import MAX_SOURCES, Piece, joined, request, runs
-from ckpipe_gcs.leftovers import Leftovers
-from ckpipe_gcs.objects import BYTES, NEW, Objects, check_stored, owned_by, owner_of
-from ckpipe_gcs.requests import FIELDS, Requests, Resource, json_body
+from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
+from ckpipe_gcs.objects import (
+    BYTES,
+    DELETED_AT_ONCE,
+    NEW,
+    Objects,
+    check_stored,
+    for_each,
+    modified,
+    owned_by,
+    owner_of,
+    pages,
+)
+from ckpipe_gcs.requests import FIELDS, Requests, Resource, json_body, upload_of
 from ckpipe_gcs.sessions import Session
+from ckpipe_http.buckets import BlockUpload
 
 logger = logging.getLogger("ckpipe")
 
-COMPOSE_LANES = 8
+MAX_SOURCES = 32
+"""The most objects that one request composes; a limit of the store."""
+
+MAX_LEVELS = 3
+"""How high the tree of an upload may be."""
+
+MAX_PARTS = MAX_SOURCES**MAX_LEVELS
+
+COMPOSED_AT_ONCE = 8
 """How many requests that compose are under way at a time."""
 
-TEMPORARY = {"storageClass": "STANDARD"}
+TEMPORARY_CLASS = "STANDARD"
 """Other classes charge for a month at least, also for what lives for a minute. A composed object
 has the class of its parts."""
 
 
-class CompositeUpload(Upload):
-    """An object that is sent in parts, and composed of them.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of an object's bytes as an object of its own.
+
+    Args:
+        name: The whole name of that object.
+        generation: Its generation.
+        size: Bytes.
+        checksum: Their CRC-32C.
+    """
+
+    name: str
+    generation: str
+    size: int
+    checksum: int
+
+
+def runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    """Cut parts into runs, each of which one request composes."""
+    for start in range(0, len(parts), MAX_SOURCES):
+        yield parts[start : start + MAX_SOURCES]
+
+
+def joined(parts: Sequence[Part]) -> tuple[int, int]:
+    """Compute the size and CRC-32C of parts one after the other."""
+    size = checksum = 0
+    for part in parts:
+        checksum = combine_crc32c(checksum, part.checksum, part.size)
+        size += part.size
+    return size, checksum
+
+
+def composition(parts: Sequence[Part], resource: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Make the body of a request that composes parts.
+
+    Args:
+        parts: The parts.
+        resource: The resource of the object that they become.
+    """
+    sources = [{"name": part.name, "generation": part.generation} for part in parts]
+    return {"sourceObjects": sources, "destination": resource}
+
+
+class CompositeUpload(BlockUpload[Part]):
+    """Send an object in parts, and compose it of them.
 
     Args:
         requests: Sends the requests.
@@ -48,8 +110,6 @@ class CompositeUpload(Upload):
         resumable_bytes: The size from which a part is sent through a session.
     """
 
-    takes_checksums = True
-
     def __init__(
         self,
         requests: Requests,
@@ -60,24 +120,14 @@ class CompositeUpload(Upload):
         block_bytes: int,
         resumable_bytes: int,
     ) -> None:
+        super().__init__(key, size, block_bytes)
         self._requests, self._objects, self._leftovers = requests, objects, leftovers
-        self._key, self._size, self._block_bytes = key, size, block_bytes
         self._resumable_bytes = resumable_bytes
-        self._token = secrets.token_hex(8)
         self._name = requests.address.name(key)
         self._where = f"{requests.address}{key}"
-        self._parts: dict[int, Piece] = {}
         self._sessions: dict[int, Session] = {}
         self._names: set[str] = set()
         self._temporary(0, 0)  # raises if there is no room for such names
-
-    def __repr__(self) -> str:
-        done = f"{len(self._parts)} of {self._count} parts"
-        return f"<CompositeUpload {self._key} {self._size} bytes [{done}]>"
-
-    @property
-    def _count(self) -> int:
-        return -(-self._size // self._block_bytes)
 
     def _temporary(self, level: int, number: int) -> str:
         return self._requests.address.part(self._key, self._token, level, number)
@@ -88,14 +138,8 @@ class CompositeUpload(Upload):
         self._leftovers.note(name)
         return name
 
-    async def write(self, offset: int, data: memoryview) -> None:
-        await self.write_summed(offset, data, await checksum_of(data))
-
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
-        number, beside = divmod(offset, self._block_bytes)
-        if beside or len(data) != min(self._block_bytes, self._size - offset):
-            message = f"{len(data)} bytes at {offset} are no block of {self._size} bytes"
-            raise UsageError(message, key=self._key)
+        number = self._number(offset, data)
         if number in self._parts:
             return  # the same bytes as before, says the contract
         name = self._note(0, number)
@@ -108,10 +152,13 @@ class CompositeUpload(Upload):
 
     async def _send(self, number: int, name: str, data: memoryview, value: int) -> Resource:
         if len(data) < self._resumable_bytes:
-            return await self._objects.write(name, data, NEW, TEMPORARY, self._key)
+            return await self._objects.write(
+                name, data, create=True, key=self._key, storage_class=TEMPORARY_CLASS
+            )
         session = self._sessions.get(number)
         if session is None:
-            session = Session(self._requests, name, self._key, TEMPORARY, self._objects.writing)
+            resource = {"storageClass": TEMPORARY_CLASS}
+            session = Session(self._requests, name, self._key, resource, self._objects.writing)
             self._sessions[number] = session
             self._leftovers.note_session(session)
         made = await session.send(data, value)
@@ -119,43 +166,39 @@ class CompositeUpload(Upload):
         del self._sessions[number]
         return made
 
-    async def _checked(self, name: str, made: Resource, value: int, size: int) -> Piece:
-        """The temporary object that the store told of, if it is what it should be."""
+    async def _checked(self, name: str, made: Resource, value: int, size: int) -> Part:
+        """Check a temporary object by the resource that the store told, and note it."""
         try:
             check_stored(made, value, size, self._where, self._key)
         except StoreUnavailable:
             with contextlib.suppress(StoreError):
                 await self._objects.remove({name: None})  # makes room for another try
             raise
-        piece = Piece(name, str(made["generation"]), size, value)
-        self._leftovers.note(name, piece.generation)
-        return piece
+        part = Part(name, str(made["generation"]), size, value)
+        self._leftovers.note(name, part.generation)
+        return part
 
     async def complete(self) -> None:
-        if len(self._parts) != self._count:
-            message = f"The upload has {len(self._parts)} of its {self._count} parts"
-            raise UsageError(message, key=self._key)
-        pieces: Sequence[Piece] = [self._parts[number] for number in range(self._count)]
+        parts = self._all_parts()
         level = 0
-        while len(pieces) > MAX_SOURCES:
+        while len(parts) > MAX_SOURCES:
             level += 1
-            pieces = await self._composed(level, list(runs(pieces)))
+            parts = await self._composed(level, list(runs(parts)))
         resource = {"contentType": BYTES, **owned_by(self._token)}
-        await self._finish(await self._compose(self._name, pieces, resource))
+        await self._finish(await self._compose(self._name, parts, resource))
 
-    async def _composed(self, level: int, groups: Sequence[Sequence[Piece]]) -> Sequence[Piece]:
-        """One temporary object for each group of pieces."""
-        made: dict[int, Piece] = {}
-        waiting = iter(enumerate(groups))
+    async def _composed(self, level: int, groups: Sequence[Sequence[Part]]) -> list[Part]:
+        """Compose one temporary object of each group of parts."""
+        made: dict[int, Part] = {}
 
-        async def lane() -> None:
-            for number, group in waiting:
-                made[number] = await self._compose_group(level, number, group)
+        async def compose(numbered: tuple[int, Sequence[Part]]) -> None:
+            number, group = numbered
+            made[number] = await self._compose_group(level, number, group)
 
-        await run_lanes(COMPOSE_LANES, lane)
+        await for_each(enumerate(groups), compose, at_once=COMPOSED_AT_ONCE)
         return [made[number] for number in range(len(groups))]
 
-    async def _compose_group(self, level: int, number: int, group: Sequence[Piece]) -> Piece:
+    async def _compose_group(self, level: int, number: int, group: Sequence[Part]) -> Part:
         name = self._note(level, number)
         size, value = joined(group)
         try:
@@ -175,12 +218,12 @@ class CompositeUpload(Upload):
         return True
 
     async def _finish(self, made: Resource) -> None:
-        """Checks the object, and deletes what it was composed of.
+        """Check the object, and delete the temporary ones.
 
         Raises:
             StoreError: If it is not what was sent; it is removed then.
         """
-        size, value = joined([self._parts[number] for number in range(self._count)])
+        size, value = joined(self._all_parts())
         try:
             check_stored(made, value, size, self._where, self._key)
         except StoreUnavailable as error:
@@ -194,12 +237,12 @@ class CompositeUpload(Upload):
             logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
 
     async def _compose(
-        self, name: str, pieces: Sequence[Piece], resource: Mapping[str, object]
+        self, name: str, parts: Sequence[Part], resource: Mapping[str, object]
     ) -> Resource:
         query = {**NEW, **self._objects.writing, "fields": FIELDS}
         url = self._requests.object_url(name, "/compose", **query)
-        nbytes = sum(piece.size for piece in pieces) // 100
-        body = json_body(request(pieces, resource))
+        nbytes = sum(part.size for part in parts) // 100
+        body = json_body(composition(parts, resource))
         return await self._requests.ask(
             "complete", "POST", url, key=self._key, nbytes=nbytes, body=body
         )
@@ -211,3 +254,93 @@ class CompositeUpload(Upload):
     async def abort(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._end()
+
+
+class Leftovers:
+    """Keep account of temporary objects and sessions, so that none of ours stays on the store.
+
+    A name is noted before the request that may make the object, and forgotten once it is known
+    to be gone: so a lost answer leaves nothing behind.
+
+    Args:
+        requests: Sends the requests.
+        objects: Deletes objects.
+    """
+
+    def __init__(self, requests: Requests, objects: Objects) -> None:
+        self._requests, self._objects = requests, objects
+        self._names: dict[str, str | None] = {}
+        self._sessions: set[Session] = set()
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._sessions)
+
+    def note(self, name: str, generation: str | None = None) -> None:
+        """Note that there may be a temporary object, of a generation once that is known."""
+        self._names[name] = generation
+
+    def note_session(self, session: Session) -> None:
+        """Note that a session may be open."""
+        self._sessions.add(session)
+
+    def forget_session(self, session: Session) -> None:
+        """Note that a session has become an object."""
+        self._sessions.discard(session)
+
+    async def end(self, names: Iterable[str], sessions: Iterable[Session] = ()) -> None:
+        """End sessions and delete temporary objects, as far as they were noted.
+
+        Raises:
+            StoreError: If the store failed; what is left stays noted.
+        """
+
+        async def cancel(session: Session) -> None:
+            await session.cancel()
+            self._sessions.discard(session)
+
+        # Sessions first, since one that goes on might make an object again.
+        open_ones = [session for session in sessions if session in self._sessions]
+        await for_each(open_ones, cancel, at_once=DELETED_AT_ONCE)
+        noted = {name: self._names[name] for name in names if name in self._names}
+        await self._objects.remove(noted)
+        for name in noted:
+            self._names.pop(name, None)
+
+    async def close(self) -> None:
+        """End what was left open, as far as the store can be reached in the time of one request."""
+        with anyio.move_on_after(self._requests.timeout) as scope:
+            try:
+                await self.end(tuple(self._names), tuple(self._sessions))
+            except StoreError as error:
+                logger.warning("Temporary objects may be left behind: %s", error)
+        if scope.cancelled_caught:
+            where = self._requests.address
+            logger.warning("Temporary objects may be left behind below %s", where)
+
+    async def remove_stale(self, prefix: str, before: datetime) -> int:
+        """Delete the temporary objects of uploads that have written nothing since a time.
+
+        Args:
+            prefix: The whole prefix below which to look.
+            before: By the store's own clock.
+
+        Returns:
+            How many uploads they belonged to.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        found: dict[str, dict[str, str | None]] = {}
+        latest: dict[str, datetime] = {}
+        async for page in pages(self._requests, prefix):
+            with self._requests.attempt("list"):
+                for resource in page.get("items", ()):
+                    token = upload_of(resource["name"])
+                    if token is not None:
+                        found.setdefault(token, {})[resource["name"]] = resource["generation"]
+                        written = modified(resource)
+                        latest[token] = max(latest.get(token, written), written)
+        stale = [token for token, written in latest.items() if written < before]
+        for token in stale:
+            await self._objects.remove(found[token])
+        return len(stale)

@@ -21,12 +21,10 @@ from ckpipe.backend import (
     Upload,
     UploadLimits,
     check_key,
+    run_in_thread,
+    without_secrets,
 )
 from ckpipe.errors import InvalidKey, UsageError
-from ckpipe.stores.shown_urls import without_secrets
-from ckpipe.tasks.awaited_threads import in_thread
-from ckpipe_local.cached_file import cached_range
-from ckpipe_local.direct_io import ALIGNMENT, read_buffered, read_direct, read_small
 from ckpipe_local.directories import (
     delete_files,
     find_root,
@@ -39,12 +37,18 @@ from ckpipe_local.directories import (
     remove_unused,
 )
 from ckpipe_local.failures import opening, reading, writing
-from ckpipe_local.object_files import check_regular
-from ckpipe_local.partial import PartialFile, begin_file, put_object
-from ckpipe_local.upload import LocalUpload
+from ckpipe_local.reads import (
+    ALIGNMENT,
+    cached_range,
+    check_regular,
+    read_buffered,
+    read_direct,
+    read_small,
+)
+from ckpipe_local.writes import LocalUpload, PartialFile, begin_file, put_object
 
-# Each is one call of one thread, so that a caller who is cancelled goes on at once and leaves no
-# file open. What writes or deletes goes through in_thread: it is never left behind half done.
+# Each is one call of one thread, so that a caller that is cancelled goes on at once and leaves no
+# file open. Writes and deletions use run_in_thread: they are never left behind half done.
 _read_small = aiofiles.os.wrap(read_small)
 _list_objects = aiofiles.os.wrap(list_objects)
 _list_children = aiofiles.os.wrap(list_children)
@@ -56,7 +60,7 @@ class LocalBackend(Backend):
     A key is the path of its file relative to the root. Objects appear under their names by one
     atomic ``link`` or ``rename`` of a temporary file that was synced before; a crash leaves at
     most temporary files behind, which no method shows. Directories that become empty are
-    removed. What the page cache holds is read from there, and bulk data goes past it.
+    removed. Cached pages are read from the page cache, and other bulk data goes past it.
 
     The root may be reached through links. A directory below it that is a link can be read through,
     while writing, deleting or listing all of it raises :class:`~ckpipe.errors.LinkRefused`.
@@ -92,7 +96,7 @@ class LocalBackend(Backend):
     async def __aenter__(self) -> Self:
         create = self._access != "read"
         with opening(self._root, create=create):
-            self._made = await in_thread(open_root if create else find_root, self._root)
+            self._made = await run_in_thread(open_root if create else find_root, self._root)
         return self
 
     async def __aexit__(
@@ -101,25 +105,27 @@ class LocalBackend(Backend):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Gives up the uploads that nobody completed or aborted, and a root made for nothing."""
+        """Give up unfinished uploads, and a root made for nothing."""
         with anyio.CancelScope(shield=True), writing(f"clean up {self._root}"):
-            await in_thread(discard_all, self._uploads)
-            await in_thread(remove_unused, self._made)
+            await run_in_thread(discard_all, self._uploads)
+            await run_in_thread(remove_unused, self._made)
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         path = self._path(key)
         with writing(f"write {path}", key):
-            await in_thread(put_object, key, self._root, self._durable, data, mode)
+            await run_in_thread(put_object, key, self._root, self._durable, data, mode)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with writing(f"write {path}", key):
-            await in_thread(put_object, key, self._root, self._durable, data, PutMode.CREATE, False)
+            await run_in_thread(
+                put_object, key, self._root, self._durable, data, PutMode.CREATE, False
+            )
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         path = self._path(key)
         with writing(f"write {path}", key):
-            file = await in_thread(self._begin, key, size)
+            file = await run_in_thread(self._begin, key, size)
         return LocalUpload(key, size, path, file, self._uploads)
 
     def _begin(self, key: str, size: int) -> PartialFile:
@@ -135,7 +141,7 @@ class LocalBackend(Backend):
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         # A class that overrides this method has another read_here, which may do nothing.
-        await in_thread(LocalBackend.read_here, self, key, offset, buffer)
+        await run_in_thread(LocalBackend.read_here, self, key, offset, buffer)
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
         path = self._path(key)
@@ -147,7 +153,7 @@ class LocalBackend(Backend):
     async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
         path = self._path(key)
         with reading(f"read {path}", key):
-            return await in_thread(cached_range, path, key, offset, size)
+            return await run_in_thread(cached_range, path, key, offset, size)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         check_prefix(prefix)
@@ -171,12 +177,12 @@ class LocalBackend(Backend):
     async def delete(self, keys: Iterable[str]) -> None:
         checked = [self._checked(key) for key in keys]
         with writing(f"delete objects of {self._root}"):
-            await in_thread(delete_files, checked, self._root, self._durable)
+            await run_in_thread(delete_files, checked, self._root, self._durable)
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         check_prefix(prefix)
         with writing(f"clean up {self._root}/{prefix}"):
-            return await in_thread(remove_stale, self._root, prefix, before, self._durable)
+            return await run_in_thread(remove_stale, self._root, prefix, before, self._durable)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, self._checked(key))
@@ -188,13 +194,13 @@ class LocalBackend(Backend):
 
 
 def discard_all(files: set[PartialFile]) -> None:
-    """Closes and removes the temporary files of a set, and empties it."""
+    """Close and remove the temporary files of a set, and empty it."""
     while files:
         files.pop().discard()
 
 
 def check_prefix(prefix: str) -> None:
-    """Accepts a prefix that is empty, or whole parts with a slash at the end.
+    """Accept a prefix that is empty, or whole parts with a slash at the end.
 
     Raises:
         InvalidKey: If it is something else.
@@ -206,7 +212,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def path_of(url: str) -> str:
-    """The path that a ``file`` URL or a plain path names; a leading ``~`` of a path is the home.
+    """Read the path of a ``file`` URL or a plain path; a leading ``~`` of a path is the home.
 
     Raises:
         UsageError: If it names another host, another scheme or no path.

@@ -1,6 +1,6 @@
 """Directories of the store: made durably, listed, and removed once they are empty.
 
-A directory may be removed at any moment by whoever deletes the last object in it. A writer
+A directory may be removed at any moment by a process that deletes the last object in it. A writer
 therefore makes the directory and creates its temporary file as one step that is tried again when
 the directory vanished in between; from then on the temporary file keeps the directory alive.
 
@@ -26,7 +26,7 @@ from ckpipe.backend import Children, ObjectInfo
 from ckpipe.errors import LinkRefused, StoreError
 
 TEMPORARY_PREFIX = ".ckpipe-tmp-"
-"""How the names of files begin that are not objects yet."""
+"""The beginning of the names of files that are not objects yet."""
 
 _ABANDONED_SECONDS = 3600.0
 _CREATE_TRIES = 100
@@ -34,12 +34,12 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is one of an object that is still being written."""
+    """Tell whether a file name is one of an object that is still being written."""
     return name.startswith(TEMPORARY_PREFIX)
 
 
 def sync_directory(directory: str) -> None:
-    """Makes the entries of a directory durable, where its file system has a way to."""
+    """Make the entries of a directory durable, where its file system has a way to."""
     descriptor = os.open(directory, _DIRECTORY)
     try:
         sync_entries(descriptor)
@@ -48,7 +48,7 @@ def sync_directory(directory: str) -> None:
 
 
 def sync_entries(descriptor: int) -> None:
-    """Makes the entries of an open directory durable, where its file system has a way to."""
+    """Make the entries of an open directory durable, where its file system has a way to."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -57,7 +57,7 @@ def sync_entries(descriptor: int) -> None:
 
 
 def open_root(root: str) -> list[str]:
-    """Makes the root directory with its parents, durably, and proves that it can be written.
+    """Make the root directory with its parents, durably, and prove that it can be written.
 
     Returns:
         The directories that were made, the outermost first.
@@ -72,7 +72,7 @@ def open_root(root: str) -> list[str]:
 
 
 def remove_unused(made: list[str]) -> None:
-    """Removes directories that were made in vain: the innermost ones that are empty."""
+    """Remove directories that were made in vain: the innermost ones that are empty."""
     while made:
         try:
             os.rmdir(made.pop())
@@ -81,14 +81,14 @@ def remove_unused(made: list[str]) -> None:
 
 
 def find_root(root: str) -> list[str]:
-    """Proves that the root directory is there and can be listed; makes nothing."""
+    """Prove that the root directory is there and can be listed; make nothing."""
     _check_path(root)
     with os.scandir(root):
         return []
 
 
 def _check_path(path: str) -> None:
-    """Refuses what no directory can be made at, before any of its parents is.
+    """Refuse a path that no directory can be made at, before any of its parents is made.
 
     Raises:
         StoreError: If a part of the path is a link to nothing.
@@ -118,7 +118,7 @@ def _make_root(directory: str, made: list[str]) -> None:
 
 
 def temporary_name() -> str:
-    """A name of a temporary file that nobody else uses."""
+    """Make a name of a temporary file that no other writer uses."""
     return TEMPORARY_PREFIX + secrets.token_hex(8)
 
 
@@ -126,7 +126,7 @@ def temporary_name() -> str:
 def directories(
     root: str, below: str, durable: set[str] | None = None, *, lasting: bool = True
 ) -> Iterator[list[int]]:
-    """Opens the root and each directory on the way to one below it, and closes them at the end.
+    """Open the root and each directory on the way to one below it, and close them at the end.
 
     Args:
         root: The root, which may be a link, and is never made: when it is gone, writing on would go
@@ -192,7 +192,7 @@ def _refused(root: str, path: str) -> LinkRefused:
 def new_file(
     root: str, below: str, durable: set[str], *, lasting: bool = True
 ) -> Iterator[tuple[int, int, str]]:
-    """Creates a temporary file in a directory below the root, which is made if it is missing.
+    """Create a temporary file in a directory below the root, which is made if it is missing.
 
     Args:
         root: The root.
@@ -221,11 +221,11 @@ def new_file(
 
 
 def list_objects(root: str, prefix: str) -> list[ObjectInfo]:
-    """All objects below a prefix, and links that lead to none, which no directory can lose.
+    """List all objects below a prefix, and links that lead to none, which keep a directory in use.
 
     Raises:
-        LinkRefused: If a directory on the way to the prefix is a link: who lists all of it may be
-            about to delete it.
+        LinkRefused: If a directory on the way to the prefix is a link: a caller that lists all
+            objects may be about to delete them.
     """
     _refuse_links(root, prefix)
     found: list[ObjectInfo] = []
@@ -256,7 +256,7 @@ def _link_info(entry: os.DirEntry[str], prefix: str) -> ObjectInfo | None:
 
 
 def list_children(root: str, prefix: str) -> Children:
-    """The objects and the prefixes directly below a prefix."""
+    """List the objects and the prefixes directly below a prefix."""
     objects: list[ObjectInfo] = []
     prefixes: list[str] = []
     for entry in _entries(os.path.join(root, prefix)):
@@ -277,10 +277,9 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _has_objects(directory: str) -> bool:
-    """Whether there is an object; one that may not be looked into counts as if there were.
+    """Tell whether there is an object; a directory that may not be read counts as if there were.
 
-    So a directory of somebody else's beside the checkpoints, such as ``lost+found``, is in nobody's
-    way.
+    So another user's directory beside the checkpoints, such as ``lost+found``, does no harm.
     """
     try:
         entries = _entries(directory)
@@ -300,12 +299,12 @@ def _object_info(entry: os.DirEntry[str], prefix: str) -> ObjectInfo | None:
 
 
 def object_info(key: str, found: os.stat_result) -> ObjectInfo:
-    """What is known of a file."""
+    """Describe a file as an object."""
     return ObjectInfo(key, found.st_size, datetime.fromtimestamp(found.st_mtime, UTC))
 
 
 def delete_files(keys: Iterable[str], root: str, durable: set[str]) -> None:
-    """Deletes files below the root, and the directories that are empty then.
+    """Delete files below the root, and the directories that are empty then.
 
     Raises:
         LinkRefused: If a directory on the way to one is a link; some of the others may be gone.
@@ -320,7 +319,7 @@ def delete_files(keys: Iterable[str], root: str, durable: set[str]) -> None:
 
 
 def _prune(opened: list[int], below: str, durable: set[str]) -> None:
-    """Removes a directory and those that it is in, as long as there is nothing else in them."""
+    """Remove a directory and those that it is in, as long as there is nothing else in them."""
     for parent, directory in zip(opened[-2::-1], opened[:0:-1], strict=True):
         if not _remove_if_empty(parent, directory, os.path.basename(below)):
             break
@@ -329,7 +328,7 @@ def _prune(opened: list[int], below: str, durable: set[str]) -> None:
 
 
 def _remove_if_empty(parent: int, directory: int, name: str) -> bool:
-    """Whether a directory is gone; one that is in use, or must not be removed, stays."""
+    """Try to remove a directory; False for one that is in use, or must not be removed."""
     try:
         _remove_abandoned(directory)
         os.rmdir(name, dir_fd=parent)
@@ -341,7 +340,7 @@ def _remove_if_empty(parent: int, directory: int, name: str) -> bool:
 
 
 def _remove_abandoned(directory: int) -> None:
-    """Removes the temporary files of a directory if there is nothing else and all are old.
+    """Remove the temporary files of a directory if there is nothing else and all are old.
 
     A young one may belong to an upload that goes on, in this process or on another machine.
     """
@@ -358,7 +357,7 @@ def _is_abandoned(entry: os.DirEntry[str], before: float) -> bool:
 
 
 def remove_stale(root: str, prefix: str, before: datetime, durable: set[str]) -> int:
-    """Removes the temporary files below a prefix that were last written before a time.
+    """Remove the temporary files below a prefix that were last written before a time.
 
     Raises:
         LinkRefused: If a directory on the way to one is a link.

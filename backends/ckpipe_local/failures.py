@@ -1,4 +1,4 @@
-"""The one seam at which errors of the operating system become errors of ckpipe."""
+"""Translate errors of the operating system to errors of ckpipe, in one place."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _HINTS: Mapping[int, str] = {
 
 @contextmanager
 def reading(action: str, key: str | None = None) -> Iterator[None]:
-    """Translates what goes wrong while objects are read."""
+    """Translate errors of reading objects."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def reading(action: str, key: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def writing(action: str, key: str | None = None) -> Iterator[None]:
-    """Translates what goes wrong while objects are written or deleted."""
+    """Translate errors of writing or deleting objects."""
     try:
         yield
     except OSError as error:
@@ -104,7 +104,7 @@ def needing(nbytes: int, root: str) -> Iterator[None]:
 
 @contextmanager
 def unrepeatable(action: str) -> Iterator[None]:
-    """Translates what goes wrong in an operation whose success at a second try proves nothing."""
+    """Translate errors of an operation whose success at a second try proves nothing."""
     try:
         yield
     except OSError as error:
@@ -114,7 +114,7 @@ def unrepeatable(action: str) -> Iterator[None]:
 
 @contextmanager
 def opening(root: str, *, create: bool) -> Iterator[None]:
-    """Translates what goes wrong while the root directory is found, or created and probed."""
+    """Translate errors of finding the root directory, or creating and probing it."""
     try:
         yield
     except OSError as error:
@@ -152,6 +152,6 @@ def _root_error(error: OSError, root: str) -> StoreError:
 
 
 def truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
-    """The error for a range that reaches beyond the end of an object."""
+    """Make the error for a range that reaches beyond the end of an object."""
     message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
     return TruncatedObject(message, key=key)

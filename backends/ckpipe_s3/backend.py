@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -10,15 +9,11 @@ from typing import Literal, Self
 
 from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
 from ckpipe.errors import UsageError
-from ckpipe.stores.bucket_backend import BucketBackend, BufferedUpload
-from ckpipe.stores.http_options import check_endpoint, check_proxy, flag, positive
-from ckpipe_s3.address import parse_address
-from ckpipe_s3.client import Access, AddressingStyle, open_client
-from ckpipe_s3.listing import children, objects
-from ckpipe_s3.objects import Objects, owned_by
-from ckpipe_s3.open_uploads import OpenUploads
-from ckpipe_s3.requests import Requests
-from ckpipe_s3.upload import MultipartUpload
+from ckpipe_http.buckets import BucketBackend, BufferedUpload
+from ckpipe_http.requests import check_endpoint, check_proxy, flag, positive
+from ckpipe_s3.client import Access, Address, AddressingStyle, Requests, open_client
+from ckpipe_s3.objects import Objects, children, objects
+from ckpipe_s3.upload import MultipartUpload, OpenUploads
 
 MIN_PART_BYTES = 5 << 20
 """The smallest part that is not the last; a limit of S3 itself."""
@@ -27,7 +22,7 @@ MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
 
 
-class S3Backend(BucketBackend):
+class S3Backend(BucketBackend[Address]):
     """Objects of a bucket whose names begin with a prefix, on AWS or a compatible server.
 
     Small objects are written by one ``PutObject``, create-only ones with ``If-None-Match: *``.
@@ -38,7 +33,7 @@ class S3Backend(BucketBackend):
 
     Before its first write to a bucket, which for a pipeline is part of opening, a process finds
     out by one object below the root, ``.ckpipe-probe``, whether the store honours
-    ``If-None-Match``. Who only reads writes nothing.
+    ``If-None-Match``. A process that only reads writes nothing.
 
     Args:
         url: ``s3://bucket/prefix``; its characters stand for themselves.
@@ -88,9 +83,8 @@ class S3Backend(BucketBackend):
         request_timeout: float = 60.0,
         require_create_only: bool = True,
     ) -> None:
-        self._address = parse_address(url)
         super().__init__(
-            self._address,
+            Address.parse(url),
             None if endpoint_url is None else check_endpoint(endpoint_url),
             require_create_only=flag("require_create_only", require_create_only),
         )
@@ -104,7 +98,7 @@ class S3Backend(BucketBackend):
         self._storage_class = _given(StorageClass=storage_class)
 
     async def __aenter__(self) -> Self:
-        """Makes the client; the store is not asked anything yet.
+        """Make the client; the store is not asked anything yet.
 
         Raises:
             StoreError: If no client can be made of the options.
@@ -114,13 +108,13 @@ class S3Backend(BucketBackend):
             timeout = self._access.request_timeout
             self._requests = Requests(client, self._address, timeout, self._common)
             self._objects = Objects(self._requests, self._writing)
-            self._unfinished = OpenUploads(self._requests, {**self._writing, **self._storage_class})
+            self._uploads = OpenUploads(self._requests, {**self._writing, **self._storage_class})
             self._stack = stack.pop_all()
         return self
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         self._address.name(key)
-        await self._check_fitness()
+        await self._probe()
         if size <= min(block_bytes, MIN_PART_BYTES):
             return BufferedUpload(self._objects, key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
@@ -128,12 +122,11 @@ class S3Backend(BucketBackend):
             mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
             hint = f'Set staging.block_bytes to "{mebibytes} MiB" or more'
             raise UsageError(message, key=key, hint=hint)
-        token = secrets.token_hex(8)
-        upload_id = await self._unfinished.begin(key, owned_by(token))
-        return MultipartUpload(
-            self._requests, self._objects, self._unfinished, key, size, block_bytes, upload_id,
-            token,
-        )  # fmt: skip
+        upload = MultipartUpload(
+            self._requests, self._objects, self._uploads, key, size, block_bytes
+        )
+        await upload.begin()
+        return upload
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         below = self._address.below(prefix)
@@ -152,11 +145,11 @@ class S3Backend(BucketBackend):
         return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
 
     async def _give_up(self) -> None:
-        await self._unfinished.close()
+        await self._uploads.close()
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         self._address.below(prefix)
-        return await self._unfinished.remove_stale(prefix, before)
+        return await self._uploads.remove_stale(prefix, before)
 
 
 def _given(**parameters: str | None) -> dict[str, str]:

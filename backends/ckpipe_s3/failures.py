@@ -1,7 +1,7 @@
-"""The one seam at which errors of S3 and of its client become errors of ckpipe.
+"""Translate errors of S3 and of its client to errors of ckpipe, in one place.
 
-What stores answer stands in "Error responses" of the Amazon S3 API reference. Compatible stores
-use the same codes, and where they do not, the status says enough.
+The codes are those of "Error responses" in the Amazon S3 API reference. Compatible stores use the
+same codes, and where they do not, the status says enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe.stores.http_stores import UNREACHED, retry_after, tls_failure
+from ckpipe_http.requests import UNREACHED, retry_after, tls_failure
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
 _KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
@@ -32,7 +32,10 @@ _CLOCK = "Set this machine's clock"
 _BUCKET = "Create the bucket, or name another one"
 _ONCE_MORE = "Save again"
 
-_CODES: Mapping[str, tuple[type[StoreError], str | None]] = {
+_Kind = tuple[type[StoreError], str | None]
+
+# By the code of an answer, and where that is unknown, by the status.
+_ANSWERS: Mapping[str | int, _Kind] = {
     "NoSuchKey": (ObjectNotFound, None),
     "NoSuchBucket": (StoreError, _BUCKET),
     "NoSuchUpload": (StoreError, "Look for a lifecycle rule or a clean-up that removes uploads"),
@@ -63,8 +66,6 @@ _CODES: Mapping[str, tuple[type[StoreError], str | None]] = {
     "PermanentRedirect": (StoreError, _REGION),
     "AuthorizationHeaderMalformed": (StoreError, _REGION),
     "IllegalLocationConstraintException": (StoreError, _REGION),
-}
-_STATUSES: Mapping[int, tuple[type[StoreError], str | None]] = {
     301: (StoreError, _REGION),
     307: (StoreError, _REGION),
     401: (PermissionDenied, _KEYS),
@@ -95,11 +96,11 @@ _PASSING = (
 
 @contextmanager
 def requesting(action: str, where: str, key: str | None = None) -> Iterator[None]:
-    """Translates what goes wrong with a request.
+    """Translate the errors of a request.
 
     Args:
-        action: What is done, such as ``"read"``.
-        where: The URL of what it is done to.
+        action: The verb for the message, such as ``"read"``.
+        where: The URL of the object or root.
         key: The key concerned.
     """
     try:
@@ -116,7 +117,7 @@ def requesting(action: str, where: str, key: str | None = None) -> Iterator[None
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Translates what goes wrong while the client is made, before any request."""
+    """Translate the errors of making the client, before any request."""
     try:
         yield
     except (client_errors.BotoCoreError, OSError, ValueError) as error:
@@ -127,34 +128,39 @@ def opening() -> Iterator[None]:
         raise StoreError(message, hint=hint) from error
 
 
-def error_code(error: Any) -> str:
-    """The store's own code for a refusal; a status where it has none, empty without an answer."""
-    return str(answer_of(error).get("Error", {}).get("Code", ""))
-
-
-def answer_of(error: Any) -> Mapping[str, Any]:
-    """What the store answered; empty for errors that came without, or instead of, an answer."""
-    return getattr(error, "response", None) or {}
+def status_of(error: StoreError) -> int:
+    """Find the HTTP status that an error is made of; 0 without one."""
+    return int(_answer_of(error.__cause__).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def upload_is_gone(error: StoreError) -> bool:
-    """Whether an error says that an upload is not open."""
-    return error_code(error.__cause__) == "NoSuchUpload"
+    """Tell whether an error says that an upload is not open."""
+    return _code_of(error.__cause__) == "NoSuchUpload"
+
+
+def _code_of(error: Any) -> str:
+    """Find the store's own code for a refusal; a status where it has none, empty without one."""
+    return str(_answer_of(error).get("Error", {}).get("Code", ""))
+
+
+def _answer_of(error: Any) -> Mapping[str, Any]:
+    return getattr(error, "response", None) or {}
 
 
 def refused(code: str, what: str, key: str | None) -> StoreError:
-    """The error for a refusal that came without a status, as one part of an answer."""
-    kind, hint = _CODES.get(
-        code, (StoreUnavailable if code == "InternalError" else StoreError, None)
-    )
+    """Make the error for a refusal that came without a status, as one entry of an answer."""
+    unknown = StoreUnavailable if code == "InternalError" else StoreError
+    kind, hint = _ANSWERS.get(code, (unknown, None))
     return kind(f"{what}: {code}", key=key, hint=hint)
 
 
 def _refusal(error: Any, what: str, key: str | None) -> StoreError:
     answer = error.response.get("ResponseMetadata", {})
     status = int(answer.get("HTTPStatusCode") or 0)
-    code = error_code(error)
-    kind, hint = _CODES.get(code) or _STATUSES.get(status) or _by_class(status)
+    code = _code_of(error)
+    passing = status >= 500 and status != 501
+    unknown = StoreUnavailable if passing else StoreError
+    kind, hint = _ANSWERS.get(code) or _ANSWERS.get(status) or (unknown, None)
     headers = answer.get("HTTPHeaders", {})
     asked = retry_after(headers.get("retry-after"))
     if status == 503 and asked is not None:
@@ -167,14 +173,8 @@ def _refusal(error: Any, what: str, key: str | None) -> StoreError:
     return made
 
 
-def _by_class(status: int) -> tuple[type[StoreError], str | None]:
-    if status >= 500 and status != 501:
-        return StoreUnavailable, None
-    return StoreError, None
-
-
 def _breakdown(error: Exception, what: str, key: str | None) -> StoreError:
-    """The error for a request that got no answer, or could not be made.
+    """Make the error for a request that got no answer, or could not be made.
 
     The texts of the client's errors are not repeated: some hold URLs, and those may hold
     passwords of proxies.

@@ -1,73 +1,70 @@
-"""Large objects on their way to S3.
+"""Large objects on their way to S3, as multipart uploads.
 
-An object is sent as a multipart upload, one part for each block, straight from the caller's
-memory. The store shows nothing of it until it is completed.
+Each block is a part, sent straight from the caller's memory. The store shows nothing of an object
+until its upload is completed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 
-from ckpipe.backend import Upload
-from ckpipe.errors import UsageError
-from ckpipe.stores.body_checksums import checksum_of, checksum_text
-from ckpipe_s3.body import MemoryBody
-from ckpipe_s3.objects import Objects
-from ckpipe_s3.open_uploads import OpenUploads
-from ckpipe_s3.requests import Requests
+from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
+from ckpipe_http.buckets import BlockUpload
+from ckpipe_http.requests import checksum_text
+from ckpipe_s3.client import Parameters, Requests
+from ckpipe_s3.failures import upload_is_gone
+from ckpipe_s3.objects import Objects, owned_by
+
+logger = logging.getLogger("ckpipe")
+
+PIECE_BYTES = 1 << 20
+"""How much of a body is handed to the socket at a time. Each piece costs a switch to a worker
+thread, so it is larger than what the HTTP client asks for."""
 
 
-class MultipartUpload(Upload):
-    """An object that is sent in parts.
+class MultipartUpload(BlockUpload[Mapping[str, Any]]):
+    """An object that is sent in parts; :meth:`begin` comes first.
 
     Args:
         requests: Sends them.
         objects: Looks for an object of the same key.
-        unfinished: The uploads that are open on the store.
+        open_uploads: The uploads that are open on the store.
         key: Its key.
         size: Its size in bytes.
         block_bytes: The size of all parts but the last.
-        upload_id: The store's name for the upload.
-        token: The upload's own name, which its object carries.
     """
-
-    takes_checksums = True
 
     def __init__(
         self,
         requests: Requests,
         objects: Objects,
-        unfinished: OpenUploads,
+        open_uploads: OpenUploads,
         key: str,
         size: int,
         block_bytes: int,
-        upload_id: str,
-        token: str,
     ) -> None:
-        self._requests, self._objects, self._unfinished = requests, objects, unfinished
-        self._key, self._size, self._block_bytes, self._id = key, size, block_bytes, upload_id
-        self._name, self._token = requests.address.name(key), token
-        self._parts: dict[int, Mapping[str, Any]] = {}
+        super().__init__(key, size, block_bytes)
+        self._requests, self._objects, self._open_uploads = requests, objects, open_uploads
+        self._name = requests.address.name(key)
 
-    def __repr__(self) -> str:
-        done = f"{len(self._parts)} of {self._count} parts"
-        return f"<MultipartUpload {self._key} {self._size} bytes [{done}]>"
+    async def begin(self) -> None:
+        """Begin the upload on the store.
 
-    @property
-    def _count(self) -> int:
-        return -(-self._size // self._block_bytes)
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        await self.write_summed(offset, data, await checksum_of(data))
+        Raises:
+            StoreError: If the store failed.
+        """
+        self._id = await self._open_uploads.begin(self._key, owned_by(self._token))
 
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
-        number, beside = divmod(offset, self._block_bytes)
-        if beside or len(data) != min(self._block_bytes, self._size - offset):
-            message = f"{len(data)} bytes at {offset} are no block of {self._size} bytes"
-            raise UsageError(message, key=self._key)
+        number = self._number(offset, data)
         told = checksum_text(checksum)
         body = MemoryBody(data)
         try:
@@ -84,27 +81,207 @@ class MultipartUpload(Upload):
         self._parts[number] = part
 
     async def complete(self) -> None:
-        if len(self._parts) != self._count:
-            message = f"The upload has {len(self._parts)} of its {self._count} parts"
-            raise UsageError(message, key=self._key)
+        parts = self._all_parts()
         await self._objects.check_free(self._key)
         # Some stores ignore If-None-Match here, so the check above is what there is. It is
         # enough where names are unique, as those of data files are.
         await self._requests.ask(
             "complete", "complete_multipart_upload", key=self._key, nbytes=self._size // 100,
-            Key=self._name, UploadId=self._id,
-            MultipartUpload={"Parts": [self._parts[number] for number in range(self._count)]},
+            Key=self._name, UploadId=self._id, MultipartUpload={"Parts": parts},
         )  # fmt: skip
-        self._unfinished.forget(self._id)
-        await self._unfinished.settle(self._key)
+        self._open_uploads.forget(self._id)
+        await self._open_uploads.settle(self._key)
 
     async def landed(self) -> bool:
         if await self._objects.owner(self._key) != self._token:
             return False
-        self._unfinished.forget(self._id)  # closing settles what else may be open for the key
+        self._open_uploads.forget(self._id)  # closing settles what else may be open for the key
         return True
 
     async def abort(self) -> None:
         with anyio.CancelScope(shield=True):
-            await self._unfinished.abort(self._key, self._id)
-            await self._unfinished.settle(self._key)
+            await self._open_uploads.abort(self._key, self._id)
+            await self._open_uploads.settle(self._key)
+
+
+class OpenUploads:
+    """Begin and end multipart uploads, so that none of ours stays open on the store.
+
+    If the answer to a request that begins an upload is lost, the upload may be open under an id
+    that is unknown here. Its key is noted then, and *settled* later: every upload that is open
+    for the key and is not known here is aborted. The key of a data file belongs to one save of
+    one rank, so no other process has an upload for it.
+
+    Args:
+        requests: Sends the requests.
+        writing: Parameters of every request that begins an upload.
+    """
+
+    def __init__(self, requests: Requests, writing: Parameters) -> None:
+        self._requests, self._writing = requests, writing
+        self._open: dict[str, str] = {}
+        self._doubtful: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def begin(self, key: str, more: Parameters) -> str:
+        """Begin an upload.
+
+        Args:
+            key: The key of its object.
+            more: Further parameters of the request.
+
+        Returns:
+            The store's id of it.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        async with self._noted(key):
+            answer = await self._requests.ask(
+                "begin an upload of", "create_multipart_upload", key=key,
+                Key=self._requests.address.name(key), ChecksumAlgorithm="CRC32C", **more,
+                **self._writing,
+            )  # fmt: skip
+        upload_id = str(answer["UploadId"])
+        self._open[upload_id] = key
+        return upload_id
+
+    @asynccontextmanager
+    async def _noted(self, key: str) -> AsyncIterator[None]:
+        # Also a caller that is cancelled leaves the key noted.
+        self._doubtful[key] += 1
+        try:
+            yield
+        except StoreError as error:
+            if not isinstance(error, StoreUnavailable):
+                self._doubtful[key] -= 1
+            raise
+        self._doubtful[key] -= 1
+
+    def forget(self, upload_id: str) -> None:
+        """Note that an upload is complete."""
+        self._open.pop(upload_id, None)
+
+    async def abort(self, key: str, upload_id: str) -> None:
+        """Abort an upload, if it is still open.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        name = self._requests.address.name(key)
+        try:
+            await self._requests.ask(
+                "abort an upload of", "abort_multipart_upload", key=key,
+                Key=name, UploadId=upload_id,
+            )  # fmt: skip
+        except ObjectNotFound:
+            pass
+        except StoreError as error:
+            if not upload_is_gone(error) and upload_id in await self._listed(key):
+                raise
+        self._open.pop(upload_id, None)
+
+    async def settle(self, key: str) -> None:
+        """Abort uploads of a key whose beginning was not answered.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        if self._doubtful[key] <= 0:
+            return
+        for upload_id in await self._listed(key):
+            if upload_id not in self._open:
+                await self.abort(key, upload_id)
+        del self._doubtful[key]
+
+    async def _listed(self, key: str) -> dict[str, datetime]:
+        return {
+            upload_id: begun
+            for upload_id, (found, begun) in (await self._found(key)).items()
+            if found == key
+        }
+
+    async def _found(self, prefix: str) -> dict[str, tuple[str, datetime]]:
+        address = self._requests.address
+        pages = await self._requests.pages("list_multipart_uploads", Prefix=address.prefix + prefix)
+        found = {}
+        for page in pages:
+            for entry in page.get("Uploads", ()):
+                # Not every store looks at the prefix.
+                if entry["Key"].startswith(address.prefix + prefix):
+                    key = address.key(entry["Key"])
+                    if key is not None:
+                        found[entry["UploadId"]] = (key, entry["Initiated"].astimezone(UTC))
+        return found
+
+    async def remove_stale(self, prefix: str, before: datetime) -> int:
+        """Abort the uploads below a prefix that were begun before a time.
+
+        Returns:
+            How many.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        found = await self._found(prefix)
+        stale = [(key, id) for id, (key, begun) in found.items() if begun < before]
+        for key, upload_id in stale:
+            await self.abort(key, upload_id)
+        return len(stale)
+
+    async def close(self) -> None:
+        """Abort what was neither completed nor aborted, as far as the store can be reached."""
+        try:
+            for upload_id, key in list(self._open.items()):
+                await self.abort(key, upload_id)
+            for key in list(self._doubtful):
+                await self.settle(key)
+        except StoreError as error:
+            logger.warning("An upload may be left behind: %s", error)
+
+
+class MemoryBody(io.RawIOBase):
+    """Read a memoryview as a file, without copying it.
+
+    The client insists on a file for a body that is not ``bytes``. Reads return slices of the
+    caller's memory. Once closed, the body reads as ended, so that a request that was
+    cancelled while it still sends never touches memory that has another use by then.
+
+    Args:
+        data: Flat bytes.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at, self._ended = data, 0, False
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = min(max(base + offset, 0), len(self._data))
+        return self._at
+
+    def read(self, size: int | None = -1) -> memoryview:
+        """Return a slice of the memory, which may be longer than ``size``; empty at the end."""
+        if self._ended:
+            return memoryview(b"")
+        piece = self._data[self._at : self._at + PIECE_BYTES]
+        self._at += len(piece)
+        return piece
+
+    def end(self) -> None:
+        """Forget the memory."""
+        self._ended, self._data = True, memoryview(b"")

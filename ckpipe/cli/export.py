@@ -10,7 +10,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.find import read_index
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.leases import reading
@@ -22,7 +22,6 @@ from ckpipe.settings import Settings
 from ckpipe.stores.opening import Access, open_store
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import logging_policy
-from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.types import CheckpointInfo
 
 

@@ -40,9 +40,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ckpipe.backend import without_secrets
 from ckpipe.cli.streams import drop
 from ckpipe.reports import size_text
-from ckpipe.stores.shown_urls import without_secrets
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.find import read_index
 from ckpipe.catalog.leases import Sure
 from ckpipe.catalog.manifest_selection import read_near
@@ -42,7 +43,6 @@ from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.running.choosing import first_choice, older_ones
 from ckpipe.saves.site import Site
-from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused_at_first
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult

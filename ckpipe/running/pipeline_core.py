@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
+from ckpipe.backend import without_secrets
 from ckpipe.errors import (
     PermissionDenied,
     PipelineClosed,
@@ -43,7 +44,6 @@ from ckpipe.running.ledger import Ledger, Statistics
 from ckpipe.running.unseen_failures import has_failed, note_failures, raise_or_warn
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
-from ckpipe.stores.shown_urls import without_secrets
 from ckpipe.tasks.caller import Caller, this_loop
 from ckpipe.tasks.interpreter_exit import call_at_exit
 from ckpipe.tasks.loop_thread import LoopThread

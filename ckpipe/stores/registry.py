@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, without_secrets
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
-from ckpipe.stores.shown_urls import without_secrets
 
 BackendFactory = Callable[..., Backend]
 """What makes a backend: called as ``factory(url, **options)``, most often a class."""

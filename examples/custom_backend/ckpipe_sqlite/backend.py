@@ -13,10 +13,9 @@ from typing import Literal, Self, TypeVar
 from urllib.parse import unquote
 
 import anyio
-import anyio.to_thread
 
 from ckpipe import Backend, ObjectInfo, PutMode, Upload
-from ckpipe.backend import check_key
+from ckpipe.backend import check_key, run_in_thread
 from ckpipe.errors import (
     ObjectExists,
     PermissionDenied,
@@ -70,7 +69,7 @@ class SqliteBackend(Backend):
             await self._read("", database.check)
         else:
             await self.write("", database.prepare)
-            await anyio.to_thread.run_sync(self._write_ahead)
+            await run_in_thread(self._write_ahead)
         return self
 
     async def __aexit__(
@@ -80,7 +79,7 @@ class SqliteBackend(Backend):
         traceback: TracebackType | None,
     ) -> None:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._close)
+            await run_in_thread(self._close)
 
     def _close(self) -> None:
         while self._idle:
@@ -91,11 +90,11 @@ class SqliteBackend(Backend):
     async def write(self, key: str, work: Work[T]) -> T:
         """Runs a transaction that writes; SQLite has one writer at a time, so they queue here."""
         async with self._turn:
-            return await anyio.to_thread.run_sync(self._transact, "BEGIN IMMEDIATE", key, work)
+            return await run_in_thread(self._transact, "BEGIN IMMEDIATE", key, work)
 
     async def _read(self, key: str, work: Work[T]) -> T:
         """Runs a transaction that reads, beside all others, of what was there when it began."""
-        return await anyio.to_thread.run_sync(self._transact, "BEGIN", key, work)
+        return await run_in_thread(self._transact, "BEGIN", key, work)
 
     def _transact(self, begin: str, key: str, work: Work[T]) -> T:
         with _translated(self._path, key), self._connection() as db:

@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
-from ckpipe.backend import PutMode
-from ckpipe.errors import LinkRefused, StoreError
-from ckpipe_local.direct_io import (
-    aligned_part,
-    open_direct,
-    side_by_side,
-    write_all,
-    write_direct,
-)
+import anyio
+
+from ckpipe.backend import PutMode, Upload, run_in_thread
+from ckpipe.errors import LinkRefused, StoreError, UsageError
 from ckpipe_local.directories import delete_files, directories, new_file, sync_entries
-from ckpipe_local.failures import needing, unrepeatable
-from ckpipe_local.system_calls import preallocate
+from ckpipe_local.failures import needing, unrepeatable, writing
+from ckpipe_local.reads import aligned_part
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+class LocalUpload(Upload):
+    """Upload into a preallocated temporary file, by parallel positional writes.
+
+    Completing syncs the file, links it to its name and syncs the directory, in this order. Every
+    call ends only when its worker thread has let go of the caller's memory, cancelled or not.
+    """
+
+    # Each call of a thread takes the GIL from a trainer several times, and a write of this many
+    # blocks is still a small part of a save.
+    most_blocks = 16
+
+    def __init__(
+        self, key: str, size: int, path: str, file: PartialFile, unfinished: set[PartialFile]
+    ) -> None:
+        self._key = key
+        self._size = size
+        self._path = path
+        self._file = file
+        self._unfinished = unfinished
+
+    def __repr__(self) -> str:
+        return f"<LocalUpload {self._key} {self._size} bytes>"
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        await self.write_all([(offset, data)])
+
+    async def write_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, data in blocks:
+            if offset < 0 or offset + len(data) > self._size:
+                message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
+                raise UsageError(message, key=self._key)
+        with writing(f"write {self._path}", self._key):
+            await run_in_thread(self._file.write, blocks)
+
+    async def complete(self) -> None:
+        with writing(f"complete {self._path}", self._key):
+            await run_in_thread(self._file.publish)
+        self._unfinished.discard(self._file)
+
+    async def abort(self) -> None:
+        with anyio.CancelScope(shield=True), writing(f"abort {self._path}", self._key):
+            await run_in_thread(self._file.discard)
+        self._unfinished.discard(self._file)
 
 
 class PartialFile:
@@ -46,13 +92,13 @@ class PartialFile:
         self._closed = False
 
     def prepare(self, size: int, directory: int, *, direct: bool) -> None:
-        """Reserves the space, and finds out whether the page cache can be passed by."""
-        preallocate(self._buffered, size)
+        """Reserve the space, and find out whether the page cache can be bypassed."""
+        _preallocate(self._buffered, size)
         if direct:
             self._direct = open_direct(self._temporary, directory)
 
     def write(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Writes ranges; several threads may do so at once."""
+        """Write ranges; several threads may do so at once."""
         with self._state:
             if self._closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -84,7 +130,7 @@ class PartialFile:
                 done = max(0, done - len(piece))
 
     def publish(self) -> None:
-        """Makes the data durable, then the name, and closes the file."""
+        """Make the data durable, then the name, and close the file."""
         self._sync()
         self.close()
         with directories(self._root, self._directory) as opened:
@@ -95,7 +141,7 @@ class PartialFile:
         return os.path.join(self._root, self._directory, self._name)
 
     def _sync(self) -> None:
-        """Makes the data durable, once, for the kernel reports a loss only once.
+        """Make the data durable, once, since the kernel reports a loss only once.
 
         After a failed sync it counts the lost pages as written, and another sync would succeed.
         """
@@ -108,7 +154,7 @@ class PartialFile:
             raise StoreError(f"Parts of {self._path} were lost on their way to the disk")
 
     def close(self) -> None:
-        """Closes both descriptors once no thread writes through them."""
+        """Close both descriptors once no thread writes through them."""
         with self._state:
             if self._closed:
                 return
@@ -119,7 +165,7 @@ class PartialFile:
             os.close(self._direct)
 
     def discard(self) -> None:
-        """Closes and removes the file, and directories that are empty then.
+        """Close and remove the file, and directories that are empty then.
 
         The published object, if there is one, stays.
         """
@@ -128,7 +174,7 @@ class PartialFile:
 
 
 def remove_temporary(directory: str, name: str, root: str, durable: set[str]) -> None:
-    """Removes a temporary file, unless a link has taken the place of its directory since."""
+    """Remove a temporary file, unless a link has taken the place of its directory since."""
     with contextlib.suppress(LinkRefused):
         delete_files([os.path.join(directory, name)], root, durable)
 
@@ -136,9 +182,9 @@ def remove_temporary(directory: str, name: str, root: str, durable: set[str]) ->
 def give_name(
     directory: int, temporary: str, name: str, mode: PutMode, *, lasting: bool = True
 ) -> None:
-    """Gives a temporary file its name; of any number that create one, exactly one wins.
+    """Give a temporary file its name; of any number that create one, exactly one wins.
 
-    The name is durable then, or taken back if it was new: what is listed has to stay.
+    The name is durable then, or taken back if it was new: a listed object has to stay.
 
     Args:
         directory: A descriptor of the directory that it is in.
@@ -181,7 +227,7 @@ def _link_new(directory: int, temporary: str, name: str) -> None:
 def put_object(
     key: str, root: str, durable: set[str], data: bytes, mode: PutMode, lasting: bool = True
 ) -> None:
-    """Writes a small object at once.
+    """Write a small object at once.
 
     It takes as few system calls as it can, each of which may lose the GIL for a while.
 
@@ -213,7 +259,7 @@ def put_object(
 
 
 def begin_file(key: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
-    """Creates a large object's temporary file, with its space reserved."""
+    """Create a large object's temporary file, with its space reserved."""
     below, name = os.path.split(key)
     with (
         needing(size, root),
@@ -226,3 +272,91 @@ def begin_file(key: str, root: str, durable: set[str], size: int, direct: bool) 
             file.discard()
             raise
     return file
+
+
+# System calls
+
+
+def side_by_side(
+    ranges: Iterable[tuple[int, memoryview]],
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Order ranges of a file, and join those that follow one another without a gap."""
+    begin, end, run = 0, 0, list[memoryview]()
+    for offset, data in sorted(ranges, key=itemgetter(0)):
+        if run and offset != end:
+            yield begin, run
+            run = []
+        begin = begin if run else offset
+        end = offset + len(data)
+        run.append(data)
+    if run:
+        yield begin, run
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``, however many calls the kernel needs for it."""
+    while data:
+        written = _advance(os.pwrite(descriptor, data, offset))
+        data, offset = data[written:], offset + written
+
+
+def write_direct(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Write pieces one behind the other through an O_DIRECT descriptor, as far as it accepts them.
+
+    Returns:
+        How many bytes were written; fewer than all means that the rest was refused.
+    """
+    written, left = 0, deque(pieces)
+    while left:
+        try:
+            count = _advance(os.pwritev(descriptor, left, offset + written))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            break
+        written += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
+    return written
+
+
+def _advance(written: int) -> int:
+    if not written:
+        raise OSError(errno.EIO, "The file system wrote nothing")
+    return written
+
+
+def open_direct(path: str, directory: int | None = None) -> int | None:
+    """Open a file for writing past the page cache.
+
+    Args:
+        path: Its path.
+        directory: A descriptor of the directory that the path is relative to.
+
+    Returns:
+        None where its file system refuses.
+    """
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return None
+        raise
+
+
+def _preallocate(descriptor: int, size: int) -> None:
+    """Give a file its size, with its space reserved where the file system can.
+
+    ``posix_fallocate`` is not used because the C library imitates it, where it is not
+    supported, by writing into every block of the file.
+    """
+    while _libc.fallocate(descriptor, 0, 0, size):
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            os.ftruncate(descriptor, size)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))

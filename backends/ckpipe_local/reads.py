@@ -1,0 +1,307 @@
+"""Reads of files: from the page cache what it holds, and bulk data past it.
+
+O_DIRECT wants offset, length and memory address aligned. A range is therefore cut in three: an
+unaligned head and tail of less than a page each, which go through the page cache, and the middle,
+which does not. The cuts are at page boundaries of the file, so no page is ever written both ways,
+whatever the blocks are: writing one page both ways is not coherent. A file system may refuse
+O_DIRECT when the file is opened, or only when it is used (EINVAL); then all of it goes through the
+page cache, which is slower and means the same.
+
+``cachestat`` counts the cached pages of a range at the cost of a few microseconds; ``mincore``,
+which examines each, is asked only where a gap begins, and on older kernels. ``RWF_NOWAIT`` has a
+side effect: each such read of an uncached page starts a read-ahead of up to several MiB into the
+page cache, which then competes with the direct read of the same bytes.
+
+Cached ranges are read and not mapped: a page that is cut off a mapped file ends the process that
+touches it (SIGBUS), and bytes of a mapping can change between their check and their copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+
+from ckpipe.errors import ObjectNotFound, StoreError
+from ckpipe_local.failures import reading, truncated
+
+ALIGNMENT = max(4096, mmap.PAGESIZE)
+"""Offset, length and address must be multiples of it to go past the page cache."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_libc.syscall.argtypes = (
+    ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long
+)  # fmt: skip
+_libc.syscall.restype = ctypes.c_long
+
+_CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
+_PROBED_PAGES = 16
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
+_EXAMINED_BYTES = 128 << 20
+"""How much is examined page by page at a time; for more a caller asks for parts of it."""
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+# Opening
+
+
+def open_object(path: str, key: str) -> int:
+    """Open the file of an object for reading.
+
+    Raises:
+        ObjectNotFound: If it is no regular file: to open a pipe would wait for its writer.
+    """
+    check_regular(os.stat(path), path, key)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def check_regular(found: os.stat_result, path: str, key: str) -> None:
+    """Refuse anything but a regular file.
+
+    Raises:
+        ObjectNotFound: If it is something else.
+    """
+    if not stat.S_ISREG(found.st_mode):
+        raise ObjectNotFound(
+            f"{path} is not a file but {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}",
+            key=key,
+            hint="Look who put it there, and remove it",
+        )
+
+
+# Whole objects and ranges
+
+
+def read_small(path: str, key: str, max_bytes: int) -> bytes:
+    """Read all of a small file.
+
+    Raises:
+        StoreError: If it is larger than expected.
+    """
+    with open(open_object(path, key), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            message = f"The object has {size} bytes, more than the {max_bytes} expected"
+            raise StoreError(message, key=key)
+        data = bytearray()
+        while len(data) < size and (piece := file.read(size - len(data))):
+            data += piece
+    return bytes(data)
+
+
+def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from a file, through the page cache."""
+    descriptor = open_object(path, key)
+    try:
+        done = read_at(descriptor, buffer, offset)
+        _check_full(descriptor, key, offset, buffer, done)
+    finally:
+        os.close(descriptor)
+
+
+def read_direct(path: str, key: str, offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from a file: from the page cache what is there, the rest past it."""
+    descriptor = open_object(path, key)
+    try:
+        cached = _cached_length(descriptor, path, offset, len(buffer))
+        done = read_at(descriptor, buffer[:cached], offset)
+        done += _read_past_cache(descriptor, buffer[done:], offset + done)
+        done += read_at(descriptor, buffer[done:], offset + done)
+        _check_full(descriptor, key, offset, buffer, done)
+    finally:
+        os.close(descriptor)
+
+
+def _check_full(descriptor: int, key: str, offset: int, buffer: memoryview, done: int) -> None:
+    if done < len(buffer):
+        raise truncated(key, offset, len(buffer), os.fstat(descriptor).st_size)
+
+
+def _read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
+    start, stop = aligned_part(buffer, offset)
+    if stop == start or (done := read_at(descriptor, buffer[:start], offset)) < start:
+        return 0
+    # One descriptor is switched over rather than the path opened twice, because the path may
+    # have got another file in between.
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return done
+    try:
+        middle = buffer[start:stop]
+        return done + read_at(descriptor, middle, offset + start, stop_at=(errno.EINVAL,))
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+def read_at(
+    descriptor: int,
+    buffer: memoryview,
+    offset: int,
+    stop_at: tuple[int, ...] = (),
+) -> int:
+    """Read until the buffer is full, the file ends, or one of the errors ``stop_at`` comes."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            if error.errno not in stop_at:
+                raise
+            break
+        if not count:
+            break
+        done += count
+    return done
+
+
+def aligned_part(data: memoryview, offset: int) -> tuple[int, int]:
+    """Find where in ``data`` the middle that can go past the page cache begins and ends."""
+    start = -offset % ALIGNMENT
+    stop = start + (len(data) - start) // ALIGNMENT * ALIGNMENT
+    if stop <= start or (_address_of(data) + start) % ALIGNMENT:
+        return 0, 0
+    return start, stop
+
+
+def _address_of(data: memoryview) -> int:
+    # Imported here, since it takes a while and only bulk data has a use for it.
+    import numpy as np
+
+    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+# The page cache
+
+
+def cached_range(path: str, key: str, offset: int, size: int) -> CachedFile | None:
+    """Open a range of a file if the page cache holds all of it.
+
+    Raises:
+        TruncatedObject: If the file ends before the range does.
+    """
+    file = CachedFile(path, key, offset)
+    length = os.fstat(file.descriptor).st_size
+    if offset + size > length:
+        raise truncated(key, offset, size, length)
+    return file if _is_cached(file.descriptor, path, offset, size) else None
+
+
+class CachedFile:
+    """A range of a file; open as long as it is referenced.
+
+    Args:
+        path: The path of the file.
+        key: Its key.
+        offset: Where the range begins.
+    """
+
+    descriptor = -1
+
+    def __init__(self, path: str, key: str, offset: int) -> None:
+        self._path, self._key, self._offset = path, key, offset
+        self.descriptor = open_object(path, key)
+
+    def read_into(self, at: int, buffer: memoryview) -> None:
+        """See :meth:`ckpipe.backend.CachedRange.read_into`; safe for several threads."""
+        offset = self._offset + at
+        with reading(f"read {self._path}", self._key):
+            done = read_at(self.descriptor, buffer, offset)
+            if done < len(buffer):
+                size = os.fstat(self.descriptor).st_size
+                raise truncated(self._key, offset, len(buffer), size)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def _cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
+    """Count the bytes from ``offset`` on, at most ``size``, that are cached without a gap."""
+    size = min(size, os.fstat(descriptor).st_size - offset)
+    if size <= 0 or not _tells_residency(descriptor, path):
+        return 0
+    cached = _cached_pages(descriptor, offset, size)
+    if cached is not None and cached in (0, _pages(offset, size)):
+        return size if cached else 0
+    view, skipped = _map(descriptor, offset, size)
+    resident = _resident_pages(_address_of(view), len(view)) * mmap.PAGESIZE
+    return max(0, min(size, resident - skipped))
+
+
+def _pages(offset: int, size: int) -> int:
+    return (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
+
+
+def _is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
+    """Tell whether the page cache holds all of a range that lies in the file."""
+    if not size:
+        return True
+    if not _tells_residency(descriptor, path):
+        return False
+    cached = _cached_pages(descriptor, offset, size)
+    if cached is not None:
+        return cached >= _pages(offset, size)
+    if size > _EXAMINED_BYTES:
+        return False
+    view, _ = _map(descriptor, offset, size)
+    return _resident_pages(_address_of(view), len(view)) * mmap.PAGESIZE >= len(view)
+
+
+def _map(descriptor: int, offset: int, size: int) -> tuple[memoryview, int]:
+    """Map a range from the page on in which it begins; the mapping ends with its last view.
+
+    It is asked about and never read: reading a page that was cut off ends the process.
+    """
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    length, start = skipped + size, offset - skipped
+    mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+    return memoryview(mapping), skipped
+
+
+def _tells_residency(descriptor: int, path: str) -> bool:
+    """Tell whether the kernel shows this user what is cached; others see every page as cached."""
+    return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)
+
+
+def _cached_pages(descriptor: int, offset: int, size: int) -> int | None:
+    """Count the pages of a file's range that are cached, by ``cachestat(2)``.
+
+    Returns:
+        None where the kernel does not tell: before Linux 6.5, and for other users' files.
+    """
+    bounds = (ctypes.c_uint64 * 2)(offset, size)
+    counts = (ctypes.c_uint64 * 5)()
+    if _libc.syscall(_CACHESTAT, descriptor, bounds, counts, 0):
+        return None
+    return counts[0]
+
+
+def _resident_pages(address: int, size: int) -> int:
+    """Count the pages of a mapping, from its begin, that are in memory without a gap."""
+    # A cold range is recognised by its first pages, since asking after all of them is not free.
+    first = min(size, _PROBED_PAGES * mmap.PAGESIZE)
+    found = _leading_pages(address, first)
+    return found if found * mmap.PAGESIZE < first else _leading_pages(address, size)
+
+
+def _leading_pages(address: int, size: int) -> int:
+    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    if _libc.mincore(address, size, pages):
+        return 0
+    missing = pages.raw.translate(_LOWEST_BIT).find(0)
+    return len(pages) if missing < 0 else missing
