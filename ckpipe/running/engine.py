@@ -341,20 +341,19 @@ class Engine(Housekeeping):
         """Whether all saves ended and all hooks returned before the limit."""
         limit, grace = self._settings.drain_timeout_seconds, self._settings.preemption.grace_seconds
         ends_at: float | None = None
-        with self.site.respite.skipped():
-            while self._active or self.hooks.describe_running():
-                left = math.inf
-                if self._hurries or self._preemption.signalled or self._is_durable:
-                    ends_at = ends_at or time.monotonic() + limit
-                    left = ends_at - time.monotonic()
-                else:
-                    ends_at = None
-                grace_left = self._preemption.seconds_left(grace)
-                left = left if grace_left is None else min(left, grace_left)
-                with anyio.move_on_after(min(left, LOOK_SECONDS)):
-                    await self._idle()
-                if left <= 0:
-                    return not (self._active or self.hooks.describe_running())
+        while self._active or self.hooks.describe_running():
+            left = math.inf
+            if self._hurries or self._preemption.signalled or self._is_durable:
+                ends_at = ends_at or time.monotonic() + limit
+                left = ends_at - time.monotonic()
+            else:
+                ends_at = None
+            grace_left = self._preemption.seconds_left(grace)
+            left = left if grace_left is None else min(left, grace_left)
+            with anyio.move_on_after(min(left, LOOK_SECONDS)):
+                await self._idle()
+            if left <= 0:
+                return not (self._active or self.hooks.describe_running())
         return True
 
     @property
@@ -418,8 +417,7 @@ class Engine(Housekeeping):
         """Waits for saves under way here that a step or id names."""
         for save, ended in list(self._active.items()):
             if which in (save.id.step, save.name):
-                with self.site.respite.skipped():
-                    await ended.wait()
+                await ended.wait()
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Whether a save of this checkpoint is under way here."""

@@ -11,7 +11,6 @@ from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.memory.pinning import Pinning
 from ckpipe.running.entering import Entry
-from ckpipe.saves.respite import RESPITE_SECONDS, Respite
 from ckpipe.saves.site import Site, block_size, initial_budget
 from ckpipe.stores.retrying import logging_policy
 from ckpipe.worker.carrier import WorkerCarrier
@@ -19,6 +18,9 @@ from ckpipe.worker.crossing import make_hello
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
+
+_PRUNE_DELAY_SECONDS = 0.1
+"""So long after a commit, so that both do not hit the same training step."""
 
 
 def make_site(
@@ -54,7 +56,7 @@ def make_site(
         sweep_after=settings.retention.sweep_after,
         keep_reports=settings.keep_reports,
         switch_interval=settings.switch_interval_seconds,
-        respite=Respite(RESPITE_SECONDS),
+        prune_delay=_PRUNE_DELAY_SECONDS,
     )
     if around is None:
         return site, None

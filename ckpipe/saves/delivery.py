@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Generic, Protocol, TypeVar
 
+import anyio
+
 from ckpipe.backend import Backend
 from ckpipe.catalog.leases import (
     live_subjects,
@@ -36,7 +38,6 @@ from ckpipe.format.names import index_key
 from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.saves.block_sums import BlockSums
-from ckpipe.saves.respite import Respite
 from ckpipe.saves.save_clock import StageClock
 from ckpipe.stores.pace import Pace
 from ckpipe.stores.retrying import RetryPolicy
@@ -195,7 +196,9 @@ class Depot:
         told_missing: Metrics of rules that no checkpoint has, as was said already.
         told_copies: Whether it was said already that ranks write the same bytes.
         told_links: Checkpoints that cannot be deleted through links, as was said already.
-        respite: How long retention waits after a save.
+        prune_delay: How many seconds retention waits after a commit.
+        pruning: Held while retention waits or prunes, by one at a time.
+        prune_pending: Whether a prune is to begin, which serves all that is complete by then.
         kept: How many checkpoints the last prune kept.
         unpruned: How many have become complete here and wait for a prune, or for its end.
     """
@@ -222,7 +225,9 @@ class Depot:
     told_missing: set[str] = field(default_factory=set)
     told_copies: bool = False
     told_links: set[str] = field(default_factory=set)
-    respite: Respite = field(default_factory=Respite)
+    prune_delay: float = 0.0
+    pruning: anyio.Lock = field(default_factory=anyio.Lock)
+    prune_pending: bool = False
     kept: int = 0
     unpruned: int = 0
 
@@ -252,7 +257,14 @@ class Depot:
         Saves that are quicker than deletions would else leave ever more of them on the store.
         """
         if self.unpruned > max(_MOST_UNPRUNED, _MOST_UNPRUNED_SHARE * self.kept):
-            await self.respite.passed()
+            await self.pruned()
+
+    async def pruned(self) -> bool:
+        """Wait for the prunes that are pending or under way; False if there are none."""
+        if not self.pruning.locked():
+            return False
+        async with self.pruning:
+            return True
 
     async def prune(self, launch: str, after: CheckpointId | None = None) -> Decision:
         """Deletes the checkpoints that the rules do not keep, and says why each stays or went.

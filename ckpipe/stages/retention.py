@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.catalog.find import write_digest
@@ -16,9 +19,10 @@ async def run(
 ) -> None:
     """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
 
-    In the process that trains it waits a moment before it prunes; see :mod:`ckpipe.saves.respite`.
-    The save is through by then, and nobody waits for this. If one who waited for the checkpoint has
-    written its index first, there is no digest, which others read the index for.
+    In the process that trains it waits a moment before it prunes, so that commit and prune do not
+    hit the same training step. A prune serves all checkpoints that are complete when it begins. If
+    one who waited for the checkpoint has written its index first, there is no digest, which others
+    read the index for.
 
     Raises:
         StoreError: If the store failed; the next save prunes again.
@@ -31,9 +35,15 @@ async def run(
             if depot.rule is None:
                 continue
             depot.unpruned += 1
-            async with depot.respite.before() as needed:
-                if not needed:
-                    continue
+            if depot.prune_pending:
+                continue
+            depot.prune_pending = True
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    await held.enter_async_context(depot.pruning)
+                    await anyio.sleep(depot.prune_delay)
+                finally:
+                    depot.prune_pending = False
                 with save.clock.timing("retention"):
                     decision = await depot.prune(launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:

@@ -44,7 +44,6 @@ async def run(
         StoreError: If the store failed and retries did not help.
     """
     files = _Files(save, depot)
-    depot.respite.end()  # of the save before, which removes old checkpoints now
     async with inbox, out:
         try:
             await depot.let_retention_catch_up()
@@ -151,8 +150,8 @@ class _Files(Generic[B]):
                     try:
                         upload = await retrying(self._policy, open_upload)
                     except StoreFull:
-                        # There may be room once the checkpoints are gone whose removal was put off.
-                        if not await self._depot.respite.passed():
+                        # There may be room once the prune is through that was put off.
+                        if not await self._depot.pruned():
                             raise
                         upload = await retrying(self._policy, open_upload)
                 self._uploads[number] = upload
