@@ -17,7 +17,7 @@ from commands import PROGRAM
 from rich.console import Console
 
 from ckpipe.cli import screen
-from ckpipe.cli.screen import Meter, Patience, of_things
+from ckpipe.cli.screen import Meter, Spinner, of_things
 
 
 def shown(*, terminal: bool) -> str:
@@ -73,7 +73,7 @@ class Seen(io.StringIO):
 def test_what_cannot_be_counted_is_said_to_be_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "SILENT_SECONDS", 0.0)
     out = Seen()
-    with Patience(Console(file=out, force_terminal=True, width=80)):
+    with Spinner(Console(file=out, force_terminal=True, width=80)):
         assert out.written.wait(30)
     assert "at work" in out.getvalue()
     assert out.getvalue().endswith("\x1b[2K")
@@ -84,12 +84,12 @@ def test_nobody_is_told_who_does_not_look_or_does_not_wait(
 ) -> None:
     out = Seen()
     monkeypatch.setattr(screen, "SILENT_SECONDS", 3600.0)
-    with Patience(Console(file=out, force_terminal=True, width=80)) as patience:
-        patience.end()
-        patience._show()  # as a timer would that was just too late to be cancelled
+    with Spinner(Console(file=out, force_terminal=True, width=80)) as spinner:
+        spinner.end()
+        spinner._show()  # as a timer would that was just too late to be cancelled
     monkeypatch.setattr(screen, "SILENT_SECONDS", 0.0)
-    with Patience(Console(file=out, force_terminal=False, width=80)) as patience:
-        patience._show()
+    with Spinner(Console(file=out, force_terminal=False, width=80)) as spinner:
+        spinner._show()
     assert out.getvalue() == ""
 
 

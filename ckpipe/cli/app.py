@@ -69,7 +69,7 @@ def _function_of(command: Command, words: Sequence[str]) -> Callable[..., None]:
     module, _, name = command.home.partition(":")
     if command.needs is not None and not {"-h", "--help"} & set(words):
         # Here, and not where it is used, since an interrupt does no harm here.
-        with Screen(False).patience:
+        with Screen(False).spinner:
             import_module(command.needs)
     function: Callable[..., None] = getattr(import_module(f"ckpipe.cli.{module}"), name)
     return function

@@ -17,7 +17,7 @@ from ckpipe.catalog.find import naming_one, read_index
 from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
-from ckpipe.cli.screen import Screen, Share, one_line, table
+from ckpipe.cli.screen import Screen, SubProgress, one_line, table
 from ckpipe.format.keys import Json, LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import Bundle, TensorRow
 from ckpipe.format.tree import Node, children_of
@@ -65,7 +65,7 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
     """
     settings = screen.settings
     with screen.meter("comparing") as meter:
-        share = Share(meter)
+        share = SubProgress(meter)
         async with (
             open_store(sides.urls[0], settings, Access.READ, share.count) as one,
             open_store(sides.urls[1], settings, Access.READ, share.count) as two,
@@ -126,7 +126,7 @@ class _Comparing:
     two are compared.
     """
 
-    def __init__(self, one: Side, two: Side, share: Share, settings: Settings) -> None:
+    def __init__(self, one: Side, two: Side, share: SubProgress, settings: Settings) -> None:
         self._sides, self._share, self._lanes = (one, two), share, settings.load.lanes
         self._sizes = sizes_of(one[1])
         self._arena = Arena(settings.staging.block_bytes)

@@ -51,7 +51,7 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     screen = ctx.obj
     assert isinstance(screen, Screen)
     try:
-        with screen.patience:
+        with screen.spinner:
             _ = screen.settings  # read here, since it would block the loop
             code = anyio.run(work, screen)
     except CkpipeError as error:

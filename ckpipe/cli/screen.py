@@ -119,7 +119,7 @@ class Meter:
             self._progress.stop()
 
 
-class Share:
+class SubProgress:
     """Tells a meter of an action in parts of known size, never more of a part than its size.
 
     Args:
@@ -145,7 +145,7 @@ class Share:
         self.count(self._left)
 
 
-class Patience:
+class Spinner:
     """Says that a command is at work, if it takes longer than a second and shows nothing else.
 
     A thread of its own begins to, so that it also shows where nothing is counted.
@@ -210,7 +210,7 @@ class Screen:
         self.as_json, self._file = as_json, settings
         self.out = _console(stderr=False)
         self.err = _console(stderr=True)
-        self.patience = Patience(self.err)
+        self.spinner = Spinner(self.err)
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -230,7 +230,7 @@ class Screen:
             data: The result as a data class or mapping: what ``--json`` prints.
             shown: The same for people.
         """
-        self.patience.end()
+        self.spinner.end()
         if self.as_json:
             plain = plain_data(data)
             roots = {name: without_secrets(plain[name]) for name in _ROOTS if plain.get(name)}
@@ -268,7 +268,7 @@ class Screen:
     def note(self, text: str) -> None:
         """Says something beside the result; where that cannot be written, nobody shall know."""
         try:
-            self.patience.end()
+            self.spinner.end()
             self.err.print(Text(visible(text)))
         except OSError:
             drop(sys.stderr)
@@ -293,7 +293,7 @@ class Screen:
             total: How much there is to do, if that is known.
             unit: What is counted.
         """
-        self.patience.end()
+        self.spinner.end()
         with Meter(self.err, action, total, unit) as meter:
             yield meter
 
