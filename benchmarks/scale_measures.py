@@ -26,7 +26,7 @@ from worlds import ID, World, near
 
 import ckpipe
 from ckpipe.backend import PutMode
-from ckpipe.catalog.complete import ascend
+from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.keys import LabelFilter
@@ -200,7 +200,7 @@ async def _index(ranks: int) -> Figures:
     last = 0.0
     for rank in [*range(GROUP_SIZE - 1, ranks - 1, GROUP_SIZE), ranks - 1]:
         since = time.process_time()
-        await ascend(backend, ID, rank, ranks)
+        await publish_up(backend, ID, rank, ranks)
         last = time.process_time() - since
     built, peak = time.process_time() - began, _peak_bytes()
     size = (await backend.stat(index_key(ID))).size

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog import delete
-from ckpipe.catalog.complete import ascend, descend, healed, newest_healed
+from ckpipe.catalog.complete import complete_from_top, newest_repaired, publish_up, repaired
 from ckpipe.catalog.find import NO_INDEX, discover, read_index
 from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, ObjectExists
 from ckpipe.format import names
@@ -52,9 +52,9 @@ async def test_last_to_commit_completes(size: int) -> None:
     random.Random(size).shuffle(every)
     for manifest in every[:-1]:
         await commit(backend, manifest)
-        assert not (await ascend(backend, ID, manifest.parts[0].rank, size)).complete
+        assert not (await publish_up(backend, ID, manifest.parts[0].rank, size)).complete
     await commit(backend, every[-1])
-    outcome = await ascend(backend, ID, every[-1].parts[0].rank, size)
+    outcome = await publish_up(backend, ID, every[-1].parts[0].rank, size)
     assert outcome.complete
     assert outcome.index == await read_index(backend, ID)
     assert [part.rank for part in outcome.index.parts] == list(range(size))
@@ -82,14 +82,14 @@ async def _race(every: list[Bundle], dead: set[int], waves: list[list[int]]) -> 
     async def save(rank: int) -> bool:
         await commit(backend, every[rank])
         # A rank that dies has committed, and goes no further.
-        return rank not in dead and (await ascend(backend, ID, rank, size)).index is not None
+        return rank not in dead and (await publish_up(backend, ID, rank, size)).index is not None
 
     created = 0
     for wave in waves:
         created += sum(await asyncio.gather(*map(save, wave)))
     if not dead:
         assert created == 1
-    healers = await asyncio.gather(*(descend(backend, ID, size) for _ in range(3)))
+    healers = await asyncio.gather(*(complete_from_top(backend, ID, size) for _ in range(3)))
     assert all(outcome.complete for outcome in healers)
     assert created + sum(outcome.index is not None for outcome in healers) == 1
     assert await stored(backend, index_key(ID)) == encode_bundle(merge(every, "index"))
@@ -100,16 +100,16 @@ async def test_absent_ranks_are_named_and_nothing_is_completed(narrow: None) -> 
     for manifest in every:
         if manifest.parts[0].rank not in (4, 9):
             await commit(backend, manifest)
-    outcome = await descend(backend, ID, 11, most_holes=9)
+    outcome = await complete_from_top(backend, ID, 11, most_holes=9)
     assert not outcome.complete
     assert outcome.absent == (4, 9)
-    assert (await descend(backend, ID, 11)).absent == (4,)
+    assert (await complete_from_top(backend, ID, 11)).absent == (4,)
     assert await stored(backend, index_key(ID)) is None
     # Full groups were merged on the way, so that nobody need look there again.
     assert await stored(backend, group_key(ID, 1, 0)) is not None
     for rank in (4, 9):
         await commit(backend, every[rank])
-        last = await ascend(backend, ID, rank, 11)
+        last = await publish_up(backend, ID, rank, 11)
     assert last.complete
 
 
@@ -119,10 +119,10 @@ async def test_opening_and_listing_heal() -> None:
         await commit(backend, manifest)
     infos = await discover(backend)
     assert [info.reason for info in infos] == [NO_INDEX]
-    newest = await newest_healed(backend)
+    newest = await newest_repaired(backend)
     assert newest is not None
     assert newest.saved_at is not None
-    assert await healed(backend, infos) == [newest]
+    assert await repaired(backend, infos) == [newest]
 
 
 async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
@@ -133,8 +133,8 @@ async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
     damaged[40] ^= 1
     await backend.put(manifest_key(ID, 2), bytes(damaged), PutMode.CREATE)
     with pytest.raises(ChecksumMismatch, match=r"rank-00002\.json"):
-        await ascend(backend, ID, 1, 3)
-    (info,) = await healed(backend, await discover(backend))
+        await publish_up(backend, ID, 1, 3)
+    (info,) = await repaired(backend, await discover(backend))
     assert not info.complete
 
 
@@ -145,13 +145,13 @@ async def test_ranks_that_disagree_about_who_writes_what_complete_nothing() -> N
     await commit(backend, manifest_of({"t": torch.ones(2)}, 0, 2)[0])
     await commit(backend, good[1])
     with pytest.raises(InvalidManifest, match="to a rank that has not written it") as caught:
-        await ascend(backend, ID, 1, 2)
+        await publish_up(backend, ID, 1, 2)
     assert (caught.value.step, caught.value.rank, caught.value.key) == (ID.step, 0, "w")
-    (info,) = await healed(backend, await discover(backend))
+    (info,) = await repaired(backend, await discover(backend))
     assert not info.complete
     await backend.delete([manifest_key(ID, 0)])
     await commit(backend, good[0])
-    assert (await ascend(backend, ID, 0, 2)).complete
+    assert (await publish_up(backend, ID, 0, 2)).complete
 
 
 async def test_manifest_under_the_name_of_another_is_refused() -> None:
@@ -160,12 +160,12 @@ async def test_manifest_under_the_name_of_another_is_refused() -> None:
     await commit(backend, every[1])
     await backend.put(manifest_key(ID, 2), encode_bundle(every[1]), PutMode.CREATE)
     with pytest.raises(InvalidManifest, match="not the one of its key"):
-        await ascend(backend, ID, 2, 3)
+        await publish_up(backend, ID, 2, 3)
     await backend.delete([manifest_key(ID, 2)])
     other = manifest_of({"t": torch.tensor([2])}, 2, 4)[0]
     await commit(backend, other)
     with pytest.raises(InvalidManifest, match=r"one of 4 ranks, .* there are 3"):
-        await ascend(backend, ID, 2, 3)
+        await publish_up(backend, ID, 2, 3)
 
 
 async def test_straggler_does_not_revive_what_was_deleted() -> None:
@@ -175,10 +175,10 @@ async def test_straggler_does_not_revive_what_was_deleted() -> None:
     await delete.delete(backend, ID)
     for manifest in every:
         await commit(backend, manifest)
-    outcome = await ascend(backend, ID, 2, 3)
+    outcome = await publish_up(backend, ID, 2, 3)
     assert (outcome.complete, outcome.deleted) == (False, True)
-    assert (await descend(backend, ID, 3)).deleted
-    assert [info.complete for info in await healed(backend, await discover(backend))] == [False]
+    assert (await complete_from_top(backend, ID, 3)).deleted
+    assert [info.complete for info in await repaired(backend, await discover(backend))] == [False]
 
 
 async def test_deletion_between_the_look_and_the_index_wins() -> None:
@@ -187,7 +187,7 @@ async def test_deletion_between_the_look_and_the_index_wins() -> None:
     for manifest in every:
         await commit(backend, manifest)
     gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
-    completing = asyncio.create_task(ascend(backend, ID, 2, 3))
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
     await delete.delete(memory, ID)
     gate.release()
@@ -201,7 +201,7 @@ async def test_deletion_while_members_are_read_is_no_error() -> None:
     for manifest in every:
         await commit(backend, manifest)
     gate = backend.pause("get")
-    completing = asyncio.create_task(ascend(backend, ID, 2, 3))
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
     await delete.delete(memory, ID)
     gate.release()
@@ -214,7 +214,7 @@ async def test_member_that_vanishes_without_a_tombstone_is_missing() -> None:
     for manifest in every:
         await commit(backend, manifest)
     gate = backend.pause("get")
-    completing = asyncio.create_task(ascend(backend, ID, 2, 3))
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
     await memory.delete([manifest_key(ID, rank) for rank in range(3)])
     gate.release()
@@ -227,7 +227,7 @@ async def test_requests_of_a_commit_do_not_grow_with_the_world() -> None:
     for size in (2, 250, 16_384):
         backend = FaultyBackend(MemoryBackend())
         await commit(backend, manifest_of({"t": torch.tensor([0])}, 0, size)[0])
-        await ascend(backend, ID, 0, size)
+        await publish_up(backend, ID, 0, size)
         counts.add(len(backend.operations))
     assert counts == {2}
 

@@ -16,9 +16,9 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Children
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.metadata_cache import Facts, Inquiry, Known
+from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, MetadataSummary
 from ckpipe.catalog.prune import best, decide_on, prune
-from ckpipe.format.metrics_sidecar import Digest
+from ckpipe.format.metrics_sidecar import MetricsSidecar
 from ckpipe.format.names import launch_id
 from ckpipe.retention import KeepLast
 from ckpipe.testing import MemoryBackend
@@ -120,21 +120,21 @@ async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
     finished: set[CheckpointId] = set()
     another: set[CheckpointId] = set()
     for _ in range(2):
-        await prune(backend, rule, {}, Facts(), finished, sweep_after=DAY, now=NOW)
+        await prune(backend, rule, {}, MetadataCache(), finished, sweep_after=DAY, now=NOW)
         assert finished == {each.key for each in gone}
     who = another if by_another else finished
-    await prune(backend, rule, {}, Facts(), who, sweep_after=DAY, now=LATER)
-    await prune(backend, rule, {}, Facts(), finished, sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, MetadataCache(), who, sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, MetadataCache(), finished, sweep_after=DAY, now=LATER)
     assert finished == set()
 
 
 @pytest.mark.parametrize("how", ["prune", "decide", "best"])
 async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) -> None:
     *gone, newest = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
-    backend, facts = store.memory, Facts()
+    backend, facts = store.memory, MetadataCache()
     await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
     assert facts.names() == {newest.id, *(each.id for each in gone)}
-    await prune(backend, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    await prune(backend, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY, now=NOW)
     if how == "prune":
         await prune(backend, KeepLast(1), {}, facts, set(), sweep_after=DAY, now=NOW)
     elif how == "decide":
@@ -146,12 +146,12 @@ async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) ->
 
 
 async def test_what_is_learned_while_a_root_is_listed_is_not_forgotten() -> None:
-    facts, name = Facts(), "step-000000000001.20250101T000000000Z-x.0"
+    facts, name = MetadataCache(), "step-000000000001.20250101T000000000Z-x.0"
 
     class Committing(MemoryBackend):
         async def children(self, prefix: str = "") -> Children:
             found = await super().children(prefix)
-            facts.learn(name, Known(Digest(0, 1, final=False, metrics={})))
+            facts.learn(name, MetadataSummary(MetricsSidecar(0, 1, final=False, metrics={})))
             return found
 
     await decide_on(Committing(), None, {}, facts, now=NOW)
@@ -162,8 +162,8 @@ def test_what_is_sure_is_so_without_a_pause() -> None:
     """In one, another task might forget what the decision goes by."""
     name = "step-000000000001.20250101T000000000Z-x.0"
     info = CheckpointInfo(name, 1, "20250101T000000000Z-x", 0, complete=True)
-    facts = Facts({name: Known(Digest(0, 1, final=False, metrics={}))})
-    sure = Inquiry(MemoryBackend(), [info], facts, few=1).is_sure([name])
+    facts = MetadataCache({name: MetadataSummary(MetricsSidecar(0, 1, final=False, metrics={}))})
+    sure = MetadataQuery(MemoryBackend(), [info], facts, few=1).is_sure([name])
     with pytest.raises(StopIteration) as ended:
         sure.send(None)
     assert ended.value.value is True

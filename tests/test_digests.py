@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sampling import EVERY
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import best, decide_on, prune
 from ckpipe.catalog.sweep import sweep
 from ckpipe.errors import CheckpointNotFound
@@ -27,11 +27,11 @@ from ckpipe.format.keys import encode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.metrics_sidecar import (
     MOST_PIECES,
-    Digest,
-    digest_keys,
-    digest_of,
-    digest_owner,
-    read_digests,
+    MetricsSidecar,
+    read_sidecars,
+    sidecar_keys,
+    sidecar_of,
+    sidecar_owner,
 )
 from ckpipe.format.names import DIGESTS, index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, Rule
@@ -44,7 +44,7 @@ ID = CheckpointId(ATTEMPT, 7, 0)
 
 metrics = st.dictionaries(st.text(max_size=30), st.floats(), max_size=12)
 sizes = st.integers(0, 1 << 62)
-digests = st.builds(Digest, sizes, sizes, st.booleans(), metrics)
+digests = st.builds(MetricsSidecar, sizes, sizes, st.booleans(), metrics)
 ids = st.builds(
     CheckpointId,
     st.text("abcXYZ019_-", min_size=1, max_size=64).map("20250101T000000000Z-{}".format),
@@ -55,34 +55,36 @@ ids = st.builds(
 
 @given(ids, digests, st.randoms())
 def test_what_names_say_is_read_back_in_any_order(
-    id: CheckpointId, digest: Digest, chance: random.Random
+    id: CheckpointId, digest: MetricsSidecar, chance: random.Random
 ) -> None:
-    keys = list(digest_keys(id, digest))
+    keys = list(sidecar_keys(id, digest))
     assert len(keys) <= MOST_PIECES
     assert all(len(key.removeprefix(DIGESTS)) <= 255 and key.isascii() for key in keys)
     assert all(key.count("/") == DIGESTS.count("/") for key in keys)
-    assert {digest_owner(key) for key in keys} <= {id}
+    assert {sidecar_owner(key) for key in keys} <= {id}
     chance.shuffle(keys)
-    found = read_digests([*keys, *keys])
+    found = read_sidecars([*keys, *keys])
     assert {id: each.text for id, each in found.items()} == ({id: digest.text} if keys else {})
 
 
 def test_few_metrics_take_one_object_and_too_many_none() -> None:
     def keys(count: int) -> int:
         return len(
-            digest_keys(ID, Digest(10**12, 4096, False, {f"m{n}": 0.1 for n in range(count)}))
+            sidecar_keys(
+                ID, MetricsSidecar(10**12, 4096, False, {f"m{n}": 0.1 for n in range(count)})
+            )
         )
 
     assert [keys(0), keys(3), keys(20), keys(200)] == [1, 1, 2, 0]
     long = {"loss/" + "x" * 300: 0.123456789012345}
-    assert len(digest_keys(ID, Digest(1, 1, True, long))) == 3
+    assert len(sidecar_keys(ID, MetricsSidecar(1, 1, True, long))) == 3
 
 
 @given(digests, st.data())
 def test_names_that_were_changed_cut_or_given_to_another_say_nothing(
-    digest: Digest, data: st.DataObject
+    digest: MetricsSidecar, data: st.DataObject
 ) -> None:
-    keys = list(digest_keys(ID, digest))
+    keys = list(sidecar_keys(ID, digest))
     if not keys:
         return
     number = data.draw(st.integers(0, len(keys) - 1))
@@ -93,7 +95,7 @@ def test_names_that_were_changed_cut_or_given_to_another_say_nothing(
     for damaged in ([changed], [key[:at]], [other], []):
         left = [*keys[:number], *damaged, *keys[number + 1 :]]
         expected = {ID: digest.text} if changed == key and damaged == [changed] else {}
-        assert {id: each.text for id, each in read_digests(left).items()} == expected
+        assert {id: each.text for id, each in read_sidecars(left).items()} == expected
 
 
 def sealed(text: bytes, place: str = "11") -> str:
@@ -104,11 +106,11 @@ def sealed(text: bytes, place: str = "11") -> str:
 
 @given(st.lists(st.one_of(st.text(max_size=300), st.binary(max_size=100).map(sealed))))
 def test_hostile_names_are_nothing(names: list[str]) -> None:
-    assert read_digests([*names, *(DIGESTS + name for name in names)]) == {}
+    assert read_sidecars([*names, *(DIGESTS + name for name in names)]) == {}
 
 
 def test_well_sealed_lies_about_the_form_are_nothing() -> None:
-    assert ID in read_digests([sealed(b'[1,5,1,false,{"a":0.5}]')])
+    assert ID in read_sidecars([sealed(b'[1,5,1,false,{"a":0.5}]')])
     for text in (
         b"[" * 120,
         b"[" * 60 + b"]" * 60,
@@ -129,10 +131,10 @@ def test_well_sealed_lies_about_the_form_are_nothing() -> None:
         b'[1,5,1,false,{"\\u0061":0.5}]',
         b"[1,5,1,false,[]]",
     ):
-        assert read_digests([sealed(text)]) == {}, text
-    good = digest_keys(ID, Digest(1, 1, False, {}))
-    two_of_them = [*good, *digest_keys(ID, Digest(2, 1, False, {}))]
-    assert read_digests(two_of_them) == {}, "two that differ tell nothing"
+        assert read_sidecars([sealed(text)]) == {}, text
+    good = sidecar_keys(ID, MetricsSidecar(1, 1, False, {}))
+    two_of_them = [*good, *sidecar_keys(ID, MetricsSidecar(2, 1, False, {}))]
+    assert read_sidecars(two_of_them) == {}, "two that differ tell nothing"
 
 
 State = Literal["right", "missing", "damaged", "contradicting"]
@@ -175,10 +177,10 @@ async def with_checkpoints(everything: Sequence[Saved]) -> tuple[MemoryBackend, 
         data = encode_bundle(index) if each.index_is_whole else b"{}"
         for backend in (told, untold):
             await backend.put(index_key(index.id), data, PutMode.CREATE)
-        digest = digest_of(index)
+        digest = sidecar_of(index)
         if each.digest == "contradicting":
             digest = replace(digest, metrics={"loss": each.claim})
-        for key in digest_keys(index.id, digest) if each.digest != "missing" else ():
+        for key in sidecar_keys(index.id, digest) if each.digest != "missing" else ():
             key = key[:-1] if each.digest == "damaged" else key
             await told.put(key, b"{}", PutMode.CREATE)
     return told, untold
@@ -196,7 +198,7 @@ def key_of(everything: Sequence[Saved], mode: str) -> dict[int, float]:
 
 async def best_by(told: Backend, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
     try:
-        return await best(told, metric, mode, Facts())
+        return await best(told, metric, mode, MetadataCache())
     except CheckpointNotFound:
         return None
 
@@ -250,18 +252,18 @@ async def test_nothing_is_deleted_on_the_word_of_a_digest(
     told, untold = await with_checkpoints(everything)
     kept = {str(CheckpointId(ATTEMPT, protected, 0)): "leased"}
     now = datetime.now(UTC)
-    truth = await decide_on(untold, rule, kept, Facts(), now=now)
-    planned = await decide_on(told, rule, kept, Facts(), now=now)
-    done = await prune(told, rule, kept, Facts(), set(), sweep_after=DAY)
+    truth = await decide_on(untold, rule, kept, MetadataCache(), now=now)
+    planned = await decide_on(told, rule, kept, MetadataCache(), now=now)
+    done = await prune(told, rule, kept, MetadataCache(), set(), sweep_after=DAY)
     assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
     assert set(done.remove) <= set(truth.remove)
-    again = await decide_on(told, rule, kept, Facts(), now=now)
+    again = await decide_on(told, rule, kept, MetadataCache(), now=now)
     assert set(again.remove) <= set(truth.remove)
     if all(each.digest != "contradicting" for each in everything):
         assert (done.keep, done.remove) == (truth.keep, truth.remove)
         assert again.remove == ()
     await sweep(told, timedelta(microseconds=-1))
-    left = {id for each in told._store.objects if (id := digest_owner(each))}
+    left = {id for each in told._store.objects if (id := sidecar_owner(each))}
     assert not set(map(str, left)) & set(done.remove), "no digest of a deleted one is left"
 
 
@@ -270,8 +272,8 @@ async def test_that_no_checkpoint_has_a_metric_is_not_believed_of_digests() -> N
     others = [Saved(nan, False, True, "right", nan) for _ in range(5)]
     told, untold = await with_checkpoints([Saved(1.0, False, True, "contradicting", nan), *others])
     rule, now = KeepIf(lambda each: each.step != 1) & KeepBest("loss"), datetime.now(UTC)
-    truth = await decide_on(untold, rule, {}, Facts(), now=now)
-    assert (await decide_on(told, rule, {}, Facts(), now=now)).keep == truth.keep
+    truth = await decide_on(untold, rule, {}, MetadataCache(), now=now)
+    assert (await decide_on(told, rule, {}, MetadataCache(), now=now)).keep == truth.keep
 
 
 async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
@@ -284,9 +286,11 @@ async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
             whole = (attempt, step) != (launches[0], 2)
             data = encode_bundle(index) if whole else b"{}"
             await told.put(index_key(id), data, PutMode.CREATE)
-            for key in digest_keys(id, digest_of(index)):
+            for key in sidecar_keys(id, sidecar_of(index)):
                 await told.put(key, b"{}", PutMode.CREATE)
-    decision = await prune(told, KeepLast(1), {"a": "lives"}, Facts(), set(), sweep_after=DAY)
+    decision = await prune(
+        told, KeepLast(1), {"a": "lives"}, MetadataCache(), set(), sweep_after=DAY
+    )
     kept = [(each.attempt, each.step) for each in map(CheckpointId.parse, decision.keep) if each]
     # The newest of the first cannot be read, which leaves the one before to be its newest.
     assert sorted(kept) == [(launches[0], 1), (launches[0], 2), (launches[1], 2)]
@@ -300,7 +304,7 @@ async def test_one_digest_that_lies_ends_the_belief_in_all() -> None:
             Saved(2.0, False, True, "right", 2.0),
         ]
     )
-    found = await best(told, "loss", "min", Facts())
+    found = await best(told, "loss", "min", MetadataCache())
     assert found is not None
     assert found.step == 0, "though its own digest had hidden it"
 
@@ -312,7 +316,7 @@ async def test_what_takes_the_place_of_another_in_a_stretch_can_be_read() -> Non
         index = replace(index_of(step, Saved(1.0, False, True, "right", 1.0)), id=id)
         data = b"{}" if count else encode_bundle(index)
         await told.put(index_key(id), data, PutMode.CREATE)
-        for key in digest_keys(id, digest_of(index)):
+        for key in sidecar_keys(id, sidecar_of(index)):
             await told.put(key, b"{}", PutMode.CREATE)
-    decision = await prune(told, KeepEvery(steps=1), {}, Facts(), set(), sweep_after=DAY)
+    decision = await prune(told, KeepEvery(steps=1), {}, MetadataCache(), set(), sweep_after=DAY)
     assert decision.remove == ()

@@ -17,7 +17,7 @@ from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.catalog.find import discover
 from ckpipe.format.codec import encode_bundle
-from ckpipe.format.metrics_sidecar import digest_keys, digest_of
+from ckpipe.format.metrics_sidecar import sidecar_keys, sidecar_of
 from ckpipe.format.names import DIGESTS, index_key, pin_key, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery
 from ckpipe.stores import registry
@@ -157,7 +157,7 @@ async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(store: 
             part = replace(part, metrics={"loss": loss})
             index = replace(TEMPLATE, kind="index", id=id, parts=(part,))
             await put(store, index_key(id), encode_bundle(index))
-            for key in digest_keys(id, digest_of(index)):
+            for key in sidecar_keys(id, sidecar_of(index)):
                 await put(store, key)
         async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
             before = len(store.faulty.operations)
@@ -174,7 +174,7 @@ async def test_pruning_reads_what_decides_and_no_more(store: Stores, saved_again
         index = replace(TEMPLATE, kind="index", id=id)
         index = replace(index, parts=(replace(part, metrics={"loss": 1.0 + id.step}),))
         await put(store, index_key(id), encode_bundle(index))
-        for key in digest_keys(id, digest_of(index)):
+        for key in sidecar_keys(id, sidecar_of(index)):
             await put(store, key)
     rule = KeepEvery(steps=1) | KeepBest("loss", n=2)
     async with ckpipe.Pipeline(store.url, retention=rule, worker="thread") as pipeline:

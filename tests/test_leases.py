@@ -20,7 +20,7 @@ from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.catalog.delete import Removal, delete, finish_deletions, retire
 from ckpipe.catalog.leases import LEASE_LIFE, Lease, Sure, live_subjects, reading_ahead, under_lease
-from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import pin, prune, unpin
 from ckpipe.format.names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
@@ -274,7 +274,9 @@ async def test_two_that_prune_while_one_reads_leave_what_is_read(store: Stores) 
 
     async def prune_once() -> None:
         protected = {first.removesuffix(".json"): "leased"}
-        await prune(backend, KeepLast(1), protected, Facts(), set(), sweep_after=timedelta(days=1))
+        await prune(
+            backend, KeepLast(1), protected, MetadataCache(), set(), sweep_after=timedelta(days=1)
+        )
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prune_once)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog import manifest_selection
-from ckpipe.catalog.complete import ascend
+from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import REQUEST_BYTES, Member, nearest
 from ckpipe.errors import StructureMismatch
 from ckpipe.format import names
@@ -133,7 +133,7 @@ async def saved(backend: Backend, make: Callable[[int], Any]) -> None:
         with rank_of(rank, RANKS):
             bundle = await store(make(rank), backend, rank=rank, world_size=RANKS)
         await backend.put(manifest_key(ID, rank), encode_bundle(bundle), PutMode.CREATE)
-        await ascend(backend, ID, rank, RANKS)
+        await publish_up(backend, ID, rank, RANKS)
 
 
 async def test_a_rank_reads_few_objects_and_bytes_and_the_index_where_these_do_not_serve(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ckpipe.backend import PutMode
 from ckpipe.catalog.find import discover
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.metadata_cache import Facts, Known
+from ckpipe.catalog.metadata_cache import MetadataCache, MetadataSummary
 from ckpipe.catalog.prune import decide_on, prune
-from ckpipe.format.metrics_sidecar import Digest
+from ckpipe.format.metrics_sidecar import MetricsSidecar
 from ckpipe.format.names import index_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
@@ -31,18 +31,18 @@ def saved(step: int) -> CheckpointId:
     return CheckpointId("20250101T000000000Z-x", step, 0)
 
 
-async def with_checkpoints(losses: list[float]) -> tuple[FaultyBackend, Facts]:
+async def with_checkpoints(losses: list[float]) -> tuple[FaultyBackend, MetadataCache]:
     backend = FaultyBackend(MemoryBackend())
-    facts = Facts()
+    facts = MetadataCache()
     for step, loss in enumerate(losses):
         await backend.inner.put(f"{saved(step)}/rank-00000.safetensors", b"x", PutMode.CREATE)
         await backend.inner.put(index_key(saved(step)), b"{}", PutMode.CREATE)
-        facts.learn(str(saved(step)), Known(Digest(1, 1, False, {"loss": loss})))
+        facts.learn(str(saved(step)), MetadataSummary(MetricsSidecar(1, 1, False, {"loss": loss})))
     return backend, facts
 
 
-def known(facts: Facts) -> Facts:
-    return Facts(dict(facts.known))
+def known(facts: MetadataCache) -> MetadataCache:
+    return MetadataCache(dict(facts.known))
 
 
 async def complete(backend: FaultyBackend) -> set[str]:

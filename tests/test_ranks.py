@@ -15,7 +15,7 @@ from ranks import one_rank, open_rank, ranks, settle
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.catalog.complete import descend
+from ckpipe.catalog.complete import complete_from_top
 from ckpipe.catalog.find import NO_INDEX
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import DIGESTS, launch_id
@@ -136,7 +136,7 @@ def test_ranks_that_count_the_world_differently_complete_nothing(store: Stores) 
         assert first.latest() is None
         with pytest.raises(errors.InvalidManifest, match=r"one of 3 ranks, .* there are 2") as said:
             first._core.submit(
-                descend, first._core.engine.site.patient, first.steps()[0].key, 2
+                complete_from_top, first._core.engine.site.patient, first.steps()[0].key, 2
             ).result()
         assert "attempt_id" in (said.value.hint or "")
         for pipeline in (first, second):

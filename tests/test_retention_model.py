@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from sampling import EVERY, SEED
 
 from ckpipe.backend import PutMode
-from ckpipe.catalog.complete import ascend, healed
+from ckpipe.catalog.complete import publish_up, repaired
 from ckpipe.catalog.delete import delete
 from ckpipe.catalog.find import discover
 from ckpipe.catalog.leases import Lease, leased
-from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import decide_on, pin, prune, remove, unpin
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.codec import encode_bundle
@@ -87,12 +87,12 @@ class World:
                 data = encode_bundle(manifest(id, rank, loss))
                 await self.store.put(manifest_key(id, rank), data, PutMode.CREATE)
         if committed == 3:
-            await ascend(self.store, id, 1, 2)
+            await publish_up(self.store, id, 1, 2)
             self.complete.add(str(id))
 
     async def heal(self) -> None:
         """What anybody does who lists the root."""
-        found = await healed(self.store, await discover(self.store))
+        found = await repaired(self.store, await discover(self.store))
         self.complete |= {each.id for each in found if each.complete}
         await self.check()
 
@@ -100,14 +100,18 @@ class World:
         """Prunes, and dies in the middle or tells what it has done."""
         faulty = FaultyBackend(self.store)
         protected = dict.fromkeys(await leased(self.store), "leased")
-        planned = await decide_on(self.store, rule, protected, Facts(), now=datetime.now(UTC))
+        planned = await decide_on(
+            self.store, rule, protected, MetadataCache(), now=datetime.now(UTC)
+        )
         if crash is not None:
             faulty.fail(Crash(), crash[0], crash[1])
-        facts = Facts()
+        facts = MetadataCache()
         try:
             done = await prune(faulty, rule, protected, facts, set(), sweep_after=DAY)
             assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
-            again = await decide_on(self.store, rule, protected, Facts(), now=datetime.now(UTC))
+            again = await decide_on(
+                self.store, rule, protected, MetadataCache(), now=datetime.now(UTC)
+            )
             assert again.remove == (), "twice is as good as once"
             assert set(again.keep) == set(planned.keep)
         except* Crash:  # in a task of its own or not
@@ -248,11 +252,11 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
     pruner = Stepped(world.store, stops[1], landings[1])
 
     async def heal() -> None:
-        await healed(healer, await discover(healer))
+        await repaired(healer, await discover(healer))
 
     async def remove() -> None:
         # One may be complete by then, and retention deletes it; one that is not, a sweep does.
-        await prune(pruner, KeepLast(1), {}, Facts(), set(), sweep_after=DAY)
+        await prune(pruner, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY)
         await delete(pruner, FULL)
 
     actors = {"healer": (healer, heal), "pruner": (pruner, remove)}
@@ -266,10 +270,12 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
     keys = {each.key async for each in world.store.list("")}
     assert index_key(FULL) not in keys, "an index must not outlive the tombstone"
     seen = {
-        each.id for each in await healed(world.store, await discover(world.store)) if each.complete
+        each.id
+        for each in await repaired(world.store, await discover(world.store))
+        if each.complete
     }
     assert seen == world.complete, "the deleted one is not complete, whoever looks"
-    await prune(world.store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY)
+    await prune(world.store, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY)
     keys = {each.key async for each in world.store.list("")}
     assert not [key for key in keys if key.startswith(prefix(FULL))]
     assert tombstone_key(FULL) in keys
@@ -289,7 +295,7 @@ async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
 
 async def prune_twice(first: int, second: int, turns: int) -> None:
     """Two who prune in one process, each stopped once; the second goes on some turns later."""
-    world, facts, finished = World(), Facts(), set[CheckpointId]()
+    world, facts, finished = World(), MetadataCache(), set[CheckpointId]()
     for step in range(3):
         await world.save(step, 1.0, 3)
     await decide_on(world.store, KeepLast(1), {}, facts, now=datetime.now(UTC))
@@ -321,7 +327,7 @@ async def both(
     order = [first, *(name for name in work if name != first)]
     tasks = {name: await run_until_stopped(*work[name]) for name in order}
     if between:
-        await prune(store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+        await prune(store, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY, now=NOW)
     ended = {}
     for name in order:
         work[name][0].go_on.set()
@@ -355,14 +361,14 @@ async def pin_beside(
     removing = (
         remove(remover, str(id))
         if by == "rm"
-        else prune(remover, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+        else prune(remover, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY, now=NOW)
     )
     work = {"pin": (pinner, pin(pinner, id)), "remove": (remover, removing)}
     ended = await both(work, first, between, world.store)
     assert isinstance(ended["remove"], None | UsageError | CheckpointNotFound)
     assert isinstance(ended["pin"], None | CheckpointIncomplete)
     for _ in range(2):
-        await prune(world.store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+        await prune(world.store, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY, now=NOW)
     pinned = ended["pin"] is None
     complete = {each.id: each for each in await discover(world.store) if each.complete}
     assert complete.keys() == ({str(id)} if pinned else set()) | {world.newest()}
@@ -388,7 +394,9 @@ async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> No
     stops = (first_stop, second_stop, pin_stop)
     backends = [Stepped(world.store, stop, Landing.BEFORE) for stop in stops]
     *pruners, pinner = backends
-    work = [prune(each, KeepLast(1), {}, Facts(), set(), sweep_after=DAY) for each in pruners]
+    work = [
+        prune(each, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY) for each in pruners
+    ]
     first, second = [await run_until_stopped(*each) for each in zip(pruners, work, strict=True)]
     pinning = await run_until_stopped(pinner, pin(pinner, id))
     for backend, task in zip(backends[1::-1], (second, first), strict=True):
@@ -396,7 +404,7 @@ async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> No
         await task
     pinner.go_on.set()
     await asyncio.wait([pinning])
-    await prune(world.store, KeepLast(1), {}, Facts(), set(), sweep_after=DAY)
+    await prune(world.store, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY)
     expected = {tombstone_key(id)} if pinning.exception() else {*whole, pin_key(id)}
     assert await left_of(world.store, id) == expected
 
@@ -414,7 +422,7 @@ async def force_beside(
     await pin(world.store, id)
     remover = Stepped(world.store, stops[0], landings[0])
     pruner = Stepped(world.store, stops[1], landings[1])
-    pruning = prune(pruner, KeepLast(1), {}, Facts(), set(), sweep_after=DAY, now=NOW)
+    pruning = prune(pruner, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY, now=NOW)
     work = {
         "remove": (remover, remove(remover, str(id), force=True)),
         "prune": (pruner, pruning),

@@ -31,7 +31,7 @@ from ckpipe.catalog.find import (
     pick,
     recheck,
     top,
-    write_digest_of,
+    write_sidecar_of,
 )
 from ckpipe.errors import (
     CorruptCheckpoint,
@@ -91,7 +91,7 @@ _OPEN = Outcome(complete=False)
 _DELETED = Outcome(complete=False, deleted=True)
 
 
-async def ascend(backend: Backend, id: CheckpointId, rank: int, world_size: int) -> Outcome:
+async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: int) -> Outcome:
     """Completes a checkpoint as far as this rank's commit made that possible.
 
     Costs one list unless the rank's directory is full.
@@ -116,7 +116,7 @@ async def ascend(backend: Backend, id: CheckpointId, rank: int, world_size: int)
     return _OPEN
 
 
-async def descend(
+async def complete_from_top(
     backend: Backend, id: CheckpointId, world_size: int, *, most_holes: int = 1
 ) -> Outcome:
     """Completes a checkpoint whoever left it, or finds out who is absent.
@@ -302,7 +302,7 @@ _AT_ONCE = 8
 """Incomplete checkpoints that are looked into at the same time."""
 
 
-async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """The same checkpoints in the same order, those completed that could be, several at once.
 
     Costs one list for each incomplete one that has no manifests, and a few requests more for one
@@ -317,13 +317,13 @@ async def healed(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Chec
 
     async def lane() -> None:
         for place in pending:
-            found[place] = await heal(backend, found[place])
+            found[place] = await repair(backend, found[place])
 
     await run_lanes(min(_AT_ONCE, len(places)), lane)
     return found
 
 
-async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
+async def repair(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     """What is known of a checkpoint, after completing it if nothing but its index lacks.
 
     Raises:
@@ -336,16 +336,16 @@ async def heal(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     if world_size is None:
         return info
     try:
-        outcome = await descend(backend, id, world_size)
+        outcome = await complete_from_top(backend, id, world_size)
     except (CorruptCheckpoint, StoreError, UnsupportedVersion) as error:
         logger.warning("%s cannot be completed: %s", info.id, error)
         return info
-    await write_digest_of(backend, outcome.index)
+    await write_sidecar_of(backend, outcome.index)
     return await recheck(backend, info) if outcome.complete else info
 
 
 async def newest_likely(backend: Backend) -> CheckpointInfo | None:
-    """What :func:`newest_healed` finds, or one that is being deleted just now, a look earlier.
+    """What :func:`newest_repaired` finds, or one that is being deleted just now, a look earlier.
 
     For who takes a lease on it and looks for its tombstone then anyway. Whether it is pinned is
     not looked up.
@@ -354,10 +354,10 @@ async def newest_likely(backend: Backend) -> CheckpointInfo | None:
         StoreError: If the store failed.
     """
     info = await top(backend)
-    return info if info is None or info.complete else await newest_healed(backend)
+    return info if info is None or info.complete else await newest_repaired(backend)
 
 
-async def newest_healed(backend: Backend) -> CheckpointInfo | None:
+async def newest_repaired(backend: Backend) -> CheckpointInfo | None:
     """The newest complete checkpoint of a root, or None; newer ones are completed if possible.
 
     Costs one delimited list and two looks, and a few requests for each that is newer and has no
@@ -368,13 +368,13 @@ async def newest_healed(backend: Backend) -> CheckpointInfo | None:
     """
     async with aclosing(newest_first(backend)) as infos:
         async for info in infos:
-            known = await heal(backend, info)
+            known = await repair(backend, info)
             if known.complete:
                 return known
     return None
 
 
-async def find_healed(backend: Backend, which: int | str) -> CheckpointInfo:
+async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
     """What :func:`ckpipe.catalog.find.find` finds, completed first if that is possible.
 
     An exact id of one that is complete costs three looks, anything else the three lists of
@@ -392,7 +392,7 @@ async def find_healed(backend: Backend, which: int | str) -> CheckpointInfo:
     everything = await discover(backend)
     named = [info for info in everything if which in (info.id, info.step)]
     if named and not any(info.complete for info in named):
-        everything = await healed(backend, named)
+        everything = await repaired(backend, named)
     return pick(everything, which)
 
 

@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
-from ckpipe.catalog.find import write_digest_of
+from ckpipe.catalog.find import write_sidecar_of
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
@@ -133,7 +133,7 @@ async def copy_checkpoint(
             report.copied_bytes += file.check.size * copied
     await _copy_metadata(source, target, id, settings)
     await _create(target, index_key(id), index)
-    await write_digest_of(target, bundle)
+    await write_sidecar_of(target, bundle)
     return report
 
 

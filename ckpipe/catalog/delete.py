@@ -37,7 +37,7 @@ from datetime import datetime, timedelta
 from enum import Enum, auto
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
-from ckpipe.catalog.find import Listing, list_root, owned_digests
+from ckpipe.catalog.find import Listing, list_root, owned_sidecars
 from ckpipe.catalog.leases import is_leased
 from ckpipe.errors import LinkRefused, ObjectExists, ObjectNotFound, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_id, tombstone_key
@@ -133,7 +133,7 @@ async def _keys(backend: Backend, id: CheckpointId) -> list[str]:
 
 
 async def _digests_of(backend: Backend, id: CheckpointId) -> list[str]:
-    return [each.key for each in (await owned_digests(backend)).get(id, [])]
+    return [each.key for each in (await owned_sidecars(backend)).get(id, [])]
 
 
 async def _mark(backend: Backend, id: CheckpointId) -> None:
@@ -244,7 +244,7 @@ async def finish_deletions(
         old |= early if len(early) >= _TOGETHER else set()
     # Old ones once more before the tombstone goes: a straggler may have written since.
     pending = [id for id in tombs if id is not None and (id in old or id not in finished)]
-    digests: dict[CheckpointId, list[ObjectInfo]] = await owned_digests(backend) if pending else {}
+    digests: dict[CheckpointId, list[ObjectInfo]] = await owned_sidecars(backend) if pending else {}
     left = listing.named()
     forgotten = []
     for id in pending:

@@ -25,7 +25,13 @@ from ckpipe.errors import (
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.metrics_sidecar import Digest, digest_keys, digest_of, digest_owner, read_digests
+from ckpipe.format.metrics_sidecar import (
+    MetricsSidecar,
+    read_sidecars,
+    sidecar_keys,
+    sidecar_of,
+    sidecar_owner,
+)
 from ckpipe.format.names import (
     DELETED,
     DIGESTS,
@@ -312,31 +318,31 @@ def _decode(key: str, id: CheckpointId, data: bytes) -> Bundle:
 logger = logging.getLogger("ckpipe")
 
 
-async def write_digest(backend: Backend, id: CheckpointId, digest: Digest) -> None:
+async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidecar) -> None:
     """Creates the digest of a checkpoint whose index is there; never raises if the store fails.
 
     Costs one small create-only put, and one more for every hundred bytes or so beyond.
     """
     try:
-        for key in digest_keys(id, digest):
+        for key in sidecar_keys(id, digest):
             with contextlib.suppress(ObjectExists):
                 await backend.put_volatile(key, b"{}")
     except CkpipeError as error:
         logger.info("%s goes without a digest, its index tells as well: %s", id, error)
 
 
-async def write_digest_of(backend: Backend, index: Bundle | None) -> None:
+async def write_sidecar_of(backend: Backend, index: Bundle | None) -> None:
     """The same for an index that was created just now; None if somebody else has created it."""
     if index is None:
         return
     try:
-        digest = digest_of(index)
+        digest = sidecar_of(index)
     except CkpipeError:
         return
-    await write_digest(backend, index.id, digest)
+    await write_sidecar(backend, index.id, digest)
 
 
-async def list_digests(backend: Backend) -> dict[CheckpointId, Digest]:
+async def list_sidecars(backend: Backend) -> dict[CheckpointId, MetricsSidecar]:
     """What digests say of the checkpoints of a root; costs one delimited list.
 
     Raises:
@@ -346,12 +352,12 @@ async def list_digests(backend: Backend) -> dict[CheckpointId, Digest]:
     return await to_thread.run_sync(_read, found.objects)
 
 
-def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, Digest]:
+def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, MetricsSidecar]:
     with collector_paused():
-        return read_digests(each.key for each in objects)
+        return read_sidecars(each.key for each in objects)
 
 
-async def owned_digests(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]]:
+async def owned_sidecars(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]]:
     """The objects that say something of checkpoints, damaged ones too; costs one delimited list.
 
     Raises:
@@ -359,7 +365,7 @@ async def owned_digests(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]
     """
     owned: dict[CheckpointId, list[ObjectInfo]] = {}
     for each in (await backend.children(DIGESTS)).objects:
-        if (id := digest_owner(each.key)) is not None:
+        if (id := sidecar_owner(each.key)) is not None:
             owned.setdefault(id, []).append(each)
     return owned
 

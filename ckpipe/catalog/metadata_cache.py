@@ -18,11 +18,11 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import list_digests, read_index
+from ckpipe.catalog.find import list_sidecars, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
-from ckpipe.format.metrics_sidecar import Digest, digest_of
+from ckpipe.format.metrics_sidecar import MetricsSidecar, sidecar_of
 from ckpipe.retention import Candidate
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointInfo
@@ -33,7 +33,7 @@ _AT_ONCE = 16
 """Indexes that are read at the same time."""
 
 
-class Known(NamedTuple):
+class MetadataSummary(NamedTuple):
     """What retention has to know of a checkpoint, which its index says.
 
     Args:
@@ -42,23 +42,23 @@ class Known(NamedTuple):
         metadata: What ``save`` was given as metadata.
     """
 
-    digest: Digest
+    digest: MetricsSidecar
     resumed_from: str | None = None
     metadata: Mapping[str, Json] | None = None
 
 
-def known_of(index: Bundle) -> Known:
+def summary_of(index: Bundle) -> MetadataSummary:
     """What an index says.
 
     Raises:
         InvalidManifest: If its metrics are not numbers.
     """
     first = index.parts[0]
-    return Known(digest_of(index), first.resumed_from, first.metadata)
+    return MetadataSummary(sidecar_of(index), first.resumed_from, first.metadata)
 
 
 @dataclass(slots=True)
-class Facts:
+class MetadataCache:
     """What one process knows of the checkpoints of a root, by id; read once and kept.
 
     Args:
@@ -67,11 +67,11 @@ class Facts:
         trusting: Whether digests are believed: none has contradicted its index yet.
     """
 
-    known: dict[str, Known] = field(default_factory=dict)
-    told: dict[str, Digest] = field(default_factory=dict)
+    known: dict[str, MetadataSummary] = field(default_factory=dict)
+    told: dict[str, MetricsSidecar] = field(default_factory=dict)
     trusting: bool = True
 
-    def learn(self, name: str, found: Known) -> None:
+    def learn(self, name: str, found: MetadataSummary) -> None:
         """Notes what an index says; what was told of it counts no longer."""
         self.known[name] = found
         told = self.told.pop(name, None)
@@ -96,16 +96,16 @@ class Facts:
     def __contains__(self, name: str) -> bool:
         return name in self.known or name in self.told
 
-    def digests(self) -> list[Digest]:
+    def digests(self) -> list[MetricsSidecar]:
         """All that is known or told of checkpoints."""
         return [*(each.digest for each in list(self.known.values())), *self.told.values()]
 
-    def digest(self, name: str) -> Digest:
+    def digest(self, name: str) -> MetricsSidecar:
         """What is known of a checkpoint, or else told."""
         return self.known[name].digest if name in self.known else self.told[name]
 
 
-def described(info: CheckpointInfo, facts: Facts) -> CheckpointInfo:
+def described(info: CheckpointInfo, facts: MetadataCache) -> CheckpointInfo:
     """Fill in what is known of what was saved in a complete checkpoint."""
     if not info.complete or info.id not in facts:
         return info
@@ -120,7 +120,7 @@ def described(info: CheckpointInfo, facts: Facts) -> CheckpointInfo:
 
 
 async def inspected(
-    backend: Backend, infos: Sequence[CheckpointInfo], facts: Facts
+    backend: Backend, infos: Sequence[CheckpointInfo], facts: MetadataCache
 ) -> list[CheckpointInfo]:
     """Fill in what the indexes of complete checkpoints say, each of which is read once.
 
@@ -128,11 +128,11 @@ async def inspected(
         StoreError: If the store failed.
     """
     complete = [each for each in infos if each.complete]
-    await Inquiry(backend, complete, facts, few=0).is_sure({each.id for each in complete})
+    await MetadataQuery(backend, complete, facts, few=0).is_sure({each.id for each in complete})
     return [described(each, facts) for each in infos]
 
 
-class Inquiry:
+class MetadataQuery:
     """One question about the complete checkpoints of a root.
 
     Args:
@@ -143,7 +143,12 @@ class Inquiry:
     """
 
     def __init__(
-        self, backend: Backend, complete: Sequence[CheckpointInfo], facts: Facts, *, few: int
+        self,
+        backend: Backend,
+        complete: Sequence[CheckpointInfo],
+        facts: MetadataCache,
+        *,
+        few: int,
     ) -> None:
         self._backend, self._facts, self._few = backend, facts, few
         self._complete = complete
@@ -167,7 +172,7 @@ class Inquiry:
             StoreError: If the store failed.
         """
         if self._facts.trusting and self._open():
-            digests = await list_digests(self._backend)
+            digests = await list_sidecars(self._backend)
             told = {each.id: digests.get(each.key) for each in self._open()}
             self._facts.told.update({name: each for name, each in told.items() if each})
 
@@ -201,7 +206,7 @@ class Inquiry:
         async def lane() -> None:
             for info in pending:
                 try:
-                    found = known_of(await read_index(self._backend, info.key))
+                    found = summary_of(await read_index(self._backend, info.key))
                 except (CorruptCheckpoint, UnsupportedVersion):
                     self._unread.add(info.id)
                     self._facts.told.pop(info.id, None)
@@ -211,7 +216,7 @@ class Inquiry:
         await run_lanes(min(_AT_ONCE, len(unread)), lane)
 
 
-def _candidate(info: CheckpointInfo, facts: Facts) -> Candidate:
+def _candidate(info: CheckpointInfo, facts: MetadataCache) -> Candidate:
     created, digest = info.saved_at or datetime.now(UTC), facts.digest(info.id)
     return Candidate(
         info.id, info.step, info.attempt, info.count, created, digest.metrics, digest.final

@@ -46,7 +46,7 @@ from ckpipe.catalog.leases import (
     store_time,
     under_lease,
 )
-from ckpipe.catalog.metadata_cache import Facts, Inquiry, described
+from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, described
 from ckpipe.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -56,7 +56,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from ckpipe.format.metrics_sidecar import digest_keys
+from ckpipe.format.metrics_sidecar import sidecar_keys
 from ckpipe.format.names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -75,7 +75,7 @@ async def decide_on(
     backend: Backend,
     rule: Rule | None,
     protected: Mapping[str, str],
-    facts: Facts,
+    facts: MetadataCache,
     *,
     now: datetime,
     listing: Listing | None = None,
@@ -106,7 +106,7 @@ async def decide_on(
     infos = listing.infos()
     complete = [each for each in infos if each.complete]
     keep = dict(protected) | {each.id: PINNED for each in complete if each.pinned}
-    inquiry = Inquiry(backend, complete, facts, few=_FEW)
+    inquiry = MetadataQuery(backend, complete, facts, few=_FEW)
     while True:
         candidates = await inquiry.candidates()
         decision = _decision(candidates, rule, keep, facts, now)
@@ -123,7 +123,7 @@ async def decide_on(
     )
 
 
-def missing_text(metric: str, facts: Facts) -> str:
+def missing_text(metric: str, facts: MetadataCache) -> str:
     """Says that a rule removes nothing for want of a metric, and which metrics there are."""
     known = sorted({name for each in facts.digests() for name in each.metrics} - {metric})
     there = ", ".join(known) or "none"
@@ -137,7 +137,7 @@ def _decision(
     candidates: Sequence[Candidate],
     rule: Rule | None,
     keep: Mapping[str, str],
-    facts: Facts,
+    facts: MetadataCache,
     now: datetime,
 ) -> Decision:
     newest = facts.known.get(candidates[0].id) if candidates else None
@@ -180,7 +180,7 @@ def newest_of_launches(
 
 
 async def best(
-    backend: Backend, metric: str, mode: Literal["min", "max"], facts: Facts
+    backend: Backend, metric: str, mode: Literal["min", "max"], facts: MetadataCache
 ) -> CheckpointInfo | None:
     """The complete checkpoint with the best value of a metric.
 
@@ -202,7 +202,7 @@ async def best(
         StoreError: If the store failed.
     """
     complete = [each for each in (await listed(backend, facts)).infos() if each.complete]
-    inquiry = Inquiry(backend, complete, facts, few=1)
+    inquiry = MetadataQuery(backend, complete, facts, few=1)
     while True:
         candidates = await inquiry.candidates()
         winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
@@ -239,7 +239,7 @@ async def prune(
     backend: Backend,
     rule: Rule | None,
     protected: Mapping[str, str],
-    facts: Facts,
+    facts: MetadataCache,
     finished: set[CheckpointId],
     *,
     sweep_after: timedelta,
@@ -279,7 +279,7 @@ async def prune(
         id = CheckpointId.parse(name)
         assert id is not None
         try:
-            removal = await retire(backend, id, digest_keys(id, digest))
+            removal = await retire(backend, id, sidecar_keys(id, digest))
         except LinkRefused as error:
             stayed[name] = f"{BEHIND_LINK}: {error}"
             continue
@@ -303,7 +303,7 @@ def _without(stayed: Mapping[str, str], decision: Decision, listing: Listing) ->
     )
 
 
-async def listed(backend: Backend, facts: Facts) -> Listing:
+async def listed(backend: Backend, facts: MetadataCache) -> Listing:
     """The names of a root; forgets what is known of checkpoints that others have removed."""
     # What is learned meanwhile may be of a checkpoint that is newer than the list.
     before = facts.names()

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.complete import heal
+from ckpipe.catalog.complete import repair
 from ckpipe.catalog.delete import delete, finish_deletions, has_own
-from ckpipe.catalog.find import NO_INDEX, discover, owned_digests
+from ckpipe.catalog.find import NO_INDEX, discover, owned_sidecars
 from ckpipe.catalog.leases import (
     LEASE_LIFE,
     live_subjects,
@@ -232,7 +232,7 @@ async def look_around(backend: Backend) -> Leftovers:
 async def _orphans(backend: Backend, infos: Iterable[CheckpointInfo]) -> tuple[ObjectInfo, ...]:
     """Digests of checkpoints that are gone, as one leaves whose writer came after the deletion."""
     there = {info.key for info in infos if info.saved_at is not None}
-    digests = await owned_digests(backend)
+    digests = await owned_sidecars(backend)
     return tuple(each for id, keys in digests.items() if id not in there for each in keys)
 
 
@@ -273,7 +273,7 @@ async def sweep(
     for info in found.incomplete:
         if info.id not in remove:
             continue
-        if (await heal(backend, info)).complete:
+        if (await repair(backend, info)).complete:
             del remove[info.id]
             keep[info.id] = "it lacked nothing but its index, which was written"
         else:

@@ -15,7 +15,7 @@ from rich.text import Text
 from ckpipe.backend import Backend
 from ckpipe.catalog.find import discover, find, naming_one
 from ckpipe.catalog.leases import store_time
-from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import decide_on, in_use, missing_text, pin, prune, remove, unpin
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
@@ -99,7 +99,7 @@ def prune_(
         chosen = _rule(settings, keep_last, rule or [])
         access = Access.READ if dry_run else Access.CHANGE
         async with open_store(url, settings, access) as backend:
-            facts = Facts()
+            facts = MetadataCache()
             decision = await _prune(backend, chosen, settings, facts, dry_run=dry_run)
         screen.result(_decision_data(url, decision, chosen, dry_run), *_shown(decision))
         for metric in decision.missing_metrics:
@@ -126,7 +126,7 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
 
 
 async def _prune(
-    backend: Backend, rule: Rule, settings: Settings, facts: Facts, *, dry_run: bool
+    backend: Backend, rule: Rule, settings: Settings, facts: MetadataCache, *, dry_run: bool
 ) -> Decision:
     now = datetime.now(UTC) if dry_run else await store_time(backend)
     kept = await in_use(backend, await discover(backend), now)

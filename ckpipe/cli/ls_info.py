@@ -15,7 +15,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.find import (
     DELETING,
     discover,
-    list_digests,
+    list_sidecars,
     read_index,
     recheck,
     said_of_foreign,
@@ -37,7 +37,7 @@ from ckpipe.cli.running import (
 from ckpipe.cli.screen import Screen, of_things, one_line, size, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
-from ckpipe.format.metrics_sidecar import REMEDY, Digest, digest_of
+from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
 from ckpipe.stores.opening import Access, open_store
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointInfo
@@ -280,7 +280,7 @@ async def summarise(
     Raises:
         StoreError: If the store failed.
     """
-    digests = await list_digests(backend) if infos else {}
+    digests = await list_sidecars(backend) if infos else {}
     told = {each.id: digests[each.key] for each in infos if each.complete and each.key in digests}
     for _ in told:
         on_done()
@@ -328,7 +328,7 @@ async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
     if not info.complete:
         return Summary(info)
     try:
-        return _told(info, digest_of(await read_index(backend, info.key)))
+        return _told(info, sidecar_of(await read_index(backend, info.key)))
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         now = await recheck(backend, info)
         if now.reason == DELETING:
@@ -336,6 +336,6 @@ async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
         return Summary(info, problem=str(error))
 
 
-def _told(info: CheckpointInfo, digest: Digest) -> Summary:
+def _told(info: CheckpointInfo, digest: MetricsSidecar) -> Summary:
     copied = digest.copied_bytes if digest.is_wasteful else 0
     return Summary(info, digest.bytes, digest.world_size, digest.metrics, digest.final, copied)

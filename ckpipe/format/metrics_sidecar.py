@@ -44,7 +44,7 @@ _NAME = re.compile(r"(.{1,200})\.([1-8])([1-8])\.([0-9A-Za-z_-]{6,255})")
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class MetricsSidecar:
     """What a digest says of a checkpoint.
 
     Args:
@@ -75,13 +75,13 @@ class Digest:
         return canonical([_VERSION, self.bytes, self.world_size, self.final, metrics, *copied])
 
 
-def digest_of(bundle: Bundle) -> Digest:
+def sidecar_of(bundle: Bundle) -> MetricsSidecar:
     """The digest of an index.
 
     Raises:
         InvalidManifest: If its metrics are not numbers.
     """
-    return Digest(
+    return MetricsSidecar(
         sum(file.size for part in bundle.parts for file in part.files),
         bundle.world_size,
         any(part.final for part in bundle.parts),
@@ -90,7 +90,7 @@ def digest_of(bundle: Bundle) -> Digest:
     )
 
 
-def digest_keys(id: CheckpointId, digest: Digest) -> tuple[str, ...]:
+def sidecar_keys(id: CheckpointId, digest: MetricsSidecar) -> tuple[str, ...]:
     """The keys that say a digest; none if it is too long for that."""
     text = digest.text.encode("ascii")
     room = (LONGEST_NAME - len(f"{id}.11.")) * 3 // 4 - _SUM_BYTES
@@ -104,13 +104,13 @@ def digest_keys(id: CheckpointId, digest: Digest) -> tuple[str, ...]:
     )
 
 
-def digest_owner(key: str) -> CheckpointId | None:
+def sidecar_owner(key: str) -> CheckpointId | None:
     """The checkpoint that a key says something of, damaged or not; None if it is no digest."""
     match = _match(key)
     return None if match is None else CheckpointId.parse(match[1])
 
 
-def read_digests(keys: Iterable[str]) -> dict[CheckpointId, Digest]:
+def read_sidecars(keys: Iterable[str]) -> dict[CheckpointId, MetricsSidecar]:
     """What keys say that were listed, in any order; whatever is damaged or twofold is left out.
 
     Work and memory are bounded by the length of the keys, whoever made them.
@@ -148,7 +148,7 @@ def _piece(match: re.Match[str]) -> bytes | None:
     return piece if sealed[:_SUM_BYTES] == _sum(place, piece) else None
 
 
-def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> Digest | None:
+def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> MetricsSidecar | None:
     """The digest of all its pieces, if they are there and belong together."""
     count = len(pieces)
     if sorted(pieces) != list(range(1, count + 1)) or {of for of, _ in pieces.values()} != {count}:
@@ -163,7 +163,7 @@ def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> Digest | None:
         return None
 
 
-def _decoded(data: Any) -> Digest:
+def _decoded(data: Any) -> MetricsSidecar:
     if type(data) is not list or len(data) not in (5, 6) or type(data[4]) is not dict:
         raise ValueError("This is no digest")
     version, size, world_size, final, metrics = data[:5]
@@ -173,7 +173,7 @@ def _decoded(data: Any) -> Digest:
     if not all(type(each) is int and 0 <= each <= _LARGEST for each in (size, world_size, copied)):
         raise ValueError("A number of this digest is out of range")
     told = {name: decode_float(metrics[name]) for name in metrics}
-    return Digest(size, world_size, final, told, copied)
+    return MetricsSidecar(size, world_size, final, told, copied)
 
 
 def _sum(place: str, piece: bytes) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio.to_thread
 
-from ckpipe.catalog.complete import find_healed, newest_healed, newest_likely
+from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
 from ckpipe.catalog.find import discover
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -67,8 +67,8 @@ async def _found(
 ) -> CheckpointInfo | None:
     await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds, decided)
     if which is None:
-        return await newest_healed(site.patient)
-    return await find_healed(site.patient, which)
+        return await newest_repaired(site.patient)
+    return await find_repaired(site.patient, which)
 
 
 async def _met_on(site: Site, question: str) -> CheckpointInfo | None:
@@ -103,7 +103,7 @@ async def _met_on(site: Site, question: str) -> CheckpointInfo | None:
                 rank=site.rank,
                 hint="Load again on all ranks",
             )
-        return None if told["id"] is None else await find_healed(site.patient, told["id"])
+        return None if told["id"] is None else await find_repaired(site.patient, told["id"])
     said: dict[str, str | None] = {"id": None, "error": None}
     try:
         found = await _found(site, None)
@@ -131,7 +131,7 @@ async def _agreed_on(site: Site, which: int | str | None, question: str) -> Chec
     if not isinstance(name, str):
         raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
     try:
-        return await find_healed(site.patient, name)
+        return await find_repaired(site.patient, name)
     except CheckpointIncomplete as error:
         error.hint = "Another process has deleted it since; load again on all ranks"
         raise

@@ -9,9 +9,9 @@ from typing import Literal
 from anyio.abc import TaskGroup
 
 from ckpipe.catalog import prune as pruning
-from ckpipe.catalog.complete import find_healed, healed, newest_healed
+from ckpipe.catalog.complete import find_repaired, newest_repaired, repaired
 from ckpipe.catalog.find import check_still_there, read_index
-from ckpipe.catalog.metadata_cache import Facts, Inquiry, described, inspected
+from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, described, inspected
 from ckpipe.catalog.prune import remove
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
@@ -29,7 +29,7 @@ class Housekeeping(abc.ABC):
     """Discovery and housekeeping of one pipeline, on its loop."""
 
     _tasks: TaskGroup
-    _last: Facts = Facts()
+    _last: MetadataCache = MetadataCache()
 
     @property
     def serves(self) -> bool:
@@ -53,15 +53,15 @@ class Housekeeping(abc.ABC):
         """All checkpoints, the oldest first."""
         patient, facts = self.site.patient, self.site.facts
         listing = await pruning.listed(patient, facts)
-        infos = list(reversed(await healed(patient, listing.infos())))
+        infos = list(reversed(await repaired(patient, listing.infos())))
         if metadata:
             return await inspected(patient, infos, facts)
-        await Inquiry(patient, [each for each in infos if each.complete], facts, few=0).hear()
+        await MetadataQuery(patient, [each for each in infos if each.complete], facts, few=0).hear()
         return [replace(described(each, facts), metadata=None) for each in infos]
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
-        info = await newest_healed(self.site.patient)
+        info = await newest_repaired(self.site.patient)
         return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
@@ -73,7 +73,7 @@ class Housekeeping(abc.ABC):
         if info.id in self.site.facts.known:
             return described(info, self.site.facts)
         if info.id not in self._last:
-            self._last = Facts()
+            self._last = MetadataCache()
         (found,) = await inspected(self.site.patient, [info], self._last)
         return found
 
@@ -81,7 +81,7 @@ class Housekeeping(abc.ABC):
         """Reads and checks every byte of a checkpoint."""
         await self.settled(which)
         site = self.site
-        info = await find_healed(site.patient, which)
+        info = await find_repaired(site.patient, which)
 
         async def work() -> VerifyResult:
             bundle = await read_index(site.patient, info.key)
@@ -100,7 +100,7 @@ class Housekeeping(abc.ABC):
         site = self.site
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = (await find_healed(site.patient, which)).key
+            id = (await find_repaired(site.patient, which)).key
         if self.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: it is being written",
@@ -112,11 +112,11 @@ class Housekeeping(abc.ABC):
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""
         await self.settled(which)
-        await pruning.pin(self.site.patient, (await find_healed(self.site.patient, which)).key)
+        await pruning.pin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
 
     async def unpin(self, which: int | str) -> None:
         """Ends the protection."""
-        await pruning.unpin(self.site.patient, (await find_healed(self.site.patient, which)).key)
+        await pruning.unpin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""

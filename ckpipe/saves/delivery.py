@@ -26,7 +26,7 @@ from ckpipe.catalog.leases import (
     store_time,
     time_now,
 )
-from ckpipe.catalog.metadata_cache import Facts
+from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
@@ -216,7 +216,7 @@ class Depot:
     keep_reports: bool = True
     switch_interval: float | None = None
     resumed_from: str | None = None
-    facts: Facts = field(default_factory=Facts)
+    facts: MetadataCache = field(default_factory=MetadataCache)
     deleted: set[CheckpointId] = field(default_factory=set)
     retired: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)

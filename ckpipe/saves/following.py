@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import anyio
 
-from ckpipe.catalog.complete import descend
-from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_digest_of
+from ckpipe.catalog.complete import complete_from_top
+from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
 from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.manifest import Bundle
@@ -66,8 +66,10 @@ class Follower:
             return True
         if seconds < site.settings.incomplete_after_seconds:
             return False
-        outcome = await descend(site.patient, info.key, site.world_size, most_holes=_MOST_HOLES)
-        await write_digest_of(site.backend, outcome.index)
+        outcome = await complete_from_top(
+            site.patient, info.key, site.world_size, most_holes=_MOST_HOLES
+        )
+        await write_sidecar_of(site.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
             info = await recheck(site.patient, info)
@@ -118,7 +120,7 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
             raise CheckpointIncomplete(
                 f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
             )
-        outcome = await descend(site.patient, info.key, site.world_size)
+        outcome = await complete_from_top(site.patient, info.key, site.world_size)
         if outcome.complete:
             made = outcome.index
             continue
@@ -138,7 +140,7 @@ async def _described(site: Site, info: CheckpointInfo, made: Bundle | None) -> C
         found.append(await recheck(site.patient, info))
 
     async def tell() -> None:
-        await write_digest_of(site.backend, made)
+        await write_sidecar_of(site.backend, made)
 
     await all_of([look, tell])
     return found[0]

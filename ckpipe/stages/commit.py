@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import PutMode
-from ckpipe.catalog.complete import ascend
-from ckpipe.catalog.metadata_cache import described, known_of
+from ckpipe.catalog.complete import publish_up
+from ckpipe.catalog.metadata_cache import described, summary_of
 from ckpipe.errors import (
     CkpipeError,
     CommitConflict,
@@ -25,7 +25,7 @@ from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, BundleKind, Part
-from ckpipe.format.metrics_sidecar import REMEDY, Digest
+from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
 from ckpipe.ranks.agreements import agree
 from ckpipe.reports import size_text
@@ -76,7 +76,7 @@ def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int
     """Tells everybody that this rank's part is durable."""
     info = _info(save, depot)
     if depot.world_size == 1:
-        depot.facts.learn(info.id, known_of(bundle))
+        depot.facts.learn(info.id, summary_of(bundle))
         info = described(info, depot.facts)
     else:
         save.unsettled = info
@@ -95,11 +95,11 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
 
     Who waits for it may have seen all commits first, and have written the index.
     """
-    outcome = await ascend(depot.patient, save.id, save.rank, depot.world_size)
+    outcome = await publish_up(depot.patient, save.id, save.rank, depot.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
     if outcome.index is not None:
-        known = known_of(outcome.index)
+        known = summary_of(outcome.index)
         depot.facts.learn(info.id, known)
         await _tell_copies(save, depot, known.digest)
     if outcome.complete:
@@ -108,7 +108,7 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
     return outcome.complete
 
 
-async def _tell_copies(save: Delivery[B], depot: Depot, digest: Digest) -> None:
+async def _tell_copies(save: Delivery[B], depot: Depot, digest: MetricsSidecar) -> None:
     """Warn, once in a launch, that ranks write the same bytes."""
     save.clock.copied_bytes = digest.copied_bytes
     if depot.told_copies or not digest.is_wasteful:

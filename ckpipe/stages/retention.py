@@ -7,7 +7,7 @@ import contextlib
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.catalog.find import write_digest
+from ckpipe.catalog.find import write_sidecar
 from ckpipe.events import Pruned
 from ckpipe.format.names import launch_id
 from ckpipe.saves.delivery import B, Delivery, Depot
@@ -31,7 +31,7 @@ async def run(
         async for info in inbox:
             # Here it delays neither the commit nor what waits for it.
             if info.id in depot.facts:
-                await write_digest(depot.backend, info.key, depot.facts.digest(info.id))
+                await write_sidecar(depot.backend, info.key, depot.facts.digest(info.id))
             if depot.rule is None:
                 continue
             depot.unpruned += 1
