@@ -12,7 +12,7 @@ import pytest
 from fabricated import Tensor, held_by
 
 from ckpipe.format.boxes import Box
-from ckpipe.plan.assignment import Offer, assign, offered_shares, private_bytes
+from ckpipe.plan.assignment import RankDescription, assign, offered_shares, private_bytes
 from ckpipe.plan.global_plan import GlobalPlanner, PlanRounds, divide, shared_plan
 from ckpipe.plan.plan import RankPlan, assemble
 from ckpipe.state.flatten import Captured
@@ -117,7 +117,7 @@ def jointly(
         for rank, each in enumerate(states)
     ]
     offers = [
-        Offer(tuple(o for _, o in shares if o), private_bytes(each.tensors, shares))
+        RankDescription(tuple(o for _, o in shares if o), private_bytes(each.tensors, shares))
         for each, shares in zip(states, found, strict=True)
     ]
     plans = []

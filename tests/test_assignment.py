@@ -15,7 +15,13 @@ from test_division import WORLD, elements, spread_tensors
 
 from ckpipe.errors import SaveError, UnsupportedState
 from ckpipe.plan import assignment
-from ckpipe.plan.assignment import decode_offer, encode_offer, in_rows, offered_shares, poured
+from ckpipe.plan.assignment import (
+    decode_description,
+    encode_description,
+    in_rows,
+    offered_shares,
+    water_fill,
+)
 from ckpipe.plan.division import MIN_PIECE_BYTES
 from ckpipe.plan.plan import RankPlan
 from ckpipe.state.flatten import Captured
@@ -95,14 +101,14 @@ def test_offers_are_read_as_they_were_made(world: list[list[Tensor]]) -> None:
     for rank, state in enumerate(states_of(world)):
         shares = offered_shares(state.tensors, state.replicated, rank=rank, world_size=WORLD)
         offered = tuple(each for _, each in shares if each is not None)
-        assert decode_offer(encode_offer(offered)) == offered
+        assert decode_description(encode_description(offered)) == offered
 
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encode_offer([])
+    data = encode_description([])
     monkeypatch.setattr("ckpipe.plan.assignment._VERSION", 2)
     with pytest.raises(SaveError, match="different versions"):
-        decode_offer(data)
+        decode_description(data)
 
 
 # Balance
@@ -116,7 +122,7 @@ def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_pouring_levels_as_far_as_rows_and_pieces_allow(
     load: list[int], nbytes: int, rows: int
 ) -> None:
-    fractions = poured(load, range(len(load)), nbytes)
+    fractions = water_fill(load, range(len(load)), nbytes)
     assert math.isclose(sum(part for _, part in fractions), 1)
     stops = in_rows(fractions, rows)
     assert stops[-1][1] == rows

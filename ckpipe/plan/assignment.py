@@ -38,7 +38,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSpec:
     """One name of an offered tensor: what must be the same wherever it is held.
 
     Args:
@@ -66,7 +66,7 @@ class Offered:
     """
 
     name: str
-    forms: tuple[Form, ...]
+    forms: tuple[TensorSpec, ...]
     sharding: Sharding | None
     replicated: bool
     overlapping: bool
@@ -74,7 +74,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class RankDescription:
     """What one rank offers.
 
     Args:
@@ -119,7 +119,7 @@ def private_bytes(leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered
 
 def _offered(leaves: list[TensorLeaf], share: Share, *, replicated: bool) -> Offered:
     members = [leaves[number] for number in share.members]
-    forms = [Form(leaf.label, leaf.dtype, leaf.full_shape) for leaf in members]
+    forms = [TensorSpec(leaf.label, leaf.dtype, leaf.full_shape) for leaf in members]
     if len(forms) > 1:
         forms.sort(key=lambda form: form.label)
     window = _nbytes(leaves, share) if share.overlapping else 0
@@ -138,18 +138,18 @@ def _nbytes(leaves: list[TensorLeaf], share: Share) -> int:
 
 def not_held(
     leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered | None]]
-) -> list[tuple[Form, Sharding]]:
+) -> list[tuple[TensorSpec, Sharding]]:
     """The DTensors of which this rank has nothing, so that it offers nothing of them."""
     members = (share.members for share, offered in found if offered is None)
     return [
-        (Form(leaf.label, leaf.dtype, leaf.full_shape), leaf.sharding)
+        (TensorSpec(leaf.label, leaf.dtype, leaf.full_shape), leaf.sharding)
         for leaf in (leaves[number] for numbers in members for number in numbers)
         if leaf.sharding is not None
     ]
 
 
-def encode_offer(
-    offered: Iterable[Offered], elsewhere: Iterable[tuple[Form, Sharding]] = ()
+def encode_description(
+    offered: Iterable[Offered], elsewhere: Iterable[tuple[TensorSpec, Sharding]] = ()
 ) -> bytes:
     """What is offered, as other ranks read it: compressed JSON, the same for equal offers.
 
@@ -184,8 +184,8 @@ class _Table:
         return self._known[id(spread)]
 
 
-def decode_offer(data: bytes) -> tuple[Offered, ...]:
-    """Reads what :func:`encode_offer` made.
+def decode_description(data: bytes) -> tuple[Offered, ...]:
+    """Reads what :func:`encode_description` made.
 
     Raises:
         SaveError: If another version of ckpipe made it.
@@ -211,7 +211,7 @@ def _decoded(row: list[Any], table: list[Sharding]) -> Offered:
     forms, where, replicated, overlapping, window = row
     return Offered(
         min(label for label, _, _ in forms),
-        tuple(Form(label, dtype, tuple(shape)) for label, dtype, shape in forms),
+        tuple(TensorSpec(label, dtype, tuple(shape)) for label, dtype, shape in forms),
         None if where is None else table[where],
         bool(replicated),
         bool(overlapping),
@@ -253,7 +253,7 @@ class _Part:
     cut: Cut | None = None
 
 
-def assign(offers: Sequence[Offer]) -> list[Answer]:
+def assign(offers: Sequence[RankDescription]) -> list[Answer]:
     """Decides who writes what of all that ranks offer.
 
     Args:
@@ -302,7 +302,7 @@ class _Thing:
         return self.shares[0].forms[0].shape
 
 
-def _by_name(offers: Sequence[Offer]) -> dict[str, _Holders]:
+def _by_name(offers: Sequence[RankDescription]) -> dict[str, _Holders]:
     found: dict[str, _Holders] = defaultdict(list)
     for rank, offer in enumerate(offers):
         for share in offer.shares:
@@ -392,7 +392,7 @@ def _two_ways(label: str, rank: int, said: str, other: int, heard: str) -> Unsup
     )
 
 
-def _said(form: Form) -> str:
+def _said(form: TensorSpec) -> str:
     return f"{form.dtype} of shape {list(form.shape)}"
 
 
@@ -482,7 +482,7 @@ def _parts(
 
 
 def _divided(part: _Part, load: list[int]) -> Cut:
-    fractions = poured(load, part.holders, part.nbytes)
+    fractions = water_fill(load, part.holders, part.nbytes)
     if part.shape and len(fractions) > 1:
         dim = cut_dimension(part.shape, len(fractions))
         stops = in_rows(fractions, part.shape[dim])
@@ -501,7 +501,7 @@ def _count(load: list[int], part: _Part, stops: list[tuple[int, int]], rows: int
         before = stop
 
 
-def poured(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[tuple[int, float]]:
+def water_fill(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[tuple[int, float]]:
     """Divides bytes over the emptiest of some ranks, so that they end up level.
 
     Args:

@@ -65,7 +65,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Replicas:
     """What a rank holds of a tensor, and who else holds the same.
 
     Args:
@@ -95,7 +95,7 @@ class Share:
 
     name: str
     members: tuple[int, ...]
-    holding: Holding
+    holding: Replicas
     overlapping: bool = False
 
 
@@ -139,12 +139,12 @@ def shares(
 class _Holdings:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._private = Holding((rank,))
-        self._everywhere: Holding | None = None
+        self._private = Replicas((rank,))
+        self._everywhere: Replicas | None = None
         self._replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
-        self._known: dict[int, tuple[tuple[int, ...] | None, Holding]] = {}
+        self._known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
 
-    def of(self, leaf: TensorLeaf, replicated: bool) -> Holding:
+    def of(self, leaf: TensorLeaf, replicated: bool) -> Replicas:
         if leaf.sharding is None:
             return self._by_all() if replicated else self._private
         # Leaves keep their shardings alive, so that ids name them here.
@@ -162,12 +162,12 @@ class _Holdings:
             )
         return holding
 
-    def _by_all(self) -> Holding:
+    def _by_all(self) -> Replicas:
         if self._everywhere is None:
-            self._everywhere = Holding(tuple(range(self._world_size)))
+            self._everywhere = Replicas(tuple(range(self._world_size)))
         return self._everywhere
 
-    def _look_up(self, sharding: Sharding, label: str) -> tuple[tuple[int, ...] | None, Holding]:
+    def _look_up(self, sharding: Sharding, label: str) -> tuple[tuple[int, ...] | None, Replicas]:
         top = sharding.mesh.top
         if top >= self._world_size:
             raise UnsupportedTopology(
@@ -181,8 +181,8 @@ class _Holdings:
         replicas = self._replicas_of(sharding)
         local_shape = sharding.local_shape(self._rank)
         if [held.box for held in boxes] == [whole]:
-            return local_shape, Holding(replicas)
-        return local_shape, Holding(replicas, boxes)
+            return local_shape, Replicas(replicas)
+        return local_shape, Replicas(replicas, boxes)
 
     def _replicas_of(self, sharding: Sharding) -> tuple[int, ...]:
         """Who holds what this rank holds: for all tensors that are cut alike, found once."""
@@ -197,7 +197,7 @@ class _Holdings:
 
 
 def _of_group(
-    leaves: list[TensorLeaf], held: Sequence[Holding], group: list[int]
+    leaves: list[TensorLeaf], held: Sequence[Replicas], group: list[int]
 ) -> Iterator[Share]:
     """The shares of tensors that overlap: one if they can stay together, else one for each.
 
@@ -219,7 +219,7 @@ def _of_group(
         yield Share(name, tuple(members), held[members[0]])
 
 
-def _same(leaves: list[TensorLeaf], held: Sequence[Holding], group: list[int]) -> list[list[int]]:
+def _same(leaves: list[TensorLeaf], held: Sequence[Replicas], group: list[int]) -> list[list[int]]:
     found: dict[tuple[object, ...], list[int]] = {}
     for number in group:
         leaf = leaves[number]

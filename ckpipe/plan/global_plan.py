@@ -49,12 +49,12 @@ from ckpipe.errors import CkpipeError, PlanTimeout, SaveError, UnsupportedState,
 from ckpipe.plan.assignment import (
     Answer,
     Cut,
-    Offer,
     Offered,
+    RankDescription,
     assign,
-    decode_offer,
+    decode_description,
     digest_of,
-    encode_offer,
+    encode_description,
     not_held,
     offered_shares,
     private_bytes,
@@ -72,7 +72,7 @@ class _Own:
 
     fingerprint: Hashable
     shares: list[tuple[Share, Offered | None]]
-    offer: Offer
+    offer: RankDescription
     data: bytes
 
 
@@ -193,8 +193,8 @@ class GlobalPlanner:
         leaves, marked = captured.tensors, self._marked(captured)
         found = offered_shares(leaves, marked, rank=rank, world_size=world_size)
         offered = tuple(each for _, each in found if each is not None)
-        offer = Offer(offered, private_bytes(leaves, found))
-        self._own = _Own(now, found, offer, encode_offer(offered, not_held(leaves, found)))
+        offer = RankDescription(offered, private_bytes(leaves, found))
+        self._own = _Own(now, found, offer, encode_description(offered, not_held(leaves, found)))
         return self._own
 
     def _rounds_of(self, run: str, rank: int, world_size: int) -> PlanRounds:
@@ -254,7 +254,7 @@ class PlanRounds:
         self._published: deque[list[str]] = deque()
         self._count = 0
 
-    def agree(self, save: str, offer: Offer, data: bytes) -> SharedPlan:
+    def agree(self, save: str, offer: RankDescription, data: bytes) -> SharedPlan:
         """Comes to the plan of a save together with the other ranks.
 
         Asked again for one save, it gives the same answer, whatever this rank has by then.
@@ -286,7 +286,7 @@ class PlanRounds:
         with _store_errors(self._rank):
             self._store.add("wishes", 1)
 
-    def _agree(self, save: str, offer: Offer, data: bytes, digest: str) -> SharedPlan:
+    def _agree(self, save: str, offer: RankDescription, data: bytes, digest: str) -> SharedPlan:
         way = self._decide(save, digest)
         try:
             if way == "new":
@@ -306,7 +306,7 @@ class PlanRounds:
     def _kept(self, number: int) -> SharedPlan:
         return self._plans.get(number) or self._fetch(number)
 
-    def _plan_anew(self, save: str, offer: Offer, data: bytes, digest: str) -> SharedPlan:
+    def _plan_anew(self, save: str, offer: RankDescription, data: bytes, digest: str) -> SharedPlan:
         self._offers[digest] = offer.shares
         while len(self._offers) > _PLANS_KEPT:
             self._offers.popitem(last=False)
@@ -325,7 +325,7 @@ class PlanRounds:
 
     # Rank 0
 
-    def _plan_for_all(self, save: str, mine: Offer, digest: str) -> SharedPlan:
+    def _plan_for_all(self, save: str, mine: RankDescription, digest: str) -> SharedPlan:
         try:
             wish = self._store.add("wishes", 0)
             offers, digests = self._collect(save, mine, digest)
@@ -338,7 +338,9 @@ class PlanRounds:
         self._store.set(f"{save}/answer", json.dumps({"plan": number}))
         return self._remember(shared_plan(number, wish, digest, mine.shares, answers[0]))
 
-    def _collect(self, save: str, mine: Offer, digest: str) -> tuple[list[Offer], list[str]]:
+    def _collect(
+        self, save: str, mine: RankDescription, digest: str
+    ) -> tuple[list[RankDescription], list[str]]:
         """The offers of all ranks; equal ones are one object, which makes them fast to compare."""
         keys = [f"{save}/offer/{rank}" for rank in range(1, self._world_size)]
         if not self._awaited(save, keys):
@@ -349,8 +351,8 @@ class PlanRounds:
             head, _, data = self._get(key).partition(b"\n")
             told = json.loads(head)
             if told["digest"] not in known:
-                known[told["digest"]] = decode_offer(data)
-            offers.append(Offer(known[told["digest"]], told["private"]))
+                known[told["digest"]] = decode_description(data)
+            offers.append(RankDescription(known[told["digest"]], told["private"]))
             digests.append(told["digest"])
         return offers, digests
 

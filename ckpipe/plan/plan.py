@@ -169,7 +169,7 @@ def assemble(
         UnsupportedState: If tensors overlap in a way that cannot be saved, or one fits no file.
     """
     leaves = captured.tensors
-    drafts: list[Draft] = []
+    drafts: list[EntryDraft] = []
     chunks: list[list[ChunkRow]] = [[] for _ in leaves]
     for unit in divided:
         for piece in unit.pieces:
@@ -206,7 +206,7 @@ def _in_order(chunks: list[list[ChunkRow]]) -> Iterator[ChunkRow]:
 
 
 def _lay_out(
-    drafts: list[Draft], rank: int, max_file_bytes: int | None
+    drafts: list[EntryDraft], rank: int, max_file_bytes: int | None
 ) -> tuple[list[FilePlan], list[EntryRow]]:
     """Files as large as header and store allow: a file that is full is followed by another."""
     files: list[FilePlan] = []
@@ -231,7 +231,7 @@ def _lay_out(
     return files, entries
 
 
-def _check_fits(draft: Draft, size: int, max_file_bytes: int | None) -> None:
+def _check_fits(draft: EntryDraft, size: int, max_file_bytes: int | None) -> None:
     """Refuses what is too large even for a file of its own, which would have this size."""
     if max_file_bytes is not None and size > max_file_bytes:
         raise UnsupportedState(
@@ -271,7 +271,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class EntryTensor:
     """A tensor in an entry: what its chunk says, but for the number of the entry."""
 
     tensor: int
@@ -288,7 +288,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class EntryDraft:
     """An entry that has no place yet; ``item`` is the alignment that it needs, in bytes."""
 
     name: str
@@ -296,11 +296,11 @@ class Draft:
     shape: tuple[int, ...]
     nbytes: int
     item: int
-    members: tuple[Member, ...]
+    members: tuple[EntryTensor, ...]
     sources: tuple[Source, ...]
 
 
-def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Draft:
+def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> EntryDraft:
     """The entry of a piece that this rank writes.
 
     Raises:
@@ -315,7 +315,7 @@ def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Draft:
         source = Source(number, 0, None, leaf.nbytes)
         return _logical(leaf.label, leaf, leaf.shape, members, source)
     shape = box_shape(held.box)
-    members = tuple(Member(each, box=held.box) for each in unit.members)
+    members = tuple(EntryTensor(each, box=held.box) for each in unit.members)
     nbytes = math.prod(shape) * DTYPES[leaf.dtype].itemsize
     source = Source(number, 0, None, nbytes, _part(held, leaf))
     return _logical(f"{leaf.label}@{_bounds(held.box)}", leaf, shape, members, source)
@@ -330,8 +330,8 @@ def foreign_chunks(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Iterat
         yield ChunkRow(number, None, 0, None, stride, box, piece.owner)
 
 
-def _whole(number: int, leaf: TensorLeaf) -> Member:
-    return Member(number, original_stride=None if leaf.contiguous else leaf.stride)
+def _whole(number: int, leaf: TensorLeaf) -> EntryTensor:
+    return EntryTensor(number, original_stride=None if leaf.contiguous else leaf.stride)
 
 
 def _part(held: HeldBox, leaf: TensorLeaf) -> Box | None:
@@ -347,18 +347,18 @@ def _logical(
     name: str,
     leaf: TensorLeaf,
     shape: tuple[int, ...],
-    members: tuple[Member, ...],
+    members: tuple[EntryTensor, ...],
     source: Source,
-) -> Draft:
+) -> EntryDraft:
     dtype = DTYPES[leaf.dtype]
     stored = stored_dtype(dtype)
     stored_shape = shape if stored else (source.nbytes,)
-    return Draft(
+    return EntryDraft(
         name, stored or "U8", stored_shape, source.nbytes, dtype.itemsize, members, (source,)
     )
 
 
-def _shared(leaves: list[TensorLeaf], group: list[int]) -> Draft:
+def _shared(leaves: list[TensorLeaf], group: list[int]) -> EntryDraft:
     low = min(leaves[number].address for number in group)
     high = max(leaves[number].address + leaves[number].window for number in group)
     cover = max(group, key=lambda number: (leaves[number].window, -number))
@@ -374,7 +374,7 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> Draft:
         return _logical(view.label, view, view.shape, _members(leaves, group, low), source)
     largest = max(leaves[number].itemsize for number in group)
     start = low - low % largest
-    return Draft(
+    return EntryDraft(
         f"{leaves[group[0]].label}~window",
         "U8",
         (high - start,),
@@ -385,7 +385,7 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> Draft:
     )
 
 
-def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Member, ...]:
+def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[EntryTensor, ...]:
     members = []
     for number in group:
         leaf = leaves[number]
@@ -397,7 +397,7 @@ def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Me
                 hint="Save a clone of it",
             )
         stride = None if leaf.contiguous else leaf.stride
-        members.append(Member(number, offset, stride))
+        members.append(EntryTensor(number, offset, stride))
     return tuple(members)
 
 
