@@ -38,7 +38,7 @@ from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _match
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.flatten import walk
-from ckpipe.state.trail import trail_of
+from ckpipe.state.trail import capture_cache_of
 from ckpipe.stores.registry import register_backend
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.testing import MemoryBackend
@@ -104,7 +104,7 @@ def walked(ranks: int) -> Figures:
         )
     select = LabelFilter()
     first = walk(state, select, pickling=False)
-    trail, known = trail_of(first, select), fingerprint(first.captured)
+    trail, known = capture_cache_of(first, select), fingerprint(first.captured)
 
     def again() -> None:
         captured = None if trail is None else trail.follow(state, select)

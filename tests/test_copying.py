@@ -30,7 +30,7 @@ from ckpipe.saves.copying import (
     tensors_of,
 )
 from ckpipe.state.flatten import Captured, capture, walk
-from ckpipe.state.trail import trail_of
+from ckpipe.state.trail import capture_cache_of
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
 ARENA = Arena(max(BLOCK_BYTES))
@@ -225,7 +225,7 @@ def test_a_gather_finds_tensors_that_have_moved(
         one_by_one(monkeypatch)
     state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
     walked = walk(state, ALL, pickling=False)
-    captured, trail = walked.captured, trail_of(walked, ALL)
+    captured, trail = walked.captured, capture_cache_of(walked, ALL)
     assert trail is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     for _ in range(2):  # what was worked out for a place is not taken for another

@@ -24,7 +24,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.plan import division
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.flatten import capture, walk
-from ckpipe.state.trail import trail_of
+from ckpipe.state.trail import capture_cache_of
 
 RANK, WORLD = 1, 4
 
@@ -291,7 +291,7 @@ def follow(before: Any, after: Any) -> bool:
     """Whether the trail through a state leads through another, and where a walk leads."""
     select = LabelFilter()
     with torch.no_grad():
-        trail = trail_of(walk(before, select, pickling=False), select)
+        trail = capture_cache_of(walk(before, select, pickling=False), select)
         assert trail is not None
         assert trail.follow(before, select) is not None
         found, expected = trail.follow(after, select), capture(after)
@@ -317,7 +317,7 @@ def test_a_trail_ends_at_sharded_tensors_that_say_something_else_than_before(
 ) -> None:
     one = placed(mesh, Shard(0), Replicate())
     select = LabelFilter()
-    trail = trail_of(walk({"w": one}, select, pickling=False), select)
+    trail = capture_cache_of(walk({"w": one}, select, pickling=False), select)
     assert trail is not None
     assert trail.follow({"w": one}, select) is not None
     one._spec.placements = (Shard(1), Replicate())

@@ -12,8 +12,8 @@ from torch import nn
 
 from ckpipe.format.keys import LabelFilter
 from ckpipe.state.flatten import Captured, capture, walk
-from ckpipe.state.kinds import attached_state
-from ckpipe.state.trail import trail_of
+from ckpipe.state.kinds import live_state_dict
+from ckpipe.state.trail import capture_cache_of
 
 ALL = LabelFilter()
 
@@ -141,7 +141,9 @@ def test_a_trail_through_a_module_leads_where_a_walk_would(
     before(model)
     select = LabelFilter(exclude=["*.two.*"])
     state = {"model": model, "one": model.one.weight}
-    trails = [trail_of(walk(state, chosen, pickling=False), chosen) for chosen in (ALL, select)]
+    trails = [
+        capture_cache_of(walk(state, chosen, pickling=False), chosen) for chosen in (ALL, select)
+    ]
     after(model)
     for trail, chosen in zip(trails, (ALL, select), strict=True):
         assert trail is not None
@@ -157,7 +159,7 @@ def test_what_decides_for_itself_is_not_asked_for_its_own_tensors(
     change: Callable[[Layers], None],
 ) -> None:
     model = Layers()
-    assert attached_state(model) is not None
+    assert live_state_dict(model) is not None
     change(model)
-    assert attached_state(model) is None
-    assert attached_state(Saying()) is None
+    assert live_state_dict(model) is None
+    assert live_state_dict(Saying()) is None

@@ -18,7 +18,7 @@ from ckpipe.saves.copying import Copy, CopyWindow, Fill, Gather, Step, plan_bloc
 from ckpipe.saves.programs import Program, divide
 from ckpipe.state.flatten import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf
-from ckpipe.state.trail import trail_of
+from ckpipe.state.trail import capture_cache_of
 
 SIZE = 24
 
@@ -215,7 +215,7 @@ def test_a_division_serves_until_something_changes(
     model, optimizer = trained
     state = {"model": model, "optimizer": optimizer}
     walked = walk(state, LabelFilter(), pickling=False)
-    trail, captured = trail_of(walked, LabelFilter()), walked.captured
+    trail, captured = capture_cache_of(walked, LabelFilter()), walked.captured
     assert trail is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     program = Program(plan, (), Cargo(plan.files, plan.layout, ()), "")

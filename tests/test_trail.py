@@ -28,7 +28,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.plan.plan import fingerprint
 from ckpipe.state.flatten import Captured, capture, walk
 from ckpipe.state.tensors import TensorLeaf
-from ckpipe.state.trail import Trail, trail_of
+from ckpipe.state.trail import CaptureCache, capture_cache_of
 
 ALL = LabelFilter()
 
@@ -74,14 +74,14 @@ class Tagged(torch.Tensor):
     """A subclass of tensors."""
 
 
-def trail_through(state: Any, select: LabelFilter = ALL) -> Trail:
+def trail_through(state: Any, select: LabelFilter = ALL) -> CaptureCache:
     with torch.no_grad():
-        trail = trail_of(walk(state, select, pickling=False), select)
+        trail = capture_cache_of(walk(state, select, pickling=False), select)
     assert trail is not None
     return trail
 
 
-def followed(trail: Trail, state: Any, select: LabelFilter = ALL) -> Captured | None:
+def followed(trail: CaptureCache, state: Any, select: LabelFilter = ALL) -> Captured | None:
     with torch.no_grad():
         return trail.follow(state, select)
 
@@ -272,13 +272,13 @@ def test_attributes_of_tensors_are_looked_at() -> None:
 
 def test_a_container_in_two_places_has_no_trail() -> None:
     shared = [torch.zeros(2)]
-    assert trail_of(walk([shared, shared], ALL, pickling=False), ALL) is None
+    assert capture_cache_of(walk([shared, shared], ALL, pickling=False), ALL) is None
     trail = trail_through([shared, [torch.zeros(2)]])
     assert followed(trail, [shared, shared]) is None
 
 
 def test_pickled_objects_have_no_trail() -> None:
-    assert trail_of(walk([object], ALL, pickling=True), ALL) is None
+    assert capture_cache_of(walk([object], ALL, pickling=True), ALL) is None
 
 
 def test_the_selection_belongs_to_the_trail() -> None:
@@ -472,7 +472,7 @@ def two_states(draw: st.DrawFn) -> tuple[Any, Any]:
 def test_a_trail_leads_where_a_walk_would(states: tuple[Any, Any], select: LabelFilter) -> None:
     one, other = states
     with torch.no_grad():
-        trail = trail_of(walk(one, select, pickling=False), select)
+        trail = capture_cache_of(walk(one, select, pickling=False), select)
     if trail is None:
         return
     # One tensor in a place that is selected and in one that is not leads nowhere.

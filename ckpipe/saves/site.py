@@ -32,7 +32,7 @@ from ckpipe.saves.delivery import Depot
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import FilledBlock, Save, SkipSave
 from ckpipe.state.flatten import Captured
-from ckpipe.state.trail import Trail
+from ckpipe.state.trail import CaptureCache
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.user_code import user_code
@@ -80,7 +80,7 @@ class Site(Depot):
     attempt: str
     carrier: Carrier
     program: Program | None = None
-    trail: Trail | None = None
+    trail: CaptureCache | None = None
     division: Division | None = None
     recent_blocks: list[int] = field(default_factory=list)
     lent: dict[Save, Lending] = field(default_factory=dict)

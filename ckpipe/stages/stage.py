@@ -26,7 +26,7 @@ from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedSta
 from ckpipe.saves.site import Site
 from ckpipe.state.flatten import Captured, Walked
 from ckpipe.state.flatten import walk as walk_state
-from ckpipe.state.trail import trail_of
+from ckpipe.state.trail import capture_cache_of
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.caller import on_caller
 from ckpipe.tasks.collector import collector_paused
@@ -104,7 +104,7 @@ def _walk(save: Save, site: Site, turn: Turn) -> Captured:
         if captured is None:
             walked = walk_state(state, select, pickling=pickling)
             _check_selection(save, site, walked)
-            site.trail = trail_of(walked, select)
+            site.trail = capture_cache_of(walked, select)
             captured = walked.captured
         return captured
 

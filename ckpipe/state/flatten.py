@@ -127,7 +127,7 @@ def _addresses(captured: Captured) -> npt.NDArray[np.uint64]:
 
 
 @dataclass(slots=True)
-class Passage:
+class ContainerVisit:
     """A container as the walk went through it.
 
     Args:
@@ -149,7 +149,7 @@ class Passage:
     label: str
     keys: list[Any] | None
     head: Json
-    met: list[Passage | Met] = field(default_factory=list)
+    met: list[ContainerVisit | Met] = field(default_factory=list)
     replicas: bool = False
     claimed: list[tuple[str, int]] = field(default_factory=list)
     attached: bool = False
@@ -169,8 +169,8 @@ class Walked:
     """
 
     captured: Captured
-    root: Passage
-    attributes: list[tuple[int, Passage]]
+    root: ContainerVisit
+    attributes: list[tuple[int, ContainerVisit]]
     attached: frozenset[int]
     repeatable: bool
 
@@ -181,11 +181,11 @@ class Walked:
         return not kept and _leaves_out(self.root, select)
 
 
-def _leaves_out(passage: Passage, select: LabelFilter) -> bool:
+def _leaves_out(passage: ContainerVisit, select: LabelFilter) -> bool:
     if passage.kind in SETS:
         return not select(passage.label)
     return any(
-        _leaves_out(each, select) if isinstance(each, Passage) else each[1] is None
+        _leaves_out(each, select) if isinstance(each, ContainerVisit) else each[1] is None
         for each in passage.met
     )
 
@@ -227,7 +227,7 @@ def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
     Raises:
         UnsupportedState: Names the first object that cannot be saved, by its label.
     """
-    root = Passage("root", object, "", None, None)
+    root = ContainerVisit("root", object, "", None, None)
     going = _Walk(select, pickling=pickling, met=root.met)
     try:
         tree = going.node(state, "")
@@ -255,17 +255,17 @@ def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
 class _Walk:
     select: LabelFilter
     pickling: bool
-    met: list[Passage | Met]
+    met: list[ContainerVisit | Met]
     leaves: list[TensorLeaf] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     values: list[Json] = field(default_factory=list)
     replicated: set[int] = field(default_factory=set)
-    attributes: list[tuple[int, Passage]] = field(default_factory=list)
+    attributes: list[tuple[int, ContainerVisit]] = field(default_factory=list)
     repeatable: bool = True
     attached: set[int] = field(default_factory=set)
     attached_in: Any = None
-    _claims: list[tuple[Passage, ReplicatedTest]] = field(default_factory=list)
+    _claims: list[tuple[ContainerVisit, ReplicatedTest]] = field(default_factory=list)
     _shardings: Shardings = field(default_factory=Shardings)
     _labels: set[str] = field(default_factory=set)
     _nodes: dict[int, Node] = field(default_factory=dict)
@@ -338,7 +338,7 @@ class _Walk:
             (passage,) = self.met
         finally:
             self.met = met
-        assert isinstance(passage, Passage)
+        assert isinstance(passage, ContainerVisit)
         self.attributes.append((number, passage))
         return node
 
@@ -407,7 +407,7 @@ class _Walk:
     def _inside(self, kind: str, obj: Any, label: str) -> Node | None:
         is_replicated = replicated_test(obj) if kind == "stateful" else None
         contents = contents_of(kind, obj, label)
-        passage = Passage(kind, type(obj), label, contents.keys, contents.head)
+        passage = ContainerVisit(kind, type(obj), label, contents.keys, contents.head)
         passage.attached = contents.attached or obj is self.attached_in
         self.met.append(passage)
         met, self.met = self.met, passage.met
@@ -421,7 +421,7 @@ class _Walk:
             if is_replicated is not None:
                 self._claims.pop()
 
-    def items(self, contents: Contents, passage: Passage) -> tuple[list[Json], list[Node]]:
+    def items(self, contents: Contents, passage: ContainerVisit) -> tuple[list[Json], list[Node]]:
         """The encoded keys and the nodes of a mapping's selected items."""
         label, node_of = passage.label, self.attached_tensor if passage.attached else self.node
         keys: list[Json] = []
@@ -445,15 +445,17 @@ def _below(label: str, top: str) -> str:
     return label[len(top) + 1 :] if top else label
 
 
-_Builder = Callable[[_Walk, str, Contents, Passage], Node | None]
+_Builder = Callable[[_Walk, str, Contents, ContainerVisit], Node | None]
 
 
-def _mapping(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _mapping(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     keys, nodes = walk.items(contents, passage)
     return None if contents.keys and not keys else [kind, keys, nodes]
 
 
-def _ordered_dict(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _ordered_dict(
+    walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit
+) -> Node | None:
     node = _mapping(walk, kind, contents, passage)
     if not contents.head:
         return node
@@ -466,12 +468,14 @@ def _ordered_dict(walk: _Walk, kind: str, contents: Contents, passage: Passage) 
     return node
 
 
-def _default_dict(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _default_dict(
+    walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit
+) -> Node | None:
     node = _mapping(walk, kind, contents, passage)
     return None if node is None else [*node, contents.head]
 
 
-def _sequence(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _sequence(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     """The nodes of a sequence's elements; None if there are some and none is selected."""
     label = passage.label
     nodes = [walk.node(item, join(label, n)) for n, item in enumerate(contents.children)]
@@ -480,16 +484,18 @@ def _sequence(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> N
     return [kind, [list(ABSENT) if node is None else node for node in nodes]]
 
 
-def _deque(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _deque(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     node = _sequence(walk, kind, contents, passage)
     return None if node is None else [*node, contents.head]
 
 
-def _set(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _set(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     return [kind, contents.head] if walk.select(passage.label) else None
 
 
-def _named_tuple(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _named_tuple(
+    walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit
+) -> Node | None:
     fields = contents.keys or []
     keys, nodes = walk.items(contents, passage)
     if len(keys) < len(fields):
@@ -500,19 +506,19 @@ def _named_tuple(walk: _Walk, kind: str, contents: Contents, passage: Passage) -
     return [kind, contents.head, fields, nodes]
 
 
-def _dataclass(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _dataclass(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     keys, nodes = walk.items(contents, passage)
     return [kind, contents.head, keys, nodes]
 
 
-def _stateful(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _stateful(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     if contents.attached:
         walk.attached_in = contents.children[0]
     node = walk.node(contents.children[0], passage.label)
     return None if node is None else [kind, node]
 
 
-def _registered(walk: _Walk, kind: str, contents: Contents, passage: Passage) -> Node | None:
+def _registered(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
     node = walk.node(contents.children[0], passage.label)
     return None if node is None else [kind, contents.head, node]
 
@@ -533,4 +539,4 @@ _BUILDERS: dict[str, _Builder] = {
 }
 
 
-__all__ = ["ABSENT", "Captured", "Met", "Node", "Passage", "T", "Walked", "capture", "walk"]
+__all__ = ["ABSENT", "Captured", "ContainerVisit", "Met", "Node", "T", "Walked", "capture", "walk"]

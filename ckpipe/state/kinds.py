@@ -163,7 +163,7 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _stateful(obj: Any, label: str) -> Contents:
     with user_code("state_dict", label):
-        attached = attached_state(obj)
+        attached = live_state_dict(obj)
         if attached is not None:
             return Contents([attached], attached=True)
         return Contents([obj.state_dict()])
@@ -192,7 +192,7 @@ _CONTENTS: dict[str, Callable[[Any, str], Contents]] = {
 }
 
 
-def attached_state(obj: Any) -> dict[str, torch.Tensor] | None:
+def live_state_dict(obj: Any) -> dict[str, torch.Tensor] | None:
     """What an object's ``state_dict()`` returns, each tensor before it is detached.
 
     Returns:

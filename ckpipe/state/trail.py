@@ -34,7 +34,7 @@ import torch
 
 from ckpipe.format.keys import LabelFilter, canonical, encode_key
 from ckpipe.format.tree import Node
-from ckpipe.state.flatten import Captured, Passage, Walked
+from ckpipe.state.flatten import Captured, ContainerVisit, Walked
 from ckpipe.state.kinds import IMMUTABLE, contents_of, kind_of, replicated_test
 from ckpipe.state.tensors import (
     PLAIN_TYPES,
@@ -47,17 +47,17 @@ from ckpipe.state.tensors import (
 from ckpipe.state.values import PLAIN_VALUES, NotInline, encode_value
 
 
-def trail_of(walked: Walked, select: LabelFilter) -> Trail | None:
+def capture_cache_of(walked: Walked, select: LabelFilter) -> CaptureCache | None:
     """The trail of a walk whose objects are still alive and unchanged; None if there can be none.
 
     Args:
         walked: The walk.
         select: Which labels it kept.
     """
-    return Trail(walked, select) if walked.repeatable else None
+    return CaptureCache(walked, select) if walked.repeatable else None
 
 
-class Trail:
+class CaptureCache:
     """What is needed to take a state apart that is like one that was walked.
 
     Holds no tensor, no array and no container of that state, and never changes, so that several
@@ -77,7 +77,7 @@ class Trail:
         attributes = sorted(walked.attributes, key=lambda each: each[0])
         self._attributes = [(number, places.enter(passage)) for number, passage in attributes]
         self._places = places.finished()
-        self._leaves = LeafFacts(walked.captured, walked.attached)
+        self._leaves = TensorFingerprints(walked.captured, walked.attached)
         numbers = range(len(walked.captured.tensors))
         self._bound = [n for n in numbers if n not in walked.attached]
         # Numbers that are distinct, whatever lies at these addresses by now.
@@ -97,11 +97,11 @@ class Trail:
             return None
         try:
             return self._followed(state)
-        except (Differs, NotInline, RecursionError):
+        except (CacheMiss, NotInline, RecursionError):
             return None
 
     def _followed(self, state: Any) -> Captured:
-        way, places, like = _Way([state]), self._places, self._like
+        way, places, like = _Traversal([state]), self._places, self._like
         way.go_on(self._root, [state])
         for number, stop in self._attributes:
             place = places.tensors[number]
@@ -122,7 +122,7 @@ class Trail:
         leaves = [moved.get(number, leaf) for number, leaf in enumerate(like.tensors)]
         return like.moved(leaves, values, memory, objects)
 
-    def _check_identities(self, way: _Way, objects: list[Any]) -> None:
+    def _check_identities(self, way: _Traversal, objects: list[Any]) -> None:
         """Finds what stands in other places than before, or in one more or one less."""
         check(len(set(map(id, way.once))) == len(way.once))
         # Of an attached tensor a new one would have been made, which stands nowhere else.
@@ -153,7 +153,7 @@ class _Stop:
         head: What else belongs to it, as text.
     """
 
-    passage: Passage
+    passage: ContainerVisit
     type: type[Any]
     size: int
     keys: list[Any]
@@ -211,7 +211,7 @@ def _closed(run: list[tuple[int, _Stop]]) -> list[tuple[int, _Stop | _Run]]:
 _PLAIN_KEYS = frozenset((str, int, bool, type(None)))
 
 
-def _stop(passage: Passage, onward: list[tuple[int, _Stop]]) -> _Stop:
+def _stop(passage: ContainerVisit, onward: list[tuple[int, _Stop]]) -> _Stop:
     keys = passage.keys or []
     types = list(map(type, keys))
     odd = None if _PLAIN_KEYS.issuperset(types) else _key_text(keys)
@@ -246,7 +246,7 @@ class _Places:
 
 
 class _PlacesBuilder:
-    """Goes through passages in the order in which :class:`_Way` goes through containers."""
+    """Goes through passages in the order in which :class:`_Traversal` goes through containers."""
 
     def __init__(self) -> None:
         self._types: list[type[Any]] = []
@@ -256,12 +256,14 @@ class _PlacesBuilder:
         self._left_out: list[int] = []
         self._odd: list[int] = []
 
-    def enter(self, passage: Passage) -> _Stop:
+    def enter(self, passage: ContainerVisit) -> _Stop:
         first = len(self._types)
-        self._types += [each.type if isinstance(each, Passage) else each[0] for each in passage.met]
-        further: list[tuple[int, Passage]] = []
+        self._types += [
+            each.type if isinstance(each, ContainerVisit) else each[0] for each in passage.met
+        ]
+        further: list[tuple[int, ContainerVisit]] = []
         for index, each in enumerate(passage.met):
-            if isinstance(each, Passage):
+            if isinstance(each, ContainerVisit):
                 further.append((index, each))
             else:
                 self._leaf(first + index, *each, attached=passage.attached)
@@ -294,7 +296,7 @@ class _PlacesBuilder:
 _SURE_LEAVES = PLAIN_VALUES.union(PLAIN_TYPES, (np.ndarray,))
 
 
-class _Way:
+class _Traversal:
     """What is met on the way through a state that may be like the one that was walked.
 
     Args:
@@ -310,22 +312,22 @@ class _Way:
         """Goes into a container and all that are in it.
 
         Raises:
-            Differs: If it is not like the one at this stop.
+            CacheMiss: If it is not like the one at this stop.
         """
         kind = stop.type
         if type(obj) is not kind:
-            raise Differs
+            raise CacheMiss
         children: Sequence[Any]
         if kind is dict:
             if not _same_keys(obj, stop):
-                raise Differs
+                raise CacheMiss
             children = list(obj.values())
         elif kind is list or kind is tuple:
             children = obj
         else:
             children = self._contents(stop, obj)
         if len(children) != stop.size:
-            raise Differs
+            raise CacheMiss
         if kind not in IMMUTABLE:
             self.once.append(obj)
         self.met += children
@@ -381,7 +383,7 @@ def _same_keys(keys: Collection[Any], stop: _Stop) -> bool:
     return list(map(type, keys)) == stop.key_types and list(keys) == known
 
 
-class Differs(Exception):  # a finding, not an error
+class CacheMiss(Exception):  # a finding, not an error
     """A state is not like the one that was walked."""
 
 
@@ -389,10 +391,10 @@ def check(alike: bool) -> None:
     """Ends an attempt if something is not as it was.
 
     Raises:
-        Differs: If it is not.
+        CacheMiss: If it is not.
     """
     if not alike:
-        raise Differs
+        raise CacheMiss
 
 
 _FACTS: tuple[Callable[[Any], Any], ...] = (
@@ -411,7 +413,7 @@ shape, such as a nested one, raises.
 """
 
 
-class LeafFacts:
+class TensorFingerprints:
     """The tensors of a walk, as they were: their leaves and the facts behind them.
 
     Plain tensors, parameters and the local parts of DTensors are compared in bulk. Arrays and
@@ -469,13 +471,13 @@ class LeafFacts:
             number.
 
         Raises:
-            Differs: If a leaf would be another, but for its address.
+            CacheMiss: If a leaf would be another, but for its address.
             UnsupportedState: If an array cannot be saved.
         """
         try:
             return self._look_at(objects)
         except RuntimeError as error:  # such as that there are no strides
-            raise Differs from error
+            raise CacheMiss from error
 
     def _look_at(self, objects: list[Any]) -> tuple[list[torch.Tensor], dict[int, TensorLeaf]]:
         check(_decorated(_of(objects, self._torch)) == self._decorated)
