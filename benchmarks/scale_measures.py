@@ -37,8 +37,8 @@ from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _match
 from ckpipe.plan.plan import LocalPlanner, fingerprint
+from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import walk
-from ckpipe.state.trail import capture_cache_of
 from ckpipe.stores.registry import register_backend
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.testing import MemoryBackend

@@ -29,8 +29,8 @@ from ckpipe.saves.copying import (
     split_block,
     tensors_of,
 )
+from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Captured, capture, walk
-from ckpipe.state.trail import capture_cache_of
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
 ARENA = Arena(max(BLOCK_BYTES))

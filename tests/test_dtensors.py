@@ -23,8 +23,8 @@ from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.keys import LabelFilter
 from ckpipe.plan import division
 from ckpipe.plan.plan import LocalPlanner, fingerprint
+from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import capture, walk
-from ckpipe.state.trail import capture_cache_of
 
 RANK, WORLD = 1, 4
 

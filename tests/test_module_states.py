@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ckpipe.format.keys import LabelFilter
+from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Captured, capture, walk
 from ckpipe.state.kinds import live_state_dict
-from ckpipe.state.trail import capture_cache_of
 
 ALL = LabelFilter()
 

@@ -26,9 +26,9 @@ import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter
 from ckpipe.plan.plan import fingerprint
+from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
 from ckpipe.state.flatten import Captured, capture, walk
 from ckpipe.state.tensors import TensorLeaf
-from ckpipe.state.trail import CaptureCache, capture_cache_of
 
 ALL = LabelFilter()
 

@@ -31,8 +31,8 @@ from ckpipe.saves.copying import plan_blocks
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import FilledBlock, Save, SkipSave
+from ckpipe.state.capture_cache import CaptureCache
 from ckpipe.state.flatten import Captured
-from ckpipe.state.trail import CaptureCache
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.user_code import user_code

@@ -24,9 +24,9 @@ from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.programs import Division, Program, divide
 from ckpipe.saves.saving import CapturedState, Deferral, FilledBlock, PlannedState, Save, resolve
 from ckpipe.saves.site import Site
+from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Captured, Walked
 from ckpipe.state.flatten import walk as walk_state
-from ckpipe.state.trail import capture_cache_of
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.caller import on_caller
 from ckpipe.tasks.collector import collector_paused

@@ -13,7 +13,7 @@ node of the tree is a list whose first item is its kind::
     ["absent"]                            an element that include or exclude left out
 
 The walk reads no tensor's bytes. It looks at every leaf each time; what it keeps for the next time
-(see :mod:`ckpipe.state.trail`) is how to look faster, never what was seen.
+(see :mod:`ckpipe.state.capture_cache`) is how to look faster, never what was seen.
 """
 
 from __future__ import annotations
