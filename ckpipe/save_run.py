@@ -22,7 +22,7 @@ import math
 
 from anyio import create_memory_object_stream, create_task_group
 
-from ckpipe.lock.holds import Turn
+from ckpipe.lock.holds import LockHold
 from ckpipe.saves.saving import CapturedState, FilledBlock, PlannedState, Save
 from ckpipe.saves.site import Site
 from ckpipe.stages import lock, plan, stage
@@ -37,7 +37,7 @@ async def run_save(save: Save, site: Site) -> None:
         ExceptionGroup: What went wrong in a stage; nothing of the save counts then, unless its
             ``committed`` is resolved.
     """
-    turns_out, turns = create_memory_object_stream[Turn](0)
+    turns_out, turns = create_memory_object_stream[LockHold](0)
     states_out, states = create_memory_object_stream[CapturedState](0)
     planned_out, planned = create_memory_object_stream[PlannedState](0)
     unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)

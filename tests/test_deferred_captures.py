@@ -16,8 +16,8 @@ import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
 from ckpipe.errors import CaptureTooSlow, StateChanged, StateLockTimeout
-from ckpipe.lock.holds import Turn
-from ckpipe.lock.late_copies import Sample, Watch
+from ckpipe.lock.holds import LockHold
+from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner
@@ -62,7 +62,7 @@ def test_a_trainer_waits_for_the_piece_that_is_being_read(
         trainer = threads.submit(noted, lock.mutating(), order, "trainer")
         pressed = threading.Event()
         while not pressed.wait(0.001):
-            if lock._parties[token.ticket].forfeited:
+            if lock._waiters[token.ticket].revoked:
                 pressed.set()
         order.append("read")
     trainer.result(PATIENCE)
@@ -167,10 +167,10 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
     captured, soon, late, _ = pieces_of({"w": torch.arange(60_000.0), "b": torch.ones(5)}, {0})
     device = SlowDevice()
     out: list[FilledBlock] = []
-    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
+    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=4)
     assert copiers.threads == 1
-    copiers.defer(Watch(captured, [0]), 60)
+    copiers.defer(MutationDetector(captured, [0]), 60)
     copiers.add(late)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(copiers.finish)
@@ -193,9 +193,9 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
     captured, _, late, _ = pieces_of({"w": torch.arange(60_000.0)}, {0})
     device = SlowDevice()
     out: list[FilledBlock] = []
-    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
+    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=1)
-    copiers.defer(Watch(captured, range(len(captured.tensors))), 60)
+    copiers.defer(MutationDetector(captured, range(len(captured.tensors))), 60)
     captured.memory[0].add_(1)
     copiers.add(late)
     failed: list[BaseException] = []
@@ -224,9 +224,9 @@ async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> Non
     del array
     captured, _, late, _ = pieces_of({"w": tensor}, {0})
     device = SlowDevice()
-    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
+    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, lambda _: None, threads=1)
-    copiers.defer(Watch(captured, [0]), 60)
+    copiers.defer(MutationDetector(captured, [0]), 60)
     copiers.add(late)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(copiers.finish)
@@ -274,13 +274,13 @@ async def test_of_blocks_that_are_copied_late_more_and_more_leave_together(
 ) -> None:
     monkeypatch.setattr(block_copiers, "MOST_BYTES_TOGETHER", most)
     captured, _, late, _ = pieces_of({"w": torch.arange(600_000.0)}, {0})
-    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
+    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     out: list[list[int]] = []
     copiers = BlockCopiers(
         turn, captured, NoDevice(), lambda some: out.append([each.plan.offset for each in some]),
         threads=threads,
     )  # fmt: skip
-    copiers.defer(Watch(captured, [0]), 60)
+    copiers.defer(MutationDetector(captured, [0]), 60)
     copiers.add(late)
     await copiers.finish()
     offsets = [piece.filled.plan.offset for piece in late]
@@ -300,11 +300,11 @@ async def test_a_change_of_any_of_the_blocks_that_are_copied_together_is_noticed
 ) -> None:
     state = {f"w{number}": torch.ones(BLOCK // 4) for number in range(6)}
     captured, _, late, _ = pieces_of(state, set(range(6)))
-    samples = [Sample(captured.tensors, tensors_of(piece.work)) for piece in late]
-    turn = Turn(lock, -1, lock.acquire_capture(thread=-1))
+    samples = [ByteSample(captured.tensors, tensors_of(piece.work)) for piece in late]
+    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     out: list[FilledBlock] = []
     copiers = BlockCopiers(turn, captured, NoDevice(), out.extend, threads=1)
-    copiers.defer(Watch(captured, range(6), samples), 60)
+    copiers.defer(MutationDetector(captured, range(6), samples), 60)
     copiers.add(replace(piece, sample=sample) for piece, sample in zip(late, samples, strict=True))
     if way == "written":
         state[f"w{number}"].data.fill_(2)

@@ -18,8 +18,8 @@ from ckpipe.lock.lock_state import (
     arrive,
     blocks_itself,
     defer,
-    forfeitable,
     leave,
+    revocable,
     stops_a_load,
     waits_already,
 )
@@ -129,12 +129,12 @@ class LockMachine(RuleBasedStateMachine):
         held = {each.ticket: each for each in self.state.holding}
         return held.get(request.ticket, request)
 
-    @precondition(lambda self: bool(forfeitable(self.state)))
+    @precondition(lambda self: bool(revocable(self.state)))
     @rule()
     def a_trainer_presses(self) -> None:
         """Taking the lock from those who may be pressed lets the first trainer in."""
         first = self.state.waiting_for(Side.MUTATING)[0]
-        for capture in forfeitable(self.state):
+        for capture in revocable(self.state):
             assert capture.deferred
             assert capture.side is Side.CAPTURING
             assert not self.state.holds(first.ticket)
@@ -144,7 +144,7 @@ class LockMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_those_who_can_help_are_pressed(self) -> None:
-        pressed = forfeitable(self.state)
+        pressed = revocable(self.state)
         trainers = self.state.waiting_for(Side.MUTATING)
         captures = [held for held in self.state.holding if held.side is Side.CAPTURING]
         undisturbed = not trainers or any(not held.deferred for held in captures)
@@ -270,10 +270,10 @@ def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:
 
 def test_a_capture_that_cannot_be_hurried_protects_the_others() -> None:
     state = defer(after(capture(1, "a"), capture(2, "b"), trainer(3, "t")), 1)
-    assert forfeitable(state) == ()
-    assert [each.ticket for each in forfeitable(after(2, state=state))] == [1]
-    assert forfeitable(after(2, 3, state=state)) == ()
-    assert forfeitable(defer(after(trainer(1, "t"), trainer(2, "u")), 1)) == ()
+    assert revocable(state) == ()
+    assert [each.ticket for each in revocable(after(2, state=state))] == [1]
+    assert revocable(after(2, 3, state=state)) == ()
+    assert revocable(defer(after(trainer(1, "t"), trainer(2, "u")), 1)) == ()
 
 
 def test_waiting_for_oneself_is_seen() -> None:

@@ -10,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.lock.late_copies import LEAST_MEAN_BYTES, MANY_TENSORS, Sample, Watch, worth_watching
+from ckpipe.lock.late_copies import (
+    LEAST_MEAN_BYTES,
+    MANY_TENSORS,
+    ByteSample,
+    MutationDetector,
+    worth_watching,
+)
 from ckpipe.memory import raw_memory
 from ckpipe.state.flatten import capture
 
@@ -28,10 +34,10 @@ def states(draw: st.DrawFn) -> list[torch.Tensor]:
     return found
 
 
-def made(state: Any) -> tuple[Sample, Watch]:
+def made(state: Any) -> tuple[ByteSample, MutationDetector]:
     captured = capture(state)
-    sample = Sample(captured.tensors, iter(range(len(captured.tensors))))
-    return sample, Watch(captured, [], [sample])
+    sample = ByteSample(captured.tensors, iter(range(len(captured.tensors))))
+    return sample, MutationDetector(captured, [], [sample])
 
 
 @pytest.fixture(params=["gathered", "one by one"], autouse=True)

@@ -13,7 +13,7 @@ from ckpipe.lock.lock_state import Request
 from ckpipe.tasks.caller import Caller
 
 
-class Turn:
+class LockHold:
     """One hold of the state lock, from the walk to the last copy or to a change of mind.
 
     A turn that is released but has not ended keeps the next one from beginning: nobody is held

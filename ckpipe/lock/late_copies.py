@@ -244,7 +244,7 @@ def worth_watching(leaves: Sequence[TensorLeaf]) -> bool:
     return sum(leaf.window for leaf in leaves) >= LEAST_MEAN_BYTES * len(leaves)
 
 
-class Sample:
+class ByteSample:
     """Some bytes of each of several tensors, which can be read again and again.
 
     Args:
@@ -284,7 +284,7 @@ def _can_be_sampled(leaf: TensorLeaf) -> bool:
     return leaf.device == "cpu" and leaf.window > 0 and dense
 
 
-class Watch:
+class MutationDetector:
     """Tensors of a captured state that nobody is to change for a while.
 
     Args:
@@ -294,7 +294,7 @@ class Watch:
     """
 
     def __init__(
-        self, state: Captured, numbers: Sequence[int], samples: Sequence[Sample] = ()
+        self, state: Captured, numbers: Sequence[int], samples: Sequence[ByteSample] = ()
     ) -> None:
         self._state, self._numbers = state, numbers
         self._versions = self._versions_now()
@@ -308,7 +308,7 @@ class Watch:
         pairs = zip(self._numbers, self._versions, now, strict=True)
         return next(self._state.tensors[n] for n, before, after in pairs if before != after)
 
-    def changed_in(self, sample: Sample) -> TensorLeaf | None:
+    def changed_in(self, sample: ByteSample) -> TensorLeaf | None:
         """The first of which a sample is another now; the memory of all must be alive."""
         number = sample.first_difference(self._seen[id(sample)], sample.read())
         return None if number is None else self._state.tensors[number]

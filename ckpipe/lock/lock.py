@@ -41,8 +41,8 @@ from ckpipe.lock.lock_state import (
     arrive,
     blocks_itself,
     defer,
-    forfeitable,
     leave,
+    revocable,
     stops_a_load,
     waits_already,
 )
@@ -53,12 +53,12 @@ from ckpipe.lock.waiters import (
     FrameMark,
     LockStatistics,
     LockUse,
-    Party,
+    Waiter,
     capture_misused,
-    forfeited,
     loop_misused,
     mutation_misused,
     nested_misused,
+    revoked,
     thread_of,
     timed_out,
 )
@@ -77,7 +77,7 @@ class LockQueue:
     def _begin(self) -> None:
         self._changed = threading.Condition()
         self._state = LockState()
-        self._parties: dict[int, Party] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._wakers: dict[int, Callable[[], object]] = {}
         self._tickets = itertools.count(1)
         self._here = threading.local()
@@ -92,11 +92,13 @@ class LockQueue:
 
     # ---- requests ----
 
-    def _trainer(self, purpose: str, *, key: object = None, mark: FrameMark | None = None) -> Party:
+    def _trainer(
+        self, purpose: str, *, key: object = None, mark: FrameMark | None = None
+    ) -> Waiter:
         thread = threading.current_thread()
         owner = self._mutation_owner() or thread
         request = Request(next(self._tickets), Side.MUTATING, owner)
-        return Party(request, purpose, thread, thread.ident, mark, key)
+        return Waiter(request, purpose, thread, thread.ident, mark, key)
 
     def _capture(
         self,
@@ -105,11 +107,11 @@ class LockQueue:
         home: threading.Thread | None = None,
         *,
         awaited: bool = True,
-    ) -> Party:
+    ) -> Waiter:
         saver = threading.current_thread() if thread is None else thread_of(thread)
         waits = (self._mutation_owner() if thread is None else None) or saver
         request = Request(next(self._tickets), Side.CAPTURING, owner, waits, home, awaited=awaited)
-        return Party(request, "capture", saver, saver.ident if saver else thread)
+        return Waiter(request, "capture", saver, saver.ident if saver else thread)
 
     def _capture_owner(self) -> object | None:
         """Whose capture the calling thread works for, of those begun elsewhere."""
@@ -123,25 +125,25 @@ class LockQueue:
 
     # ---- waiting ----
 
-    def _acquire(self, party: Party, timeout: float | None) -> None:
+    def _acquire(self, waiter: Waiter, timeout: float | None) -> None:
         deadline = Deadline(timeout)
         try:
             with self._changed:
-                self._enter(party)
-            while not self._waited(party, deadline):
+                self._enter(waiter)
+            while not self._waited(waiter, deadline):
                 # A save or load that holds the lock may need this thread for its user code.
                 for serve in self._wanted_here():
                     serve()
-            if party.request.side is Side.MUTATING:
+            if waiter.request.side is Side.MUTATING:
                 self._pass_fences()
         except BaseException:
-            self._leave(party.request.ticket)
+            self._leave(waiter.request.ticket)
             raise
 
-    def _waited(self, party: Party, deadline: Deadline) -> bool:
+    def _waited(self, waiter: Waiter, deadline: Deadline) -> bool:
         """Wait for a change; returns whether the request was granted."""
         with self._changed:
-            seconds = self._look(party, deadline)
+            seconds = self._look(waiter, deadline)
             if seconds is not None:
                 seconds = min(seconds, LOOK_SECONDS) if self._wanted_here() else seconds
                 self._changed.wait(None if seconds == math.inf else seconds)
@@ -150,10 +152,10 @@ class LockQueue:
     def _wanted_here(self) -> list[Callable[[], object]]:
         me = threading.current_thread()
         with self._changed:
-            parties = tuple(self._parties.values())
-        return [each.serve for each in parties if each.serve is not None and each.thread is me]
+            waiters = tuple(self._waiters.values())
+        return [each.serve for each in waiters if each.serve is not None and each.thread is me]
 
-    async def _acquire_async(self, make: Callable[[], Party], timeout: float | None) -> Party:
+    async def _acquire_async(self, make: Callable[[], Waiter], timeout: float | None) -> Waiter:
         """Waits without a thread; a call that is cancelled waits for nothing afterwards.
 
         Args:
@@ -164,11 +166,11 @@ class LockQueue:
         wake, loop = asyncio.Event(), asyncio.get_running_loop()
         try:
             with self._changed:
-                party = make()
-                ticket = party.request.ticket
+                waiter = make()
+                ticket = waiter.request.ticket
                 self._wakers[ticket] = partial(loop.call_soon_threadsafe, wake.set)
-                self._enter(party)
-            while (seconds := self._look(party, deadline)) is not None:
+                self._enter(waiter)
+            while (seconds := self._look(waiter, deadline)) is not None:
                 with anyio.move_on_after(seconds):
                     await wake.wait()
                 wake.clear()
@@ -178,35 +180,35 @@ class LockQueue:
         finally:
             with self._changed:
                 self._wakers.pop(ticket, None)
-        return party
+        return waiter
 
-    def _enter(self, party: Party) -> None:
-        self._reap()
-        self._refuse_deadlock(party)
-        self._parties[party.request.ticket] = party
-        self._apply(arrive(self._state, party.request))
+    def _enter(self, waiter: Waiter) -> None:
+        self._collect()
+        self._refuse_deadlock(waiter)
+        self._waiters[waiter.request.ticket] = waiter
+        self._apply(arrive(self._state, waiter.request))
 
-    def _look(self, party: Party, deadline: Deadline) -> float | None:
+    def _look(self, waiter: Waiter, deadline: Deadline) -> float | None:
         """For how many seconds to wait before the next look; None once the request is granted.
 
         Raises:
             StateLockTimeout: If the deadline has passed.
         """
-        ticket, grace_left = party.request.ticket, math.inf
+        ticket, grace_left = waiter.request.ticket, math.inf
         with self._changed:
             if not self._state.holds(ticket):
-                self._reap()
-                if party.request.side is Side.MUTATING and party.keeper is None:
-                    grace_left = self._press(party)
+                self._collect()
+                if waiter.request.side is Side.MUTATING and waiter.keeper is None:
+                    grace_left = self._preempt(waiter)
             if self._state.holds(ticket):
                 return None
             if deadline.seconds_left <= 0:
-                holders = [self._parties[held.ticket] for held in self._state.holding]
-                raise timed_out(party, deadline.timeout, holders)
+                holders = [self._waiters[held.ticket] for held in self._state.holding]
+                raise timed_out(waiter, deadline.timeout, holders)
             look = math.inf if self._state.mutator is None else LOOK_SECONDS
             return min(look, grace_left, deadline.seconds_left)
 
-    def _press(self, trainer: Party) -> float:
+    def _preempt(self, trainer: Waiter) -> float:
         """Takes the lock from deferred captures that a trainer has waited for long enough.
 
         Threads that are reading for them finish the piece they are at: what they read might be
@@ -215,12 +217,12 @@ class LockQueue:
         Returns:
             For how many seconds to wait before that may be done; infinite if it need not.
         """
-        captures = [self._parties[held.ticket] for held in forfeitable(self._state)]
+        captures = [self._waiters[held.ticket] for held in revocable(self._state)]
         left = max((capture.grace_left(trainer) for capture in captures), default=math.inf)
         if left > 0:
             return left
         for capture in captures:
-            capture.forfeited = True
+            capture.revoked = True
             if not capture.readers:
                 self._leave(capture.request.ticket)
         return math.inf
@@ -238,37 +240,37 @@ class LockQueue:
             self._fences = [fence for fence in self._fences if not fence.passed()]
             return not self._fences
 
-    def _refuse_deadlock(self, party: Party) -> None:
-        capturing = party.request.side is Side.CAPTURING
-        if not capturing and party.keeper is None and self.captures_here():
-            raise mutation_misused(party.name, party.purpose)
-        if blocks_itself(self._state, party.request):
-            if stops_a_load(self._state, party.request):
-                raise loop_misused(party.name, party.purpose)
-            if waits_already(self._state, party.request):
-                raise nested_misused(party.name, party.purpose)
+    def _refuse_deadlock(self, waiter: Waiter) -> None:
+        capturing = waiter.request.side is Side.CAPTURING
+        if not capturing and waiter.keeper is None and self.captures_here():
+            raise mutation_misused(waiter.name, waiter.purpose)
+        if blocks_itself(self._state, waiter.request):
+            if stops_a_load(self._state, waiter.request):
+                raise loop_misused(waiter.name, waiter.purpose)
+            if waits_already(self._state, waiter.request):
+                raise nested_misused(waiter.name, waiter.purpose)
             if not capturing:
-                raise mutation_misused(party.name, party.purpose)
-            held = self._parties[self._state.holding[-1].ticket]
+                raise mutation_misused(waiter.name, waiter.purpose)
+            held = self._waiters[self._state.holding[-1].ticket]
             raise capture_misused(held.name, held.purpose)
 
-    def _reap(self) -> None:
+    def _collect(self) -> None:
         """Lets go of what was left behind by threads that ended and by steps that raised."""
         if self._state.mutator is None:
             return
         for held in self._state.holding:
-            if self._parties[held.ticket].is_over():
+            if self._waiters[held.ticket].is_over():
                 self._leave(held.ticket)
 
     def _leave(self, ticket: int) -> None:
         with self._changed:
-            if self._parties.pop(ticket, None) is not None:
+            if self._waiters.pop(ticket, None) is not None:
                 self._apply(leave(self._state, ticket))
 
     def _apply(self, transition: Transition) -> None:
         self._state = transition.state
         for request in transition.granted:
-            self._parties[request.ticket].since = time.monotonic()
+            self._waiters[request.ticket].since = time.monotonic()
         # Everybody looks again, not only those who were let in: one who waits for captures
         # must begin to look for dead holds once a trainer has taken their place.
         self._changed.notify_all()
@@ -335,7 +337,7 @@ class LoadsSide(LockQueue):
         thread = threading.current_thread()
         owner = self._mutation_owner() or thread
         with self._changed:
-            self._reap()
+            self._collect()
             mutations = [each for each in self._state.holding if each.side is Side.MUTATING]
             inside = frozenset(each.ticket for each in mutations if each.owner == owner)
             caller = LoadCaller(thread, blocking, owner, inside, serve)
@@ -368,7 +370,7 @@ class LoadsSide(LockQueue):
             self._leave(request.ticket)
             raise
 
-    def _load(self, caller: LoadCaller, keeper: threading.Thread | None = None) -> Party:
+    def _load(self, caller: LoadCaller, keeper: threading.Thread | None = None) -> Waiter:
         held = any(self._state.holds(ticket) for ticket in caller.inside)
         thread = caller.thread
         request = Request(
@@ -379,7 +381,7 @@ class LoadsSide(LockQueue):
             home=keeper,
             within=caller.owner if held else None,
         )
-        return Party(request, "load()", thread, thread.ident, keeper=keeper, serve=caller.serve)
+        return Waiter(request, "load()", thread, thread.ident, keeper=keeper, serve=caller.serve)
 
     def release_load(self, request: Request) -> None:
         """Ends what :meth:`acquire_load` began. Does nothing if it has ended already."""
@@ -432,12 +434,12 @@ class StateLock(LoadsSide):
             LockMisuse: If this thread is capturing the state itself.
             StateLockTimeout: If a timeout was given and has passed; nothing is held then.
         """
-        party = self._trainer("mutating()")
+        waiter = self._trainer("mutating()")
         try:
-            self._acquire(party, timeout)  # inside: an interrupt may come the moment it returns
+            self._acquire(waiter, timeout)  # inside: an interrupt may come the moment it returns
             yield
         finally:
-            self._leave(party.request.ticket)
+            self._leave(waiter.request.ticket)
 
     def disallow_state_dict_read(self, timeout: float | None = None) -> None:
         """Takes the mutating side for the calling thread, until it allows reading again.
@@ -486,12 +488,12 @@ class StateLock(LoadsSide):
         if self._mutation_owner() is not None:
             yield
             return
-        party = self._capture_for(None)
+        waiter = self._capture_for(None)
         try:
-            self._acquire(party, timeout)  # inside: an interrupt may come the moment it returns
+            self._acquire(waiter, timeout)  # inside: an interrupt may come the moment it returns
             yield
         finally:
-            self._leave(party.request.ticket)
+            self._leave(waiter.request.ticket)
 
     def acquire_capture(
         self, timeout: float | None = None, *, thread: int | None = None
@@ -510,11 +512,11 @@ class StateLock(LoadsSide):
             LockMisuse: If the thread concerned is changing the state.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        party = self._capture_for(thread)
-        self._acquire(party, timeout)
-        return CaptureToken(party.request)
+        waiter = self._capture_for(thread)
+        self._acquire(waiter, timeout)
+        return CaptureToken(waiter.request)
 
-    def _capture_for(self, thread: int | None) -> Party:
+    def _capture_for(self, thread: int | None) -> Waiter:
         fresh = threading.current_thread() if thread is None else object()
         return self._capture(self._capture_owner() or fresh, thread)
 
@@ -539,12 +541,12 @@ class StateLock(LoadsSide):
             LockMisuse: If the thread concerned is changing the state.
         """
         home = home or threading.current_thread()
-        party = self._capture(object(), thread, home=home, awaited=awaited)
+        waiter = self._capture(object(), thread, home=home, awaited=awaited)
         with self._changed:
-            self._enter(party)
-            if self._state.holds(party.request.ticket):
-                return CaptureToken(party.request)
-            self._leave(party.request.ticket)
+            self._enter(waiter)
+            if self._state.holds(waiter.request.ticket):
+                return CaptureToken(waiter.request)
+            self._leave(waiter.request.ticket)
         return None
 
     async def acquire_capture_async(
@@ -578,9 +580,9 @@ class StateLock(LoadsSide):
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
         here = threading.current_thread()
-        party = self._capture(object(), thread, home=here, awaited=awaited)
-        party.serve = serve
-        return CaptureToken((await self._acquire_async(lambda: party, timeout)).request)
+        waiter = self._capture(object(), thread, home=here, awaited=awaited)
+        waiter.serve = serve
+        return CaptureToken((await self._acquire_async(lambda: waiter, timeout)).request)
 
     @asynccontextmanager
     async def capturing_async(
@@ -602,7 +604,7 @@ class StateLock(LoadsSide):
                 devices wait for these.
         """
         with self._changed:
-            if token.ticket in self._parties:
+            if token.ticket in self._waiters:
                 self._fences.extend(fences)
                 self._leave(token.ticket)
 
@@ -619,9 +621,9 @@ class StateLock(LoadsSide):
             grace: Seconds that a trainer waits from now on.
         """
         with self._changed:
-            party = self._parties.get(token.ticket)
-            if party is not None:
-                party.deferred_at, party.grace = time.monotonic(), grace
+            waiter = self._waiters.get(token.ticket)
+            if waiter is not None:
+                waiter.deferred_at, waiter.grace = time.monotonic(), grace
                 token.grace = grace
                 self._state = defer(self._state, token.ticket)
                 self._changed.notify_all()
@@ -629,10 +631,10 @@ class StateLock(LoadsSide):
     def begin_capture(self, token: CaptureToken) -> bool:
         """End the deferral of a capture; return False if it does not hold the lock any more."""
         with self._changed:
-            party = self._parties.get(token.ticket)
-            if party is None or party.forfeited:
+            waiter = self._waiters.get(token.ticket)
+            if waiter is None or waiter.revoked:
                 return False
-            party.grace = token.grace = math.inf
+            waiter.grace = token.grace = math.inf
             self._state = defer(self._state, token.ticket, deferred=False)
             return True
 
@@ -647,16 +649,16 @@ class StateLock(LoadsSide):
             CaptureTooSlow: If a trainer has taken the lock from the capture, or it has ended.
         """
         with self._changed:
-            party = self._parties.get(token.ticket)
-            if party is None or party.forfeited:
-                raise forfeited(token.grace)
-            party.readers += 1
+            waiter = self._waiters.get(token.ticket)
+            if waiter is None or waiter.revoked:
+                raise revoked(token.grace)
+            waiter.readers += 1
         try:
             yield
         finally:
             with self._changed:
-                party.readers -= 1
-                if party.forfeited and not party.readers:
+                waiter.readers -= 1
+                if waiter.revoked and not waiter.readers:
                     self._leave(token.ticket)
 
     @contextmanager
@@ -684,7 +686,7 @@ class StateLock(LoadsSide):
             LockMisuse: If the thread is changing the state.
         """
         with self._changed:
-            self._reap()
+            self._collect()
             self._refuse_deadlock(self._capture(object(), thread))
 
     # ---- optimizer steps ----
@@ -701,25 +703,25 @@ class StateLock(LoadsSide):
             LockMisuse: If the loop of this thread holds a capture.
         """
         with self._changed:
-            for party in self._steps(key):
+            for waiter in self._steps(key):
                 # A frame begins its step once; a known mark is that of a dead frame at the
                 # same address.
-                if party.mark == mark:
-                    self._leave(party.request.ticket)
+                if waiter.mark == mark:
+                    self._leave(waiter.request.ticket)
         self._acquire(self._trainer(purpose, key=key, mark=mark), None)
 
     def leave_step(self, key: object) -> None:
         """Ends the innermost step of this key on the calling thread, if there is one."""
         with self._changed:
-            self._reap()
-            for party in self._steps(key)[-1:]:
-                self._leave(party.request.ticket)
+            self._collect()
+            for waiter in self._steps(key)[-1:]:
+                self._leave(waiter.request.ticket)
 
     def step_in_progress(self, key: object) -> bool:
         """Whether a step of this key runs or waits to begin on any thread."""
         with self._changed:
-            self._reap()
-            return any(party.key is key for party in self._parties.values())
+            self._collect()
+            return any(waiter.key is key for waiter in self._waiters.values())
 
     # ---- what a person can see ----
 
@@ -735,18 +737,18 @@ class StateLock(LoadsSide):
         return f"<StateLock [{text or 'free'}{waiting}]>"
 
     def _uses(self, requests: tuple[Request, ...]) -> tuple[LockUse, ...]:
-        return tuple(self._parties[request.ticket].use() for request in requests)
+        return tuple(self._waiters[request.ticket].use() for request in requests)
 
     def _bracket(self) -> int | None:
         """The ticket of the calling thread's bracket: the hold itself is the only record of it."""
         me = threading.current_thread()
         with self._changed:
-            mine = (t for t, p in self._parties.items() if p.purpose == _BRACKET and p.thread is me)
+            mine = (t for t, p in self._waiters.items() if p.purpose == _BRACKET and p.thread is me)
             return next(mine, None)
 
-    def _steps(self, key: object) -> list[Party]:
+    def _steps(self, key: object) -> list[Waiter]:
         me = threading.current_thread()
-        return [p for p in self._parties.values() if p.key is key and p.thread is me]
+        return [p for p in self._waiters.values() if p.key is key and p.thread is me]
 
 
 def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLock:

@@ -172,7 +172,7 @@ def defer(state: LockState, ticket: int, *, deferred: bool = True) -> LockState:
     return replace(state, holding=holding)
 
 
-def forfeitable(state: LockState) -> tuple[Request, ...]:
+def revocable(state: LockState) -> tuple[Request, ...]:
     """The captures that a trainer would have to take the lock from to be let in.
 
     Returns:

@@ -61,7 +61,7 @@ class LockStatistics:
 
 
 @dataclass(slots=True)
-class Party:
+class Waiter:
     """What the lock remembers of one request besides the request itself.
 
     Args:
@@ -75,7 +75,7 @@ class Party:
         grace: Of a deferred capture, for how many seconds a trainer waits for it.
         deferred_at: When it was deferred, by the monotonic clock.
         readers: Of a deferred capture, how many threads are reading just now.
-        forfeited: Whether a trainer has taken the lock from it, or is about to.
+        revoked: Whether a trainer has taken the lock from it, or is about to.
         keeper: Of a load, the thread whose event loop lets go of it.
         serve: Of a load or a capture, does what it wants of ``thread``, where that waits itself.
     """
@@ -90,7 +90,7 @@ class Party:
     grace: float = math.inf
     deferred_at: float = 0.0
     readers: int = 0
-    forfeited: bool = False
+    revoked: bool = False
     keeper: threading.Thread | None = None
     serve: Callable[[], object] | None = None
 
@@ -109,7 +109,7 @@ class Party:
         # The frame goes straight into the call: kept in a variable here it could close a cycle.
         return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
 
-    def grace_left(self, trainer: Party) -> float:
+    def grace_left(self, trainer: Waiter) -> float:
         """For how many more seconds a trainer waits for this deferred capture."""
         return max(self.deferred_at, trainer.since) + self.grace - time.monotonic()
 
@@ -157,21 +157,21 @@ class Deadline:
         return self._at - time.monotonic()
 
 
-def timed_out(party: Party, timeout: float, holders: Iterable[Party]) -> StateLockTimeout:
+def timed_out(waiter: Waiter, timeout: float, holders: Iterable[Waiter]) -> StateLockTimeout:
     """The error for a request that was not granted in time: who has the lock, and since when."""
     held = "; ".join(
         f"thread {use.thread!r} has been {use.side} for {use.seconds:.1f} s ({use.purpose})"
         for use in (holder.use() for holder in holders)
     )
     who = held or "nobody holds it, and others wait in front"
-    if party.request.side is Side.CAPTURING:
+    if waiter.request.side is Side.CAPTURING:
         hint = (
             "End the mutation sooner (leave mutating(), finish the step or call "
             "allow_state_dict_read()), or allow the capture more time"
         )
     else:
         hint = "Wait for longer, or without a limit; captures end when their copies are done"
-    wanted = party.request.side.value
+    wanted = waiter.request.side.value
     return StateLockTimeout(
         f"The state lock was not free for {wanted} within {timeout:g} s: {who}", hint=hint
     )
@@ -213,7 +213,7 @@ def nested_misused(name: str, purpose: str) -> LockMisuse:
     )
 
 
-def forfeited(grace: float) -> CaptureTooSlow:
+def revoked(grace: float) -> CaptureTooSlow:
     """The error for a capture that a trainer has taken the lock from."""
     return CaptureTooSlow(
         f"A step waited {grace:g} s for the copy of what it changes, and went on without it",

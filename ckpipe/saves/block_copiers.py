@@ -25,8 +25,8 @@ import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import StateChanged
-from ckpipe.lock.holds import Turn
-from ckpipe.lock.late_copies import Sample, Watch
+from ckpipe.lock.holds import LockHold
+from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.lock import Fence
 from ckpipe.saves.copying import BlockPlan, fill_blocks, tensors_of
 from ckpipe.saves.saving import FilledBlock
@@ -79,7 +79,7 @@ class Piece:
     filled: FilledBlock
     work: BlockPlan
     last: bool = True
-    sample: Sample | None = None
+    sample: ByteSample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class BlockCopiers:
 
     def __init__(
         self,
-        turn: Turn,
+        turn: LockHold,
         state: Captured,
         devices: DeviceCopies,
         out: Callable[[Sequence[FilledBlock]], object],
@@ -169,7 +169,7 @@ class BlockCopiers:
         self._places = anyio.Semaphore(self.threads)
         self._ready: deque[Piece] = deque()
         self._loop = asyncio.get_running_loop()
-        self._watch: Watch | None = None
+        self._watch: MutationDetector | None = None
         self._together = FIRST_TOGETHER
 
     def add(self, pieces: Iterable[Piece]) -> None:
@@ -188,7 +188,7 @@ class BlockCopiers:
             for _ in range(min(self.threads, len(self._ready))):
                 tasks.start_soon(self.copy)
 
-    def defer(self, watch: Watch, grace: float) -> None:
+    def defer(self, watch: MutationDetector, grace: float) -> None:
         """Says that all further pieces are deferred; for any thread.
 
         Args:
@@ -315,7 +315,7 @@ class _LateTensors:
         """Their memory, which nobody frees while it is held."""
         return list(map(torch.Tensor.untyped_storage, self._tensors))
 
-    def check_unchanged(self, watch: Watch) -> None:
+    def check_unchanged(self, watch: MutationDetector) -> None:
         """Looks whether they are what they were when they were captured.
 
         Raises:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from ckpipe.errors import LockMisuse
-from ckpipe.lock.holds import Turn
+from ckpipe.lock.holds import LockHold
 from ckpipe.saves.saving import CapturedState, Save
 from ckpipe.saves.site import Site
 from ckpipe.tasks.caller import Job
 
-Look = Callable[[Save, Site, Turn], CapturedState | None]
+Look = Callable[[Save, Site, LockHold], CapturedState | None]
 """Takes the state apart in a turn; blocking."""
 
 
@@ -30,7 +30,7 @@ class HeadStart:
         job: The caller's work.
     """
 
-    def __init__(self, save: Save, turn: Turn, job: Job[CapturedState | None]) -> None:
+    def __init__(self, save: Save, turn: LockHold, job: Job[CapturedState | None]) -> None:
         self.turn = turn
         self._save, self._job, self._began = save, job, time.perf_counter()
 
@@ -39,7 +39,7 @@ class HeadStart:
         await self._job.ended()
         self._save.clock.worked("walk", self._began, time.perf_counter())
 
-    def found(self, turn: Turn) -> CapturedState | None:
+    def found(self, turn: LockHold) -> CapturedState | None:
         """What the caller has found in a turn; None if it has not looked then.
 
         Raises:
@@ -83,12 +83,12 @@ def head_start(save: Save, site: Site, look: Look) -> HeadStart | None:
     return HeadStart(save, turn, job)
 
 
-def _turn(save: Save, site: Site) -> Turn | None:
+def _turn(save: Save, site: Site) -> LockHold | None:
     try:
         token = site.lock.acquire_capture_nowait(thread=save.request.thread)
     except LockMisuse:  # which the stage will meet as well, and knows whom to tell
         return None
-    return None if token is None else Turn(site.lock, save.request.thread, token)
+    return None if token is None else LockHold(site.lock, save.request.thread, token)
 
 
 __all__ = ["HeadStart", "Look", "head_start"]

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from ckpipe.format.data_file import Cargo
-from ckpipe.lock.late_copies import OwnedFacts, Sample, owned_leaves, owned_tensors, worth_watching
+from ckpipe.lock.late_copies import (
+    ByteSample,
+    OwnedFacts,
+    owned_leaves,
+    owned_tensors,
+    worth_watching,
+)
 from ckpipe.plan.plan import RankPlan
 from ckpipe.saves.copying import BlockPlan, split_block, tensors_of
 from ckpipe.state.flatten import Captured
@@ -54,7 +60,7 @@ class Division:
     facts: OwnedFacts | None = None
     owned: list[int] = field(default_factory=list)
     halves: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ByteSample] = field(default_factory=list)
     worth: bool = True
 
     @property
@@ -95,7 +101,7 @@ def divide(captured: Captured, program: Program, owners: Sequence[Optimizer]) ->
         facts = OwnedFacts(tensors, captured.objects)
     except RuntimeError:  # such as that there are no strides
         facts = None
-    samples = [Sample(captured.tensors, tensors_of(later)) for _, later in halves]
+    samples = [ByteSample(captured.tensors, tensors_of(later)) for _, later in halves]
     return Division(captured.tensors, program, facts, sorted(owned), halves, samples)
 
 

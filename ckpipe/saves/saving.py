@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import Structure, TensorRow
-from ckpipe.lock.holds import Turn
-from ckpipe.lock.late_copies import Watch
+from ckpipe.lock.holds import LockHold
+from ckpipe.lock.late_copies import MutationDetector
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.saves.block_sums import BlockSums
@@ -80,7 +80,7 @@ class Deferral:
 
     program: Program
     division: Division
-    watch: Watch
+    watch: MutationDetector
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class CapturedState:
         deferral: There if the caller is gone already.
     """
 
-    turn: Turn
+    turn: LockHold
     captured: Captured
     after: Sequence[Any]
     deferral: Deferral | None = None
@@ -104,7 +104,7 @@ class CapturedState:
 class PlannedState:
     """A captured state whose plan and memory are there, so that copying can begin."""
 
-    turn: Turn
+    turn: LockHold
     captured: Captured
     after: Sequence[Any]
     program: Program

@@ -7,7 +7,7 @@ import logging
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import PipelineBusy, SaveError, StateChanged, UsageError
-from ckpipe.lock.holds import Turn
+from ckpipe.lock.holds import LockHold
 from ckpipe.saves.saving import Save
 from ckpipe.saves.site import Site
 
@@ -17,7 +17,7 @@ TURNS = 3
 """A first walk to plan from, one to copy by, and one more if the structure changed between."""
 
 
-async def run(save: Save, site: Site, out: MemoryObjectSendStream[Turn]) -> None:
+async def run(save: Save, site: Site, out: MemoryObjectSendStream[LockHold]) -> None:
     """Gives the save its turns on the state, one after the other, until one has been copied.
 
     Raises:
@@ -54,13 +54,13 @@ async def _reserve_ahead(save: Save, site: Site, blocks: int) -> None:
         logger.debug("%s: the memory of the last state cannot be had: %s", save.name, error)
 
 
-async def _turn(save: Save, site: Site) -> Turn:
+async def _turn(save: Save, site: Site) -> LockHold:
     caller, thread = save.request.caller, save.request.thread
     with save.clock.timing("lock"):
         if caller is not None and not caller.blocks:
             # Its event loop may be busy, or wait for a trainer: the walk itself takes the lock.
-            return Turn(site.lock, thread)
+            return LockHold(site.lock, thread)
         token = await site.lock.acquire_capture_async(
             site.settings.lock.timeout_seconds, thread=thread, awaited=caller is not None
         )
-    return Turn(site.lock, thread, token)
+    return LockHold(site.lock, thread, token)

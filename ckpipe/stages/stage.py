@@ -14,8 +14,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.errors import StateLockTimeout, UsageError
 from ckpipe.events import Staged
 from ckpipe.loads.selecting import unmatched
-from ckpipe.lock.holds import Turn
-from ckpipe.lock.late_copies import Watch
+from ckpipe.lock.holds import LockHold
+from ckpipe.lock.late_copies import MutationDetector
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams, events_behind
 from ckpipe.plan.plan import fingerprint
@@ -42,7 +42,7 @@ MAX_COPIERS = 4
 async def walk(
     save: Save,
     site: Site,
-    inbox: MemoryObjectReceiveStream[Turn],
+    inbox: MemoryObjectReceiveStream[LockHold],
     out: MemoryObjectSendStream[CapturedState],
 ) -> None:
     """The first half: takes the state apart in every turn.
@@ -57,7 +57,7 @@ async def walk(
             await out.send(state or await _looked(save, site, turn))
 
 
-async def _looked(save: Save, site: Site, turn: Turn) -> CapturedState:
+async def _looked(save: Save, site: Site, turn: LockHold) -> CapturedState:
     """Have the thread that called take the state apart, once it comes to that under the lock."""
     caller, limits = save.request.caller, site.settings.lock
     with turn.in_use():
@@ -77,7 +77,7 @@ async def _looked(save: Save, site: Site, turn: Turn) -> CapturedState:
     )
 
 
-def look(save: Save, site: Site, turn: Turn) -> CapturedState | None:
+def look(save: Save, site: Site, turn: LockHold) -> CapturedState | None:
     """Takes the state apart, and lets the caller go if all is known already; blocking.
 
     Returns:
@@ -96,7 +96,7 @@ def look(save: Save, site: Site, turn: Turn) -> CapturedState | None:
     return CapturedState(turn, captured, after, deferral)
 
 
-def _walk(save: Save, site: Site, turn: Turn) -> Captured:
+def _walk(save: Save, site: Site, turn: LockHold) -> Captured:
     pickling = site.settings.pickle == "allow"
     state, select = save.request.state, save.request.select
     with turn.here(), torch.no_grad(), collector_paused():
@@ -133,7 +133,7 @@ def _check_selection(save: Save, site: Site, walked: Walked) -> None:
         warnings.warn(f"{said} [step {step}]", RuntimeWarning, stacklevel=2)
 
 
-def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> Deferral | None:
+def _let_caller_go(save: Save, site: Site, turn: LockHold, captured: Captured) -> Deferral | None:
     """Lets training go on if all is known already and nothing has to be copied before.
 
     In a steady run of ``until="captured"`` that is so, and the caller need not wait until the
@@ -147,7 +147,7 @@ def _let_caller_go(save: Save, site: Site, turn: Turn, captured: Captured) -> De
     division = _division(save, site, captured, program)
     if not division.all_later:
         return None
-    watch = Watch(captured, division.owned, division.samples)
+    watch = MutationDetector(captured, division.owned, division.samples)
     turn.defer(site.settings.lock.max_step_wait_seconds)
     _captured(save)
     return Deferral(program, division, watch)
@@ -245,7 +245,7 @@ async def _copy_beside_training(
     else:
         copiers.add(soon)
         await copiers.finish()
-        copiers.defer(Watch(state.captured, division.owned, division.samples), grace)
+        copiers.defer(MutationDetector(state.captured, division.owned, division.samples), grace)
         _captured(save)
     copiers.add(late)
     await copiers.finish()
