@@ -316,8 +316,7 @@ def test_fallback_loads_the_newest_that_is_whole(saved: Path) -> None:
     assert result is not None
     assert result.step == 5
     assert same(result.state, small_state(5))
-    (event,) = told
-    assert isinstance(event, events.CheckpointDamaged)
+    (event,) = [each for each in told if isinstance(each, events.CheckpointDamaged)]
     assert (event.id, event.step) == (damaged.id, 6)
     assert "TruncatedObject" in event.error
 
