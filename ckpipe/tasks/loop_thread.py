@@ -16,8 +16,7 @@ from anyio.lowlevel import EventLoopToken, current_token
 
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.tasks.caller import Caller, this_loop
-from ckpipe.tasks.event_loop import KeepingLoop
-from ckpipe.tasks.to_thread import reserve_of_threads
+from ckpipe.tasks.to_thread import PipelineLoop, reserve_of_threads
 
 T = TypeVar("T")
 
@@ -208,7 +207,7 @@ def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
             await portal.sleep_until_stopped()
 
     try:
-        anyio.run(serve, backend_options={"loop_factory": KeepingLoop})
+        anyio.run(serve, backend_options={"loop_factory": PipelineLoop})
     except BaseException as error:
         if ready.done():
             raise

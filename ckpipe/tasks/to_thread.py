@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -82,6 +82,21 @@ def _serve(calls: _Calls) -> None:
         call()
 
 
+class PipelineLoop(asyncio.SelectorEventLoop):
+    """An event loop whose default executor is the worker threads of :func:`run_sync`.
+
+    That of asyncio takes no call any more while the interpreter ends.
+    """
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Args], Result], *args: *Args
+    ) -> asyncio.Future[Result]:
+        """Call a function in a worker thread, unless an executor is named."""
+        if executor is not None:
+            return super().run_in_executor(executor, func, *args)
+        return self.create_task(run_sync(func, *args, abandon_on_cancel=True))
+
+
 def use_reserve_if_no_thread_starts() -> None:
     """Have calls go to the reserves if the interpreter ends and starts no thread any more."""
     global _uses_reserve
@@ -91,4 +106,10 @@ def use_reserve_if_no_thread_starts() -> None:
         _uses_reserve = True
 
 
-__all__ = ["RESERVE", "reserve_of_threads", "run_sync", "use_reserve_if_no_thread_starts"]
+__all__ = [
+    "RESERVE",
+    "PipelineLoop",
+    "reserve_of_threads",
+    "run_sync",
+    "use_reserve_if_no_thread_starts",
+]
