@@ -18,6 +18,7 @@ import random
 import tarfile
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from placed_targets import placed, rank_of
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -52,6 +54,7 @@ class Feature:
         load: What ``load`` is given besides.
         alone: Makes what one process loads of all ranks; None if that is the state of rank 0.
         max_blocks: How many blocks the store takes for one file; None for any number.
+        together: Labels of replicas that the ranks plan for together, as ``plan="global"`` does.
     """
 
     state: Callable[[int], State]
@@ -61,6 +64,7 @@ class Feature:
     load: dict[str, Any] = field(default_factory=dict)
     alone: Callable[[], State] | None = None
     max_blocks: int | None = None
+    together: tuple[str, ...] = ()
 
 
 class Point(NamedTuple):
@@ -369,6 +373,18 @@ def replicated(rank: int) -> State:
     return {"model": {"weight": matrix(300, 200), "bias": torch.arange(7.0)}, "rank": rank}
 
 
+def stages(rank: int) -> State:
+    """Tensors that only some of the ranks have, as in pipeline parallelism."""
+    held = {0: ("first", "tied"), 1: ("first", "last"), 2: ("last", "tied")}[rank]
+    model = {name: stages_alone()["model"][name] for name in held}
+    return {"model": model, "mine": torch.tensor([rank])}
+
+
+def stages_alone() -> State:
+    model = {"first": matrix(300, 200), "tied": torch.arange(9.0), "last": matrix(5, 3)}
+    return {"model": model, "mine": torch.tensor([0])}
+
+
 def crowd(rank: int) -> State:
     """What one of more than a hundred ranks has."""
     return {"model": {"weight": matrix(101, 3)}, "mine": torch.tensor([rank]), "rank": rank}
@@ -406,6 +422,9 @@ FEATURES = {
         replicated, ranks=3, settings={"plan": {"replicated": ["model.*"]}},
         load={"per_rank": "rank0"},
     ),
+    "stages": Feature(
+        stages, ranks=3, load={"per_rank": "rank0"}, alone=stages_alone, together=("model.*",)
+    ),
     "crowd": Feature(
         crowd, ranks=101, settings={"plan": {"replicated": ["model.*"]}},
         load={"per_rank": "rank0"},
@@ -428,16 +447,36 @@ def save(make: Callable[[], Backend], feature: Feature) -> None:
 
     scheme = f"features{next(_numbers)}"
     ckpipe.register_backend(scheme, backend)
+    settings: dict[str, Any] = {"attempt_id": "old", "keep_reports": False} | feature.settings
+    if feature.together:
+        _save_together(f"{scheme}://store", feature, settings)
+        return
     for rank in range(feature.ranks):
         with ExitStack() as stack:
             if feature.ranks > 1:
                 stack.enter_context(rank_of(rank, feature.ranks))
             state = feature.state(rank)
             guard = state["optimizer"] if "until" in feature.save else None
-            settings: dict[str, Any] = {"attempt_id": "old", "keep_reports": False}
-            settings |= feature.settings
             opened = ckpipe.SyncPipeline(f"{scheme}://store", guard=guard, **settings)
             stack.enter_context(opened).save(state, step=STEP, **feature.save).wait()
+
+
+def _save_together(url: str, feature: Feature, settings: dict[str, Any]) -> None:
+    """Save a feature by all of its ranks at once, which plan together."""
+    store: Any = HashStore()
+    with ExitStack() as stack:
+        pipelines = []
+        for rank in range(feature.ranks):
+            plan = ckpipe.GlobalPlanner(store, replicated=feature.together)
+            with rank_of(rank, feature.ranks):
+                opened = ckpipe.SyncPipeline(url, plan=plan, **settings)
+                pipelines.append(stack.enter_context(opened))
+
+        def save_rank(rank: int) -> None:
+            pipelines[rank].save(feature.state(rank), step=STEP).wait()
+
+        threads = stack.enter_context(ThreadPoolExecutor(feature.ranks))
+        list(threads.map(save_rank, range(feature.ranks)))
 
 
 def write(*names: str) -> None:
