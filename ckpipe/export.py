@@ -54,7 +54,7 @@ _BATCH_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """How to export.
+    """The settings of an export.
 
     Args:
         format: ``"torch"`` or ``"hf"``.
@@ -79,7 +79,7 @@ class ExportSettings:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was exported.
+    """The result of an export.
 
     Args:
         folder: The folder on the store, relative to the root.
@@ -340,7 +340,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlace:
-    """Where a file of an export goes.
+    """The place of a file of an export.
 
     Args:
         backend: The store, whose requests are tried again.

@@ -72,7 +72,7 @@ _READS = 8
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of trying to complete a checkpoint.
+    """The outcome of trying to complete a checkpoint.
 
     Args:
         complete: Whether it is complete now.
@@ -104,7 +104,7 @@ async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: 
 
     Raises:
         CorruptCheckpoint: If a member of a full directory is damaged.
-        StoreError: If the store failed; whoever comes next goes on.
+        StoreError: If the store failed; the next caller goes on.
     """
     level, directory = 0, rank // GROUP_SIZE
     while not await _absent(backend, id, level, directory, world_size):
@@ -119,7 +119,7 @@ async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: 
 async def complete_from_top(
     backend: Backend, id: CheckpointId, world_size: int, *, most_holes: int = 1
 ) -> Outcome:
-    """Completes a checkpoint whoever left it, or finds out who is absent.
+    """Complete a checkpoint from the top of its merge tree, or find out which ranks are absent.
 
     Args:
         backend: The store.
@@ -324,7 +324,7 @@ async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Ch
 
 
 async def repair(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
-    """What is known of a checkpoint, after completing it if nothing but its index lacks.
+    """Complete a checkpoint if nothing but its index lacks, and describe it.
 
     Raises:
         StoreError: If the store failed to list.
@@ -345,7 +345,8 @@ async def repair(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
 
 
 async def newest_likely(backend: Backend) -> CheckpointInfo | None:
-    """What :func:`newest_repaired` finds, or one that is being deleted just now, a look earlier.
+    """Find what :func:`newest_repaired` finds, or one that is being deleted just now, a look
+    earlier.
 
     For who takes a lease on it and looks for its tombstone then anyway. Whether it is pinned is
     not looked up.
@@ -375,7 +376,7 @@ async def newest_repaired(backend: Backend) -> CheckpointInfo | None:
 
 
 async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
-    """What :func:`ckpipe.catalog.find.find` finds, completed first if that is possible.
+    """Find what :func:`ckpipe.catalog.find.find` finds, completed first if that is possible.
 
     An exact id of one that is complete costs three looks, anything else the three lists of
     :func:`ckpipe.catalog.find.discover`.
@@ -397,7 +398,7 @@ async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
 
 
 async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
-    """How many ranks a checkpoint has, by any manifest of the first directory."""
+    """Read the number of ranks of a checkpoint from any manifest of the first directory."""
     prefix = directory(id, 0, 0)
     try:
         key = next(iter(sorted([each.key async for each in backend.list(prefix)])), None)

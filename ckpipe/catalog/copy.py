@@ -61,7 +61,7 @@ UseBlock = Callable[[int, memoryview], Awaitable[None]]
 
 @dataclass(slots=True)
 class CopyReport:
-    """What copying a checkpoint came to.
+    """The result of copying a checkpoint.
 
     Args:
         id: Exact name of the checkpoint, the same on both stores.
@@ -80,7 +80,7 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True)
 class CopySettings:
-    """How to copy.
+    """The settings of a copy.
 
     Args:
         policy: How often writes of blocks are tried again.
@@ -274,7 +274,7 @@ class _File:
             )
 
     async def _is_whole(self) -> bool:
-        """Whether the file on the target is what was saved."""
+        """Read the file on the target and compare it with the checksums."""
         seen = 0
 
         async def count(offset: int, block: memoryview) -> None:
@@ -415,7 +415,7 @@ class FileCheck:
             self._sums.add(piece.member, piece.lo, piece.hi, piece.value)
 
     def fault(self) -> str | None:
-        """What is not as it was saved, once every block was taken; None if all is."""
+        """The first difference to the checksums once every block was taken; None without one."""
         found = self._sums.finished()
         headers = chunk_count(self._row.header_bytes)
         if _joined(found[:headers], self._row.header_bytes) != self._row.header_crc32c:

@@ -1,10 +1,10 @@
 """Deletion of one checkpoint, and of what earlier deletions have left.
 
-Theory. A tombstone is created first, and from then on the checkpoint does not count as complete,
-whoever looks and whatever is still there. Then the index goes, then manifests, then data, until a
-list shows none of ckpipe's names. Other names below the prefix are left alone, and so is all that
-is reached through a link. A crash anywhere leaves a tombstone, by which the next prune finds what
-is left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
+Theory. A tombstone is created first, and from then on the checkpoint does not count as complete for
+any process, whatever is still there. Then the index goes, then manifests, then data, until a list
+shows none of ckpipe's names. Other names below the prefix are left alone, and so is all that is
+reached through a link. A crash anywhere leaves a tombstone, by which the next prune finds what is
+left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
 cannot bring it back to life. An hour is enough for one that was complete: all its ranks had
 committed, and only a process that was about to write its index then, and has stood still ever
 since, could still do so. A run that saves every minute so leaves about a hundred tombstones, and
@@ -21,11 +21,12 @@ appear at the last moment, the tombstone stays and the data waits for the lease 
 
 **Why no pin is lost.** Who pins holds a lease, creates the pin, and then looks for a tombstone:
 with one, the pin is taken back and was none. Who removes looks for leases once the tombstone is
-there, and then for a pin. A pin without a live lease was there before the tombstone. Everybody who
-would remove that checkpoint sees it, and nobody has begun to; so the tombstone is taken back. Where
-who pinned died before the look, the lease has kept others off for its life, and a removal that had
-begun before is through or has crashed; as the index goes first, what a crash leaves counts for
-nothing without the tombstone either, unless all of its manifests and so all of its data are there.
+there, and then for a pin. A pin without a live lease was there before the tombstone. Every process
+that would remove that checkpoint sees it, and none has begun to; so the tombstone is taken back.
+Where who pinned died before the look, the lease has kept others off for its life, and a removal
+that had begun before is through or has crashed; as the index goes first, what a crash leaves counts
+for nothing without the tombstone either, unless all of its manifests and so all of its data are
+there.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _SHOWN = 5
 
 
 class Removal(Enum):
-    """What has become of a checkpoint that was to be removed."""
+    """The outcome of removing a checkpoint."""
 
     GONE = auto()
     """Its data is gone."""
@@ -89,7 +90,7 @@ async def delete(backend: Backend, id: CheckpointId) -> None:
 async def retire(
     backend: Backend, id: CheckpointId, digests: Sequence[str] | None = None
 ) -> Removal:
-    """Deletes a checkpoint that nobody has pinned, for all who do not hold a lease on it already.
+    """Delete a checkpoint that is not pinned, for all who do not hold a lease on it already.
 
     Args:
         backend: The store.
@@ -117,7 +118,7 @@ async def retire(
 
 
 async def has_own(backend: Backend, id: CheckpointId) -> bool:
-    """Whether anything of a checkpoint lies below its prefix that deleting it would remove.
+    """Tell whether anything of a checkpoint lies below its prefix that deleting it would remove.
 
     Raises:
         StoreError: If the store failed.
@@ -223,7 +224,7 @@ async def finish_deletions(
     Args:
         backend: The store.
         finished: Deletions known to be through; added to, and rid of those whose tombstone is
-            gone, of which nobody asks again.
+            gone, which no later prune asks for.
         forget_before: Tombstones older than this are removed, by the store's own clock.
         listing: The names of the root, if the caller has listed them since it asked for the time.
         retired: Complete checkpoints that :func:`retire` has removed in this process, whose

@@ -224,7 +224,7 @@ def naming_one() -> Iterator[None]:
 
 
 async def recheck(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
-    """What is known now of a checkpoint that was incomplete, by its index and its tombstone.
+    """Describe again a checkpoint that was incomplete, by its index and its tombstone.
 
     Raises:
         StoreError: If the store failed.
@@ -258,7 +258,7 @@ async def _stat(backend: Backend, key: str) -> ObjectInfo | None:
 
 
 async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:
-    """Makes sure that nobody has begun to delete a checkpoint; for who holds a lease on it.
+    """Raise if the deletion of a checkpoint has begun; called under a lease on it.
 
     Raises:
         CheckpointIncomplete: If it has a tombstone.
@@ -332,7 +332,7 @@ async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidec
 
 
 async def write_sidecar_of(backend: Backend, index: Bundle | None) -> None:
-    """The same for an index that was created just now; None if somebody else has created it."""
+    """The same for an index that was created just now; None if another process has created it."""
     if index is None:
         return
     try:
@@ -343,7 +343,7 @@ async def write_sidecar_of(backend: Backend, index: Bundle | None) -> None:
 
 
 async def list_sidecars(backend: Backend) -> dict[CheckpointId, MetricsSidecar]:
-    """What digests say of the checkpoints of a root; costs one delimited list.
+    """Read the metrics sidecars of a root; costs one delimited list.
 
     Raises:
         StoreError: If the store failed.

@@ -1,4 +1,4 @@
-"""What an index says, in a form to show: names, shapes, sizes, sharing, ranks and inline values.
+"""Describe an index for display: names, shapes, sizes, sharing, ranks and inline values.
 
 Pure: it reads bundles that were validated, and no bytes of tensors.
 """
@@ -75,7 +75,7 @@ class ValueDescription:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the index of a checkpoint says.
+    """The contents of a checkpoint's index.
 
     Args:
         id: Exact name of the checkpoint.
@@ -109,7 +109,7 @@ class Description:
 
 
 def describe(bundle: Bundle, select: LabelFilter | None = None) -> Description:
-    """What an index says, for people and for other programs.
+    """Describe an index, for people and for other programs.
 
     Args:
         bundle: The index, validated.

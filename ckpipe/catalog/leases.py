@@ -1,4 +1,4 @@
-"""Who says that it is using a checkpoint, or that its launch is running.
+"""Leases: a process says that it is using a checkpoint, or that its launch is running.
 
 A lease is a small object below ``.ckpipe/leases/<subject>/`` that its holder renews by creating
 further ones. It is live while the newest of them is young, by the store's own clock, so that a
@@ -51,7 +51,7 @@ REMOVE_SECONDS = 5.0
 def live_subjects(
     leases: Iterable[ObjectInfo], now: datetime, life: timedelta = LEASE_LIFE
 ) -> set[str]:
-    """The checkpoints and launches that somebody holds a live lease on.
+    """The checkpoints and launches under a live lease.
 
     Args:
         leases: What lies below ``.ckpipe/leases/``.
@@ -131,7 +131,7 @@ async def leased(backend: Backend) -> set[str]:
 
 
 async def is_leased(backend: Backend, subject: str) -> bool:
-    """Whether one checkpoint or launch is under a live lease, by the store's own clock.
+    """Tell whether one checkpoint or launch is under a live lease, by the store's own clock.
 
     Raises:
         StoreError: If the store failed.
@@ -199,7 +199,7 @@ async def under_lease(
     *,
     every: timedelta = RENEW_EVERY,
 ) -> T:
-    """Does something while nobody may delete what it is about.
+    """Run work under a lease, so that no process deletes its subject meanwhile.
 
     Args:
         backend: The store.
@@ -241,7 +241,7 @@ async def _kept(
 
 
 async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
-    """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
+    """Run work on a checkpoint that no process deletes meanwhile.
 
     Args:
         backend: The store.

@@ -80,7 +80,7 @@ def _together(
 
 
 def _merged(ranks: int, manifest_bytes: int) -> int:
-    """What reading a merged object of so many ranks costs."""
+    """The cost of reading a merged object of so many ranks."""
     return REQUEST_BYTES + manifest_bytes + ranks * manifest_bytes // _MERGED_SHARE
 
 

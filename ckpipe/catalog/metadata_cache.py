@@ -1,4 +1,4 @@
-"""What retention and ``best`` know of checkpoints, and how they come to know it.
+"""Cache and query what retention and ``best`` know of checkpoints.
 
 Theory. What an index says is known for good. What a digest says
 (:mod:`ckpipe.format.metrics_sidecar`) is taken for a first answer, and then whatever decides that
@@ -34,7 +34,7 @@ _AT_ONCE = 16
 
 
 class MetadataSummary(NamedTuple):
-    """What retention has to know of a checkpoint, which its index says.
+    """The facts of a checkpoint that retention needs, from its index.
 
     Args:
         digest: Its metrics, whether it is a run's final checkpoint, and its size.
@@ -48,7 +48,7 @@ class MetadataSummary(NamedTuple):
 
 
 def summary_of(index: Bundle) -> MetadataSummary:
-    """What an index says.
+    """Summarise an index.
 
     Raises:
         InvalidManifest: If its metrics are not numbers.
@@ -59,7 +59,7 @@ def summary_of(index: Bundle) -> MetadataSummary:
 
 @dataclass(slots=True)
 class MetadataCache:
-    """What one process knows of the checkpoints of a root, by id; read once and kept.
+    """The summaries that one process has read of the checkpoints of a root, by id.
 
     Args:
         known: What indexes say, or said when they were written.
@@ -101,7 +101,7 @@ class MetadataCache:
         return [*(each.digest for each in list(self.known.values())), *self.told.values()]
 
     def digest(self, name: str) -> MetricsSidecar:
-        """What is known of a checkpoint, or else told."""
+        """The summary of a checkpoint if it was read, else its sidecar."""
         return self.known[name].digest if name in self.known else self.told[name]
 
 
@@ -177,7 +177,7 @@ class MetadataQuery:
             self._facts.told.update({name: each for name, each in told.items() if each})
 
     async def is_sure(self, names: Collection[str]) -> bool:
-        """Whether all of this was known from indexes; what was not is now, and may be different.
+        """Read the indexes of those whose sidecar was used; True if no answer can change by it.
 
         If it was, nobody had a turn meanwhile who forgets what is gone.
 
@@ -191,7 +191,7 @@ class MetadataQuery:
         return not doubtful
 
     def _open(self) -> list[CheckpointInfo]:
-        """Those of which nothing is known, as far as somebody can tell."""
+        """The ids of which neither index nor sidecar is known, as far as this process can tell."""
         return [
             each
             for each in self._complete

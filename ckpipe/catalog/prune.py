@@ -83,10 +83,10 @@ async def decide_on(
     """Decides which checkpoints of a root stay, and changes nothing.
 
     Besides what is protected, pinned checkpoints stay and the one that the run of the newest
-    resumed from, whoever asks. If several launches run on one root, rules count the checkpoints of
-    all of them together; so of each that is known to be running the newest stays too. Those whose
-    index cannot be read stay as well, and take nobody's place: rules, and the newest that always
-    stays, are found among the others.
+    resumed from, for every caller. If several launches run on one root, rules count the checkpoints
+    of all of them together; so of each that is known to be running the newest stays too. Those
+    whose index cannot be read stay as well, and take no other's place: rules, and the newest that
+    always stays, are found among the others.
 
     What is not known yet costs a list of digests, the indexes of checkpoints without one, and
     those of what goes and of what stays instead.
@@ -150,7 +150,7 @@ def _decision(
 def _deciding(
     candidates: Sequence[Candidate], rule: Rule | None, decision: Decision, now: datetime
 ) -> set[str]:
-    """What must be known for sure before something is deleted, and before anything is said."""
+    """The ids whose indexes must be read before anything is deleted or reported."""
     newest = {each.id for each in candidates[:1]}
     if rule is None or not decision.remove:
         return newest
@@ -293,7 +293,7 @@ async def prune(
 
 
 def _without(stayed: Mapping[str, str], decision: Decision, listing: Listing) -> Decision:
-    """What was done, where some stayed that were to go."""
+    """The decision as it was carried out, where some stayed that were to go."""
     kept = {*decision.keep, *stayed}
     return replace(
         decision,
@@ -319,7 +319,7 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
     :mod:`ckpipe.catalog.delete` says why a pruning under way cannot miss it.
 
     Raises:
-        CheckpointIncomplete: If somebody has begun to delete it.
+        CheckpointIncomplete: If its deletion has begun.
         StoreError: If the store failed.
     """
 
@@ -351,7 +351,7 @@ NEWEST = "it is the newest complete checkpoint"
 async def in_use(
     backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
 ) -> dict[str, str]:
-    """Checkpoints that somebody holds a live lease on, or that launches need which are running.
+    """Checkpoints under a live lease, and those that running launches need.
 
     The latter are those that are incomplete, and of each launch the newest complete one.
 
@@ -414,7 +414,7 @@ async def remove(
         backend: The store.
         which: A step, or an exact id, which may also name an incomplete checkpoint.
         protected: Ids that must stay besides, each with its reason.
-        force: Whether to delete a pinned one, the newest, or one that somebody leans on.
+        force: Whether to delete a pinned one, the newest, or one that others lean on.
 
     Returns:
         What it was.
@@ -424,8 +424,8 @@ async def remove(
         UsageError: If it is protected.
         StoreError: If the store failed; removing it again goes on where it stopped.
 
-    Should somebody begin to load it at this very moment, it is deleted for everybody else, and its
-    data goes with the next prune or sweep.
+    Should a load begin at this very moment, it is deleted for all others, and its data goes with
+    the next prune or sweep.
     """
     infos = await discover(backend)
     info = next((each for each in infos if each.id == which), None) or _picked(infos, which)

@@ -1,12 +1,12 @@
 """Removing what crashed runs left: pieces of checkpoints, uploads, old marks and leases.
 
-Theory. Nobody can see from outside whether a run that has written half a checkpoint is dead or
-slow. So a launch counts as running while anybody holds a live lease on it or on the checkpoint,
-while its claim is as young as a live lease, since it takes its first lease later, and while
-anything that it wrote is younger than a threshold, by the store's own clock. What is
-left of a launch that counts as dead is completed if nothing but its index lacks, and else deleted
-like any checkpoint, with a tombstone first: if it was merely slow, it finds the tombstone and does
-not complete what is half gone.
+Theory. It cannot be seen from outside whether a run that has written half a checkpoint is dead or
+slow. So a launch counts as running while there is a live lease on it or on the checkpoint, while
+its claim is as young as a live lease, since it takes its first lease later, and while anything that
+it wrote is younger than a threshold, by the store's own clock. What is left of a launch that counts
+as dead is completed if nothing but its index lacks, and else deleted like any checkpoint, with a
+tombstone first: if it was merely slow, it finds the tombstone and does not complete what is half
+gone.
 
 Only names that ckpipe writes are looked at. Complete checkpoints are the business of retention.
 """
@@ -46,7 +46,7 @@ _LEASE = re.compile(re.escape(LEASES) + r"[^/]+/[0-9A-Za-z_-]+\.[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What lies on a root besides complete checkpoints.
+    """The objects of a root besides complete checkpoints.
 
     Args:
         incomplete: Checkpoints without an index or a tombstone.
@@ -73,7 +73,7 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """What a sweep removes and leaves.
+    """The result of a sweep: removed and left objects.
 
     Args:
         remove: Incomplete checkpoints that go, each with the reason.
@@ -183,7 +183,7 @@ def _ago(last: datetime | None, now: datetime) -> str:
 
 
 async def look_around(backend: Backend) -> Leftovers:
-    """What lies on a root besides complete checkpoints; changes nothing.
+    """List the objects of a root besides complete checkpoints; changes nothing.
 
     Costs a list of the root, one for each incomplete checkpoint and a few of what is internal.
 

@@ -44,7 +44,7 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     """The program, in which only commands that are among the words are imported.
 
     The others are there by name and summary. Some commands need torch, which takes longer to import
-    than most commands take; nobody shall wait for it who asks for help or for a list.
+    than most commands take; help and lists must not wait for it.
 
     Args:
         words: What stands behind ``ckpipe``.

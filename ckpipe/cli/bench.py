@@ -121,7 +121,7 @@ _GOOD_ENOUGH, _FAST_ENOUGH = 0.95, 0.7
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast objects are written or read with so many lanes and blocks of such a size.
+    """The rates of writing and reading objects with so many lanes and blocks of one size.
 
     Args:
         lanes: Blocks on their way at the same time.
@@ -138,7 +138,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured.
+    """The results of a measurement.
 
     Args:
         copy: Bytes a second that one thread copies within host memory.
@@ -158,7 +158,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to set because of measurements.
+    """Settings to use, derived from measurements.
 
     Args:
         upload_lanes: ``upload.lanes``: the fewest that write nearly as fast as any.
@@ -176,7 +176,7 @@ class Advice:
 
 
 def advise(found: Measurements) -> Advice:
-    """What to set because of measurements: pure.
+    """Derive settings from measurements. Pure.
 
     Settings that come within five percent of the best count as equally good, and of those the
     smallest are taken, since lanes and blocks cost host memory.
@@ -211,7 +211,7 @@ def _smallest(rates: Sequence[Rate], speed: Callable[[Rate], float]) -> Rate:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What to measure on a store.
+    """The parameters of a measurement of a store.
 
     Args:
         lanes: Numbers of lanes to try.

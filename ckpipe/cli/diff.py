@@ -35,7 +35,7 @@ Side = tuple[Backend, Bundle]
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What to compare.
+    """The two checkpoints to compare.
 
     Args:
         urls: Where the two checkpoints lie.
@@ -51,7 +51,7 @@ class Sides:
 
     @property
     def select(self) -> LabelFilter:
-        """Which names to look at."""
+        """The filter of the names to look at."""
         return label_filter(self.patterns)
 
 
@@ -221,7 +221,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How the values of one tensor differ.
+    """The difference between the values of one tensor.
 
     Norms are those of the differences of elements, computed in double precision. Two NaN count
     as equal; a NaN against a number makes the norms NaN.
@@ -245,7 +245,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class StructureDifference:
-    """How two states differ apart from the values of tensors.
+    """The differences of two states apart from the values of tensors.
 
     Args:
         only_first: Labels of tensors and values that only the first has.
@@ -368,7 +368,7 @@ class Comparison:
         self._largest = _larger(self._largest, float(gap.max()))
 
     def result(self) -> TensorDifference | None:
-        """What all pieces came to; None if they are equal to the bit."""
+        """The difference over all pieces; None if they are equal to the bit."""
         if self._same_bits:
             return None
         norm = math.sqrt(self._squares)
@@ -387,7 +387,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Which elements are equal: whole numbers as they are, since doubles do not hold them all."""
+    """Compare element by element: whole numbers as they are, since doubles do not hold them
+    all.
+    """
     if not (a.is_floating_point() or a.is_complex()):
         return a == b
     left, right = _wide(a), _wide(b)

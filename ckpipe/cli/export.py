@@ -27,7 +27,7 @@ from ckpipe.types import CheckpointInfo
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to export.
+    """The request for an export.
 
     Args:
         url: Where the checkpoint lies.
@@ -90,7 +90,7 @@ async def export_run(screen: Screen, order: Order) -> int:
 
 
 def _export_settings(settings: Settings, order: Order) -> ExportSettings:
-    """How to export: a store that throttles gets fewer writes at a time."""
+    """Derive the settings of the export: a store that throttles gets fewer writes at a time."""
     return ExportSettings(
         order.form,
         settings.export.part,

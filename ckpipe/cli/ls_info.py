@@ -131,7 +131,9 @@ _DEEPEST = 100
 
 @dataclass(slots=True)
 class _Branch:
-    """What lies below a part of a name: how many tensors and bytes, and what it is itself."""
+    """The part of a name and all below it: number of tensors and bytes, and its own
+    description.
+    """
 
     below: dict[str, _Branch] = field(default_factory=dict)
     about: str = ""

@@ -1,9 +1,8 @@
-"""What a command prints: text for people, plain text for pipes, JSON for programs, progress.
+"""The output of a command: text for people, plain text for pipes, JSON for programs, progress.
 
-Results go to standard output, everything else to standard error. Names come from stores that
-anybody may have written, so that characters which would steer a terminal are shown escaped. An
-action that takes longer than a second shows on a terminal how far it is, its rate and the time
-left.
+Results go to standard output, everything else to standard error. Names come from stores and may be
+hostile, so characters that would steer a terminal are escaped. An action that takes longer than a
+second shows on a terminal how far it is, its rate and the time left.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ Unit = Callable[[], tuple[ProgressColumn, ...]]
 
 
 class Meter:
-    """Shows how far an action is; silent where nobody looks on, and at first.
+    """Shows how far an action is; silent without a terminal, and at first.
 
     Args:
         console: Where to show it; nothing is shown unless it is a terminal.
@@ -199,7 +198,7 @@ _ROOTS = ("url", "source", "target")
 
 
 class Screen:
-    """Where a command's results, notes and progress go.
+    """The output of a command's results, notes and progress.
 
     Args:
         as_json: Whether results are JSON.
@@ -266,7 +265,7 @@ class Screen:
             self.out.file.write(json.dumps({"error": kind, "message": message}) + "\n")
 
     def note(self, text: str) -> None:
-        """Says something beside the result; where that cannot be written, nobody shall know."""
+        """Print a note beside the result; ignore failures to write it."""
         try:
             self.spinner.end()
             self.err.print(Text(visible(text)))
@@ -286,7 +285,7 @@ class Screen:
     def meter(
         self, action: str, total: int | None = None, unit: Unit = of_bytes
     ) -> Iterator[Meter]:
-        """Shows how far an action is, if it takes longer and somebody looks on.
+        """Shows how far an action is, if it takes longer than a second and runs in a terminal.
 
         Args:
             action: What is done, as a word or two.
@@ -299,7 +298,7 @@ class Screen:
 
 
 class _Console(Console):
-    """A console that says that nobody reads, where others exit as if a check had found damage."""
+    """A console that raises BrokenPipeError, where rich exits as if a check had found damage."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -355,7 +354,9 @@ def size(nbytes: int | None) -> str:
 
 
 def plain_data(data: Any) -> Any:
-    """What the json module can write: floats that are not finite become text, sets lists."""
+    """Convert to what the json module can write: other floats than finite ones to text, sets to
+    lists.
+    """
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return {
             field.name: plain_data(getattr(data, field.name)) for field in dataclasses.fields(data)

@@ -2,7 +2,7 @@
 
 What is drawn is SVG, so that the page is readable without scripts; the script only shows details
 of what the pointer is on. A policy in the page forbids it to load anything. All text comes from a
-store that anybody may have written, and is escaped.
+store, may be hostile, and is escaped.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def diff(
 
 
 class Form(StrEnum):
-    """What an export is written as."""
+    """The form of an export."""
 
     TORCH = "torch"
     HF = "hf"

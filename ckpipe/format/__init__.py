@@ -1,1 +1,1 @@
-"""What lies on a store, as ``docs/format.md`` says it: names, headers and manifests. Pure."""
+"""The objects on a store as ``docs/format.md`` fixes them: names, headers and manifests. Pure."""

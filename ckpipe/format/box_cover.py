@@ -122,7 +122,7 @@ def _chosen(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box]
 
 
 def _without(box: Box, part: Box) -> Iterator[Box]:
-    """What is left of a box without a part of it, as boxes."""
+    """Cut a part out of a box; returns the rest as boxes."""
     lower, upper = list(box[0]), list(box[1])
     for axis, (low, high) in enumerate(zip(*part, strict=True)):
         if lower[axis] < low:
@@ -133,7 +133,7 @@ def _without(box: Box, part: Box) -> Iterator[Box]:
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no element is in two of some boxes that are not empty.
+    """Tell whether no element is in two of some boxes that are not empty.
 
     Boxes whose shadows on one axis fall into several groups are looked at group by group, which
     takes those of any mesh apart; a group that no axis divides is compared pair by pair.
@@ -158,7 +158,7 @@ def _as_array(boxes: Sequence[Box]) -> _Bounds:
 
 
 def _slabs(bounds: _Bounds) -> bool:
-    """Whether boxes lie one behind the other along an axis, as those of one cut do."""
+    """Tell whether boxes lie one behind the other along an axis, as those of one cut do."""
     for axis in range(bounds.shape[2]):
         lower, upper = bounds[:, 0, axis], bounds[:, 1, axis]
         order = np.argsort(lower)
@@ -179,7 +179,7 @@ def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
 
 
 def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes cover every element of a shape once: none twice, none left out."""
+    """Tell whether boxes cover every element of a shape once: none twice, none left out."""
     full = tuple(shape)
     volume = 0
     for lower, upper in boxes:

@@ -59,12 +59,12 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_volume(box: Box) -> int:
-    """How many elements a box has."""
+    """The number of elements of a box."""
     return math.prod(map(sub, box[1], box[0]))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None if that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     lower = tuple(map(max, a[0], b[0]))
     upper = tuple(map(min, a[1], b[1]))
     return (lower, upper) if all(map(lt, lower, upper)) else None
@@ -81,7 +81,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def flat_start(shape: Sequence[int], box: Box) -> int | None:
-    """Where a box begins in a shape's row-major order, if its elements follow one another there.
+    """The start of a box in a shape's row-major order, if its elements follow one another there.
 
     They do if every dimension outside of the first one that is cut has a single index.
     """
@@ -130,7 +130,7 @@ def flat_ranges(shape: Sequence[int], box: Box, most: int) -> Iterator[tuple[int
 
 
 def flat_index(shape: Sequence[int], at: Sequence[int]) -> int:
-    """Where an element is in a shape's row-major order."""
+    """The index of an element in a shape's row-major order."""
     found = 0
     for n, index in zip(shape, at, strict=True):
         found = found * n + index

@@ -68,7 +68,7 @@ def check_bundle(bundle: Bundle, known: Facts | None = None) -> None:
 
 
 def known_facts(bundle: Bundle, known: Facts) -> Facts:
-    """What is known of the layouts of a bundle; each is checked, unless it was when it was read.
+    """Collect the facts of a bundle's layouts; each is checked, unless it was when it was read.
 
     Args:
         bundle: The bundle.

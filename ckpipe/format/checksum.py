@@ -111,7 +111,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def chunk_count(nbytes: int) -> int:
-    """How many checksums an entry of ``nbytes`` has."""
+    """The number of checksums that an entry of ``nbytes`` has."""
     return -(-nbytes // CHUNK_BYTES)
 
 
@@ -130,7 +130,7 @@ def chunk_spans(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCuts:
-    """Which checksums are computed of a block, and where they stand among those of all entries.
+    """The checksums to compute of a block, and their places among those of all entries.
 
     Args:
         begins: Where each piece begins in the block, in bytes.
@@ -147,7 +147,7 @@ class BlockCuts:
 
 
 class SumTable:
-    """Where the checksums of each entry stand in the list of all.
+    """The places of the checksums of each entry in the list of all.
 
     It follows from the sizes of the entries alone, so that saves of one structure share it.
 
@@ -163,7 +163,8 @@ class SumTable:
         return self._first[-1]
 
     def slot(self, entry: int, lo: int, hi: int) -> tuple[int, int, bool]:
-        """Where the sum of a piece belongs: its place, its chunk's size, whether it is all of it.
+        """The slot of a piece's sum: its place, its chunk's size, and whether the piece is all of
+        it.
 
         Args:
             entry: The entry.
@@ -175,7 +176,7 @@ class SumTable:
         return self._first[entry] + chunk, end - start, (lo, hi) == (start, end)
 
     def cuts(self, spans: Iterable[tuple[int, int, int, int]]) -> BlockCuts:
-        """How a block is checksummed.
+        """The cuts by which a block is checksummed.
 
         Args:
             spans: The parts of entries in it: the entry, where they begin and end in that, and

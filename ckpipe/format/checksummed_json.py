@@ -86,7 +86,7 @@ class Pressed(NamedTuple):
 
 
 def pressed(text: str) -> str | Pressed:
-    """An element of an array as :func:`seal` takes it; whoever seals it often keeps this."""
+    """An element of an array as :func:`seal` takes it, to be kept if it is sealed often."""
     if len(text) <= PLAIN_BYTES:
         return text
     data = text.encode("ascii")
@@ -210,7 +210,7 @@ class _Packed:
 
 
 def _least_stored(size: int, signs: int) -> int:
-    """How many bytes a stream must have at least to hold a text of this size and so many signs."""
+    """The least size of a stream that may hold a text of this size and so many signs."""
     for_text = -(-size // TEXT_BYTES_PER_BYTE) if size > ALWAYS_TEXT_BYTES else 0
     for_signs = -(-signs // SIGNS_PER_BYTE) if signs > ALWAYS_SIGNS else 0
     return max(for_text, for_signs)

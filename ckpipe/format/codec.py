@@ -136,7 +136,7 @@ def decode_bundle(
     max_bytes: int = MAX_STORED_BYTES,
     most_rows: int = MOST_ROWS,
 ) -> Bundle:
-    """Reads and validates a bundle that anybody may have written.
+    """Read and validate a bundle, which may be hostile.
 
     Args:
         data: What the store gave for ``key``.

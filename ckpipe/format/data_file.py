@@ -96,7 +96,7 @@ class HeaderEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of a data file says.
+    """The contents of a data file's header.
 
     Args:
         nbytes: Where the data begins.
@@ -155,7 +155,7 @@ def header_size_bound(entries: Iterable[tuple[str, Sequence[int]]]) -> int:
 
 
 def header_bytes(start: bytes, *, size: int, key: str | None = None) -> int:
-    """Where the data of a file begins, by the first 8 bytes of the file.
+    """Compute where the data of a file begins from its first 8 bytes.
 
     Args:
         start: At least the first 8 bytes.
@@ -181,7 +181,7 @@ def header_bytes(start: bytes, *, size: int, key: str | None = None) -> int:
 
 
 def decode_header(data: bytes, *, size: int, key: str | None = None) -> Header:
-    """Reads and validates the header of a data file that anybody may have written.
+    """Read and validate the header of a data file, which may be hostile.
 
     Args:
         data: The file's first bytes; all of the header, more does not matter.
@@ -307,7 +307,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where one block belongs.
+    """The place of one block.
 
     Args:
         file: The number of the file.
@@ -350,7 +350,7 @@ class Cargo:
 
     @cached_property
     def sum_table(self) -> SumTable:
-        """Where the checksums of its entries stand."""
+        """The places of the checksums of its entries."""
         return SumTable([entry.nbytes for entry in self.layout.entries])
 
     @cached_property

@@ -81,7 +81,7 @@ class Foreign(NamedTuple):
 
 @dataclass(slots=True)
 class LayoutFacts:
-    """What must be known of a layout to check and merge what it is in.
+    """The facts of a layout that checking and merging a bundle need.
 
     Args:
         sizes: Bytes of each entry.
@@ -223,7 +223,8 @@ def _check_chunks(
 
 
 def _are_plain(chunks: ChunkColumns, wholes: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether each is all of a tensor, from the start of an entry of this rank that it fits into.
+    """Tell of each whether it is all of a tensor, from the start of an entry of this rank that it
+    fits.
 
     Nearly always so. What other chunks there are, and what is wrong with them, is found out one
     by one.
@@ -466,7 +467,7 @@ def text_of(layout: Layout) -> LayoutText | None:
 
 
 def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
-    """What is known of a layout whose structure has some tensors.
+    """The facts of a layout whose structure has some tensors.
 
     Raises:
         As :func:`ckpipe.format.layouts.check_layout` does.
@@ -601,7 +602,7 @@ def without_structure(text: str, structure: int) -> str | None:
 
 
 def digest(*texts: str) -> bytes:
-    """What tells texts apart, in as few bytes as do that safely."""
+    """Hash texts to tell them apart safely in few bytes."""
     state = blake2b(digest_size=16)
     for text in texts:
         state.update(len(text).to_bytes(8, "big"))

@@ -58,7 +58,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a state looks like without its values.
+    """The form of a state without its values.
 
     Args:
         tree: The root node; see :mod:`ckpipe.state.flatten`.
@@ -94,7 +94,7 @@ class EntryRow:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:
-    """Where the bytes of one box of one tensor are.
+    """The place of the bytes of one box of one tensor.
 
     Args:
         tensor: The number of the tensor.
@@ -120,7 +120,7 @@ class ChunkRow:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the bytes of a rank's tensors are: what it wrote, and what it holds.
+    """The places of the bytes of a rank's tensors: what it wrote, and what it holds.
 
     Args:
         entries: What the rank wrote, in the order of files and offsets.
@@ -150,7 +150,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank committed.
+    """The manifest of one rank.
 
     Args:
         rank: The rank.
@@ -185,7 +185,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """What differs between the ranks of one structure, in an index.
+    """The differences between the ranks of one structure, in an index.
 
     Args:
         tensors: Numbers of whole tensors that the ranks hold privately and with other bytes.
@@ -225,7 +225,7 @@ class Bundle:
 
     @property
     def whole(self) -> bool:
-        """Whether it has the parts of all ranks."""
+        """True if it has the parts of all ranks."""
         return len(self.parts) == self.world_size
 
     def number_of(self, rank: int) -> int | None:
@@ -263,7 +263,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
-    """How rows of one kind are written.
+    """The columns in which rows of one kind are written.
 
     Args:
         name: What to call the table in an error.

@@ -1,8 +1,8 @@
 """Merging manifests into group objects, and those into the index.
 
 The result depends on the manifests alone: not on the order in which they came, and not on how
-they were grouped on the way. So whoever merges the same manifests writes the same object, and it
-does not matter who of several is first.
+they were grouped on the way. So all that merge the same manifests write the same object, and it
+does not matter which is first.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _differing_tensors(
 
 
 def differ_privately(bundle: Bundle, holders: Sequence[tuple[int, int]]) -> bool:
-    """Whether parts hold a tensor of one label each for itself, and not alike.
+    """Tell whether parts hold a tensor of one label each for itself, and not alike.
 
     Args:
         bundle: An index.

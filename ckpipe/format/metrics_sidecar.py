@@ -1,4 +1,4 @@
-"""What the names of digests say: the few facts of a checkpoint that retention and lists ask for.
+"""Metrics sidecars: the few facts of a checkpoint that retention and lists ask for, in names.
 
 Theory. One list of a root tells which checkpoints there are, and nothing of what they measured: for
 that every index had to be read. A digest says it in the *name* of a small object, so that one more
@@ -45,7 +45,7 @@ _NAME = re.compile(r"(.{1,200})\.([1-8])([1-8])\.([0-9A-Za-z_-]{6,255})")
 
 @dataclass(frozen=True, slots=True)
 class MetricsSidecar:
-    """What a digest says of a checkpoint.
+    """The facts in the sidecar of a checkpoint.
 
     Args:
         bytes: Size of its data files.
@@ -64,7 +64,7 @@ class MetricsSidecar:
 
     @property
     def is_wasteful(self) -> bool:
-        """Whether a quarter of the checkpoint or more is copies of the rest."""
+        """True if a quarter of the checkpoint or more is copies of the rest."""
         return 0 < self.bytes <= 4 * self.copied_bytes
 
     @property
@@ -111,7 +111,7 @@ def sidecar_owner(key: str) -> CheckpointId | None:
 
 
 def read_sidecars(keys: Iterable[str]) -> dict[CheckpointId, MetricsSidecar]:
-    """What keys say that were listed, in any order; whatever is damaged or twofold is left out.
+    """Decode listed keys, in any order; whatever is damaged or twofold is left out.
 
     Work and memory are bounded by the length of the keys, whoever made them.
     """
@@ -139,7 +139,7 @@ def _match(key: str) -> re.Match[str] | None:
 
 
 def _piece(match: re.Match[str]) -> bytes | None:
-    """What one name says, if it is what was written."""
+    """Decode one name; None if it is damaged."""
     sealed = _unspelled(match[4])
     place = f"{match[1]}.{match[2]}{match[3]}."
     if sealed is None or not place.isascii():

@@ -47,7 +47,7 @@ def index_key(id: CheckpointId) -> str:
 
 
 def prefix(id: CheckpointId) -> str:
-    """What all other objects of a checkpoint begin with."""
+    """The prefix of all other objects of a checkpoint."""
     return f"{id}/"
 
 
@@ -83,7 +83,7 @@ def member_key(id: CheckpointId, level: int, number: int) -> str:
 
 
 def is_own(id: CheckpointId, key: str) -> bool:
-    """Whether a key below a checkpoint's prefix is one that these rules make."""
+    """Tell whether a key below a checkpoint's prefix is one that these rules make."""
     return _OWN.fullmatch(key.removeprefix(prefix(id))) is not None
 
 
@@ -98,17 +98,17 @@ def pin_key(id: CheckpointId) -> str:
 
 
 def claim_key(attempt_id: str, rank: int) -> str:
-    """What a rank creates when it opens, so that no attempt id is used twice."""
+    """The object that a rank creates when it opens, so that no attempt id is used twice."""
     return f"{ATTEMPTS}{attempt_id}/claim-{rank:05d}"
 
 
 def attempt_start_key(attempt_id: str) -> str:
-    """What fixes the start time of an attempt for all of its ranks."""
+    """The object that fixes the start time of an attempt for all of its ranks."""
     return f"{ATTEMPTS}{attempt_id}/start"
 
 
 def agreement_key(attempt: str, question: str) -> str:
-    """What the ranks of an attempt have agreed on about a question.
+    """The object with the decision of an attempt's ranks on a question.
 
     Args:
         attempt: The name of the attempt, which begins with its start.
@@ -118,7 +118,7 @@ def agreement_key(attempt: str, question: str) -> str:
 
 
 def votes_prefix(attempt: str, question: str) -> str:
-    """What the votes of the ranks of an attempt on a question begin with."""
+    """The prefix of the votes of an attempt's ranks on a question."""
     return f"{agreement_key(attempt, question)}.votes/"
 
 
@@ -167,7 +167,7 @@ def _parse(name: str) -> CheckpointId | None:
 
 
 def level_sizes(world_size: int) -> tuple[int, ...]:
-    """How many objects each level has when it is full; the last one fits into one directory."""
+    """The sizes of the levels when full; the last one fits into one directory."""
     sizes = [world_size]
     while sizes[-1] > GROUP_SIZE:
         sizes.append(-(-sizes[-1] // GROUP_SIZE))
@@ -181,7 +181,7 @@ def members(level: int, directory: int, world_size: int) -> range:
 
 
 def merged_into(level: int, directory: int, world_size: int) -> tuple[int, int] | None:
-    """What a full directory is merged into.
+    """The object that a full directory is merged into.
 
     Returns:
         Level and number of a group object, whose own directory is ``number // GROUP_SIZE``;

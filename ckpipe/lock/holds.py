@@ -16,8 +16,8 @@ from ckpipe.tasks.caller import Caller
 class LockHold:
     """One hold of the state lock, from the walk to the last copy or to a change of mind.
 
-    A turn that is released but has not ended keeps the next one from beginning: nobody is held
-    off while a plan is made or memory is waited for.
+    A turn that is released but has not ended keeps the next one from beginning: no other thread is
+    held off while a plan is made or memory is waited for.
 
     To be made on the event loop that ends it.
 
@@ -61,7 +61,7 @@ class LockHold:
 
     @property
     def token(self) -> CaptureToken:
-        """What ends the hold, which has begun."""
+        """The token that ends the hold, which has begun."""
         assert self._token is not None
         return self._token
 
@@ -90,7 +90,7 @@ class LockHold:
                 self.end()
 
     def defer(self, grace: float) -> None:
-        """Reads from now on only what nobody changes without the lock; see ``defer_capture``."""
+        """Read from now on only what does not change without the lock; see ``defer_capture``."""
         self._lock.defer_capture(self.token, grace)
 
     def reading(self) -> AbstractContextManager[None]:
@@ -127,11 +127,11 @@ class LoadHold:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is still to be taken, or has ended."""
+        """True until it is taken, and after it has ended."""
         return self._request is None
 
     async def take(self) -> None:
-        """Waits until nobody else changes or reads the state; may be called again."""
+        """Wait until no other thread changes or reads the state; may be called again."""
         if self._request is None:
             self._request = await self._lock.acquire_load(self._caller)
 

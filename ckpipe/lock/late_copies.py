@@ -89,7 +89,9 @@ class OwnedMemory:
         self._joined: list[tuple[str, int, int]] | None = None
 
     def covers(self, leaf: TensorLeaf) -> bool:
-        """Whether all bytes of a leaf are owned, and if they are of several tensors all between."""
+        """Tell whether all bytes of a leaf are owned; if they are of several tensors, all
+        between too.
+        """
         if (leaf.device, leaf.address, leaf.window) in self._exact:
             return True
         item = leaf.itemsize
@@ -160,7 +162,7 @@ class OwnedFacts:
         self._facts = _columns(others)
 
     def hold(self, tensors: list[torch.Tensor], objects: list[Any]) -> bool:
-        """Whether the same leaves are owned as before.
+        """Tell whether the same leaves are owned as before.
 
         Args:
             tensors: What is owned now.
@@ -234,7 +236,7 @@ microsecond, in which a processor copies 16 KiB."""
 
 
 def worth_watching(leaves: Sequence[TensorLeaf]) -> bool:
-    """Whether a trainer would wait longer for a copy of tensors than it takes to watch them.
+    """Tell whether copying tensors would keep a trainer waiting longer than watching them takes.
 
     Args:
         leaves: The tensors that could be copied late.
@@ -265,7 +267,7 @@ class ByteSample:
         self._places = self._ends - np.frombuffer(self._sizes, np.int64)
 
     def read(self) -> bytes:
-        """What they are now; the tensors' memory must be alive."""
+        """Read the bytes as they are now; the tensors' memory must be alive."""
         found = np.empty(self._nbytes, np.uint8)
         targets = array("q", (self._places + found.ctypes.data).tobytes())
         copy_each(targets, self._addresses, self._sizes, lets_go=False)
@@ -285,7 +287,7 @@ def _can_be_sampled(leaf: TensorLeaf) -> bool:
 
 
 class MutationDetector:
-    """Tensors of a captured state that nobody is to change for a while.
+    """Detects changes of tensors of a captured state that must not change for a while.
 
     Args:
         state: The state, its memory alive.

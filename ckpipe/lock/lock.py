@@ -84,7 +84,7 @@ class LockQueue:
         self._fences: list[Fence] = []
 
     def captures_here(self) -> bool:
-        """Whether the calling thread is doing a capture at this moment."""
+        """Tell whether the calling thread is doing a capture at this moment."""
         with self._changed:
             owners = (threading.current_thread(), self._capture_owner())
             held = (held for held in self._state.holding if held.side is Side.CAPTURING)
@@ -235,7 +235,6 @@ class LockQueue:
                     fence.hold_back()
 
     def _fences_passed(self) -> bool:
-        """Whether the reads that were left to devices are done."""
         with self._changed:
             self._fences = [fence for fence in self._fences if not fence.passed()]
             return not self._fences
@@ -302,7 +301,7 @@ _FENCE_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class LoadCaller:
-    """Who asked for a load.
+    """The caller of a load.
 
     Args:
         thread: The thread.
@@ -320,7 +319,7 @@ class LoadCaller:
 
 
 class LoadsSide(LockQueue):
-    """What loads do with the lock."""
+    """The operations of loads on the lock."""
 
     def load_caller(
         self, *, blocking: bool, serve: Callable[[], object] | None = None
@@ -467,7 +466,7 @@ class StateLock(LoadsSide):
 
     @property
     def state_dict_read_allowed(self) -> bool:
-        """Whether the calling thread allows reading: it has no bracket of its own open."""
+        """Tell whether the calling thread allows reading: it has no bracket of its own open."""
         return self._bracket() is None
 
     # ---- the pipeline's side ----
@@ -611,7 +610,7 @@ class StateLock(LoadsSide):
     # ---- captures that trainers need not wait for, up to a point ----
 
     def defer_capture(self, token: CaptureToken, grace: float) -> None:
-        """Says that from now on a capture reads only what nobody changes without the lock.
+        """Mark a capture as one that from now on reads only what does not change without the lock.
 
         A trainer that has waited for it for the grace takes the lock from it, unless another
         capture would keep the trainer waiting all the same. Does nothing if it has ended.
@@ -696,7 +695,7 @@ class StateLock(LoadsSide):
 
         Args:
             key: Names the kind of step; the same for :meth:`leave_step`.
-            mark: The frame of the step. The hold ends with it even if nobody lets go.
+            mark: The frame of the step. The hold ends with it even if it is not released.
             purpose: What the step is, for messages.
 
         Raises:
@@ -718,7 +717,7 @@ class StateLock(LoadsSide):
                 self._leave(waiter.request.ticket)
 
     def step_in_progress(self, key: object) -> bool:
-        """Whether a step of this key runs or waits to begin on any thread."""
+        """Tell whether a step of this key runs or waits to begin on any thread."""
         with self._changed:
             self._collect()
             return any(waiter.key is key for waiter in self._waiters.values())
@@ -726,7 +725,7 @@ class StateLock(LoadsSide):
     # ---- what a person can see ----
 
     def statistics(self) -> LockStatistics:
-        """Who holds the lock and who waits for it, as plain data."""
+        """The holders of the lock and the waiters for it, as plain data."""
         with self._changed:
             return LockStatistics(self._uses(self._state.holding), self._uses(self._state.waiting))
 

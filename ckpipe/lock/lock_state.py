@@ -9,7 +9,7 @@ another would not. Who may hold what:
 * A waiting mutation goes before every capture that is not granted yet, so that a step waits for
   the captures that are already running and for no other.
 * Mutations are granted in the order in which they came.
-* An owner who holds a side gets it again at once, whoever waits, since those who wait cannot
+* An owner who holds a side gets it again at once, before all waiters, since those who wait cannot
   be served before that owner is done. So does a capture for which a thread waits that itself
   captures, or lets go of a capture.
 * Where several trainers hand the lock to each other without a gap, a capture would wait for
@@ -33,7 +33,7 @@ PATIENCE = 16
 
 
 class Side(enum.Enum):
-    """What a request is for."""
+    """The side of the lock that a request is for."""
 
     MUTATING = "mutating"
     """To change the state; excludes everybody else."""
@@ -72,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """Who holds the lock and who waits for it.
+    """The holders of the lock and the waiters for it.
 
     Args:
         holding: The granted requests, oldest first; all of one side.
@@ -86,12 +86,12 @@ class LockState:
 
     @property
     def mutator(self) -> Hashable | None:
-        """The owner of the mutating side, or None if nobody has it."""
+        """The owner of the mutating side, or None without one."""
         first = self.holding[0] if self.holding else None
         return first.owner if first is not None and first.side is Side.MUTATING else None
 
     def holds(self, ticket: int) -> bool:
-        """Whether the request of this ticket is granted."""
+        """Tell whether the request of this ticket is granted."""
         return any(request.ticket == ticket for request in self.holding)
 
     def waiting_for(self, side: Side) -> tuple[Request, ...]:
@@ -107,7 +107,7 @@ class Transition(NamedTuple):
 
 
 def blocks_itself(state: LockState, request: Request) -> bool:
-    """Whether a request would wait for a thread that waits for the request: a deadlock."""
+    """Tell whether a request would wait for a thread that waits for the request: a deadlock."""
     opposite = [held for held in state.holding if held.side is not request.side]
     if request.side is Side.CAPTURING:
         saver = request.saver if request.awaited else None
@@ -120,7 +120,7 @@ def blocks_itself(state: LockState, request: Request) -> bool:
 
 
 def stops_a_load(state: LockState, request: Request) -> bool:
-    """Whether a request would stop the thread without which a load cannot end."""
+    """Tell whether a request would stop the thread without which a load cannot end."""
     if _enters_again(state, request):
         return False
     waits = {request.owner}
@@ -131,7 +131,7 @@ def stops_a_load(state: LockState, request: Request) -> bool:
 
 
 def waits_already(state: LockState, request: Request) -> bool:
-    """Whether a mutation would wait behind one that its thread, interrupted, waits for."""
+    """Tell whether a mutation would wait behind one that its thread, interrupted, waits for."""
     if request.side is Side.CAPTURING or _enters_again(state, request):
         return False
     waits = {request.owner, request.saver} - {None}
@@ -193,7 +193,8 @@ def _enters_again(state: LockState, request: Request) -> bool:
 
 
 def _settle(state: LockState) -> Transition:
-    """Lets in whoever may come in now. One look is enough: letting one side in bars the other."""
+    """Grant all requests that may be granted now. One look is enough: letting one side in bars the
+    other."""
     trainers, captures = state.waiting_for(Side.MUTATING), state.waiting_for(Side.CAPTURING)
     if not captures:
         state = replace(state, passed=0)

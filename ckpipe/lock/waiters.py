@@ -54,7 +54,7 @@ class LockUse:
 
 @dataclass(frozen=True, slots=True)
 class LockStatistics:
-    """What goes on at a state lock at one instant, oldest first."""
+    """The users of a state lock at one instant, oldest first."""
 
     holders: tuple[LockUse, ...]
     waiters: tuple[LockUse, ...]
@@ -62,7 +62,7 @@ class LockStatistics:
 
 @dataclass(slots=True)
 class Waiter:
-    """What the lock remembers of one request besides the request itself.
+    """One request and all that the lock remembers of it.
 
     Args:
         request: The request.
@@ -96,11 +96,11 @@ class Waiter:
 
     @property
     def name(self) -> str:
-        """What the thread is called in messages."""
+        """The thread's name for messages."""
         return self.thread.name if self.thread is not None else f"thread {self.ident}"
 
     def is_over(self) -> bool:
-        """Whether nobody is left to let go of it: the thread ended, or its step raised."""
+        """Tell whether the hold was left behind: its thread ended, or its step raised."""
         keeper = self.keeper or self.thread
         if keeper is None or self.ident is None:
             return False
@@ -136,7 +136,7 @@ class Fence(Protocol):
     """Reads that a device still has to do, of memory that trainers may change afterwards."""
 
     def passed(self) -> bool:
-        """Whether the reads are done."""
+        """Tell whether the reads are done."""
         ...
 
     def hold_back(self) -> None:
@@ -153,7 +153,7 @@ class Deadline:
 
     @property
     def seconds_left(self) -> float:
-        """How long it is until then; infinite for never."""
+        """The seconds until then; infinite for never."""
         return self._at - time.monotonic()
 
 
@@ -237,7 +237,7 @@ class FrameMark:
         return cls(id(frame), frame.f_code)
 
     def is_gone(self, top: FrameType | None) -> bool:
-        """Whether the frame is proved to be off a stack.
+        """Tell whether the frame is proved to be off a stack.
 
         Args:
             top: The innermost frame of the stack; None for a thread that runs no Python.

@@ -75,7 +75,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class RankDescription:
-    """What one rank offers.
+    """The tensors that one rank offers.
 
     Args:
         shares: What others may hold too, in the order of the walk.
@@ -151,7 +151,7 @@ def not_held(
 def encode_description(
     offered: Iterable[Offered], elsewhere: Iterable[tuple[TensorSpec, Sharding]] = ()
 ) -> bytes:
-    """What is offered, as other ranks read it: compressed JSON, the same for equal offers.
+    """Encode a description for other ranks: compressed JSON, the same for equal descriptions.
 
     Args:
         offered: The shares.
@@ -226,7 +226,7 @@ def digest_of(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a box is divided between ranks.
+    """The division of a box between ranks.
 
     Args:
         stops: Who writes, each with the row behind its last one.
@@ -263,7 +263,7 @@ def assign(offers: Sequence[RankDescription]) -> list[Answer]:
         For each rank the answer to its offer.
 
     Raises:
-        UnsupportedState: If ranks contradict each other, or nobody offers some element of a
+        UnsupportedState: If ranks contradict each other, or no rank offers some element of a
             tensor; names the tensor and a rank.
     """
     load = [offer.private for offer in offers]
@@ -291,7 +291,7 @@ _Holders = list[tuple[int, Offered]]
 
 @dataclass(frozen=True, slots=True)
 class _Thing:
-    """What is one thing: a name, and the ranks that have it, each with what it offers of it."""
+    """One tensor of all ranks: its name, and the ranks that have it, each with its spec."""
 
     name: str
     ranks: tuple[int, ...]

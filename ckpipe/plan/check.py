@@ -179,7 +179,7 @@ def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
 
 
 def _given(source: Source, leaf: TensorLeaf) -> int:
-    """How many bytes a source has; -1 if what it names is not there."""
+    """The bytes of a source; -1 if it names what is not there."""
     if source.skip is not None:
         return source.nbytes if 0 <= source.skip <= leaf.window - source.nbytes else -1
     if source.part is None:
@@ -214,7 +214,7 @@ def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> 
 
 
 def _local(held: Sequence[HeldBox], box: Box) -> Box:
-    """Where a box lies in the local tensor."""
+    """The place of a box in the local tensor."""
     for each in held:
         lower, upper = each.box
         if all(lo <= a and b <= hi for lo, a, b, hi in zip(lower, *box, upper, strict=True)):

@@ -1,6 +1,6 @@
-"""Who writes what: every byte that several ranks hold is written by exactly one of them.
+"""Divide what several ranks hold alike: every byte is written by exactly one of them.
 
-Nobody is asked. Ranks that hold the same shard know from mesh and placements who else does, and
+No rank is asked. Ranks that hold the same shard know from mesh and placements who else does, and
 each comes to the same answer by the same rule:
 
 * What is saved together is a *unit*: a tensor with all names that it has, or tensors that overlap.
@@ -66,7 +66,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What a rank holds of a tensor, and who else holds the same.
+    """A part of a tensor that a rank holds, and all ranks that hold the same.
 
     Args:
         replicas: All ranks that hold the same, this one included; none if it holds nothing.
@@ -121,7 +121,7 @@ def units(
 def shares(
     leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
 ) -> Iterator[Share]:
-    """What a rank's state is divided into before it is said who writes what.
+    """Divide a rank's state into shares, before owners are chosen.
 
     Arguments and errors are those of :func:`units`.
     """
@@ -185,7 +185,9 @@ class _Holdings:
         return local_shape, Replicas(replicas, boxes)
 
     def _replicas_of(self, sharding: Sharding) -> tuple[int, ...]:
-        """Who holds what this rank holds: for all tensors that are cut alike, found once."""
+        """Find the ranks that hold the same as this one; once for all tensors that are cut
+        alike.
+        """
         cut = tuple(
             placement.dim is None or 0 in sharding.shape for placement in sharding.placements
         )

@@ -68,7 +68,7 @@ from ckpipe.state.tensors import TensorLeaf
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What this rank's state is, as far as plans depend on it."""
+    """This rank's state as far as plans depend on it."""
 
     fingerprint: Hashable
     shares: list[tuple[Share, Offered | None]]
@@ -278,7 +278,7 @@ class PlanRounds:
         return self._settled[save]
 
     def wish(self) -> None:
-        """Has the next save that nobody has begun yet plan anew.
+        """Have the next save that no rank has begun yet plan anew.
 
         Raises:
             SaveError: If the store does not serve.
@@ -553,7 +553,9 @@ def shared_plan(
 
 
 def fits(plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], *, rank: int) -> bool:
-    """Whether a plan says of all that a rank offers who writes it, and binds it to nothing else."""
+    """Tell whether a plan has an owner for all that a rank offers, and binds it to nothing
+    else.
+    """
     told = all(offered is None or _cuts(plan, offered) is not None for _, offered in found)
     return told and _broken(plan, found, rank) is None
 

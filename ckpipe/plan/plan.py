@@ -31,7 +31,7 @@ from ckpipe.types import Planner as Planner
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes.
+    """The files that one rank writes.
 
     Args:
         rank: The rank.
@@ -56,7 +56,7 @@ class RankPlan:
 
     @property
     def checksums(self) -> int:
-        """How many checksums its manifest has."""
+        """The number of checksums in its manifest."""
         return sum(chunk_count(entry.nbytes) for entry in self.layout.entries)
 
 
@@ -89,7 +89,7 @@ _MAX_ITEM = 16
 
 
 class LocalPlanner:
-    """Plans from what the rank knows by itself: nobody is asked, and replicas are written once.
+    """Plans from what the rank knows by itself: no rank is asked, and replicas are written once.
 
     Each rank writes its shards of DTensors, and of what several ranks hold alike a part that all
     of them derive by the same rule; see :mod:`ckpipe.plan.division`. Plain tensors are the rank's

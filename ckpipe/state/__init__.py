@@ -1,1 +1,1 @@
-"""What a state is made of: its walk, its tensors and its values."""
+"""Take a state apart: its walk, its tensors and its values."""

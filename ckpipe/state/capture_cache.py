@@ -58,7 +58,7 @@ def capture_cache_of(walked: Walked, select: LabelFilter) -> CaptureCache | None
 
 
 class CaptureCache:
-    """What is needed to take a state apart that is like one that was walked.
+    """The record of a walk, by which a state that is like the walked one is captured.
 
     Holds no tensor, no array and no container of that state, and never changes, so that several
     threads may follow it.
@@ -84,7 +84,7 @@ class CaptureCache:
         self._distinct_ids = _ids(walked.captured.objects, self._bound)
 
     def follow(self, state: Any, select: LabelFilter) -> Captured | None:
-        """What the walk over a state would find; None if it has to be walked.
+        """Capture a state as the walk would; None if it has to be walked.
 
         Args:
             state: The state.
@@ -226,7 +226,7 @@ def _key_text(keys: Iterable[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where in the list of all that is met the leaves stand.
+    """The places of leaves in the list of all that is met.
 
     Args:
         types: The class of everything that is met.
@@ -297,7 +297,7 @@ _SURE_LEAVES = PLAIN_VALUES.union(PLAIN_TYPES, (np.ndarray,))
 
 
 class _Traversal:
-    """What is met on the way through a state that may be like the one that was walked.
+    """The traversal of a state that may be like the one that was walked.
 
     Args:
         met: What is met; all of it is kept alive, so that ids name it.
@@ -546,12 +546,12 @@ def _of(items: list[Any], numbers: list[int]) -> list[Any]:
 
 
 def _is_simple_dtensor(obj: Any) -> bool:
-    """Whether an object is a DTensor of which its kind and local part are told at a glance."""
+    """Tell at a glance whether this is a DTensor of known kind and local part."""
     return is_dtensor_type(type(obj)) and type(obj._local_tensor) is torch.Tensor
 
 
 def _decorated(tensors: list[torch.Tensor]) -> list[int]:
-    """Which tensors a program has set attributes of."""
+    """The tensors that a program has set attributes of."""
     return list(compress(count(), map(attrgetter("__dict__"), tensors)))
 
 
@@ -578,5 +578,4 @@ def _placed(specs: list[Any]) -> list[Any]:
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
-    """Whether two lists of one length hold the very same objects."""
     return all(map(is_, now, before))

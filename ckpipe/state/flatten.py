@@ -73,7 +73,8 @@ class Captured:
     _described: dict[Hashable, Any] = field(default_factory=dict)
 
     def described(self, make: Callable[[Captured], T]) -> T:
-        """What a function makes of the structure wherever its tensors lie, made once.
+        """Call a function of the structure once, for all captures whose tensors differ by address
+        only.
 
         Args:
             make: A function of the tree, the number of values, and the leaves but for addresses.
@@ -84,7 +85,7 @@ class Captured:
         return made
 
     def derived(self, make: Callable[[Captured], T]) -> T:
-        """What a function makes of the structure, made once for all captures that share it.
+        """Call a function of the structure once, for all captures that share it.
 
         Args:
             make: A function of tree, leaves and replicas alone.
@@ -96,7 +97,7 @@ class Captured:
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Where the first element of each leaf lies, on whatever device."""
+        """The address of the first element of each leaf, on whatever device."""
         return self.derived(_addresses)
 
     def again(self, values: list[Json], memory: list[torch.Tensor], objects: list[Any]) -> Captured:
@@ -175,7 +176,7 @@ class Walked:
     repeatable: bool
 
     def emptied_by(self, select: LabelFilter) -> bool:
-        """Whether nothing of the state was kept, and something was left out by this filter."""
+        """Tell whether the filter left out something and kept nothing."""
         captured = self.captured
         kept = captured.tensors or captured.values or [*leaf_labels(captured.tree, "")]
         return not kept and _leaves_out(self.root, select)

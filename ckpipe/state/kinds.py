@@ -36,7 +36,7 @@ IMMUTABLE = frozenset((tuple, frozenset, set))
 
 
 class Contents(NamedTuple):
-    """What lies in a container.
+    """The contents of a container.
 
     Args:
         children: The objects in it.
@@ -57,14 +57,14 @@ def kind_of(obj: Any) -> str | None:
 
 
 def is_stateful(obj: Any) -> bool:
-    """Whether an object is saved by its ``state_dict`` and loaded by its ``load_state_dict``."""
+    """Tell whether an object is saved by ``state_dict`` and loaded by ``load_state_dict``."""
     return callable(getattr(obj, "state_dict", None)) and callable(
         getattr(obj, "load_state_dict", None)
     )
 
 
 def contents_of(kind: str, obj: Any, label: str) -> Contents:
-    """What lies in a container, by its kind; runs the user's code for objects that have some.
+    """Open a container by its kind; runs the user's code for objects that have some.
 
     Raises:
         UnsupportedState: If it is of no form that can be saved.
@@ -193,7 +193,7 @@ _CONTENTS: dict[str, Callable[[Any, str], Contents]] = {
 
 
 def live_state_dict(obj: Any) -> dict[str, torch.Tensor] | None:
-    """What an object's ``state_dict()`` returns, each tensor before it is detached.
+    """Call an object's ``state_dict()``, with each tensor as it was before it is detached.
 
     Returns:
         None if only its ``state_dict()`` itself can tell.
@@ -230,7 +230,9 @@ def _is_plain_kind(kind: type[nn.Module]) -> bool:
 
 
 def _are_torchs(hooks: Iterable[Any]) -> bool:
-    """Whether hooks are torch's, which do not ask for ``keep_vars``; ``fully_shard`` has some."""
+    """Tell whether hooks are torch's, which do not ask for ``keep_vars``; ``fully_shard`` has
+    some.
+    """
     return all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
@@ -239,7 +241,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegisteredType:
-    """How the objects of one class are saved.
+    """The functions by which objects of one class are saved.
 
     Args:
         name: What a manifest calls the class.

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, and who else holds it, by mesh and placements alone.
+"""Compute the part of a tensor that a rank holds, and its other holders, from mesh and placements.
 
 A sharding is plain data, so that a plan needs no process group and tests can make up meshes of any
 size. The rules are those of torch's DTensor (``torch.distributed.tensor.placement_types``, torch
@@ -48,7 +48,9 @@ class Mesh:
         return self._hash
 
     def place(self, rank: int) -> int | None:
-        """Which of its ranks a rank is, row by row; None if it is not on the mesh."""
+        """The index of a rank among the mesh's ranks, row by row; None if it is not on the
+        mesh.
+        """
         if 0 <= rank < len(self.ranks) and self.ranks[rank] == rank:
             return rank  # so it is on a mesh of all ranks, and nothing is searched
         try:
@@ -70,7 +72,7 @@ def mesh_of(shape: tuple[int, ...], ranks: bytes) -> Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor lies along one dimension of a mesh.
+    """The layout of a tensor along one dimension of a mesh.
 
     Args:
         dim: The dimension of the tensor that is cut; None if every rank holds the same.
@@ -102,7 +104,7 @@ class HeldBox:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor lies on a mesh.
+    """The layout of a tensor on a mesh.
 
     Args:
         mesh: The mesh.
@@ -115,7 +117,7 @@ class Sharding:
     shape: tuple[int, ...]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank stands on the mesh; None if it is not on it."""
+        """The coordinate of a rank on the mesh; None if it is not on it."""
         place = self.mesh.place(rank)
         if place is None:
             return None

@@ -30,7 +30,7 @@ PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "su
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """What is known of one tensor of a state; of a DTensor, of its local part on this rank.
+    """The facts of one tensor of a state; of a DTensor, of its local part on this rank.
 
     It does not hold the tensor, and is not changed after the walk: captures of states that are
     alike share their leaves.
@@ -101,7 +101,7 @@ def leaf_of(
 
 
 def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
-    """What a program has set on a tensor besides what the leaf says."""
+    """The attributes that a program has set on a tensor besides those of the leaf."""
     attributes = getattr(obj, "__dict__", None)
     if not attributes:
         return {}
@@ -153,7 +153,9 @@ WHILE_IT_HAS_MEMORY = "Use it while it has its memory, such as where FSDP has ga
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor has elements and no memory for them, as FSDP's have at times."""
+    """Tell whether a strided tensor has elements and no memory for them, as FSDP's have at
+    times.
+    """
     return not tensor.data_ptr() and not tensor.is_meta and tensor.numel() > 0
 
 
@@ -306,7 +308,8 @@ def _close(group: list[int], leaves: list[TensorLeaf], found: list[list[int]]) -
 
 
 def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements of a strided tensor may share bytes; exact for all that torch's views make.
+    """Tell whether elements of a strided tensor may share bytes; exact for all that torch's views
+    make.
 
     Sorted by stride, each dimension must step over all that the smaller ones reach.
     """
@@ -319,7 +322,7 @@ def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a tensor's elements fill their window, each byte once, in whatever order."""
+    """Tell whether a tensor's elements fill their window, each byte once, in whatever order."""
     reach = 1
     for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1):
         if n and step != reach:
@@ -329,7 +332,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether strides are those of a row-major layout without holes."""
+    """Tell whether strides are those of a row-major layout without holes."""
     expected = 1
     for n, step in zip(reversed(shape), reversed(stride), strict=True):
         if n == 0:
@@ -342,7 +345,7 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_dtensor_type(kind: type[Any]) -> bool:
-    """Whether a class is torch's DTensor itself."""
+    """Tell whether a class is torch's DTensor itself."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and kind is getattr(module, "DTensor", None)
 
@@ -367,7 +370,7 @@ class Shardings:
         self._known: dict[tuple[Any, ...], Sharding] = {}
 
     def of(self, tensor: Any, label: str) -> Sharding:
-        """How a DTensor lies on its mesh.
+        """The layout of a DTensor on its mesh.
 
         Raises:
             UnsupportedState: If it has a placement that cannot be saved, ``Partial`` above all.

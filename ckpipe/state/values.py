@@ -248,7 +248,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
 
 
 def class_path(cls: type[Any]) -> str:
-    """How a manifest names a class: its module and qualified name."""
+    """The name of a class in a manifest: its module and qualified name."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 

@@ -34,7 +34,7 @@ def pattern(size: int, seed: int = 0) -> bytes:
 
 
 class ConformanceBase:
-    """How the tests write and read."""
+    """The writes and reads that the tests share."""
 
     async def upload(self, backend: Backend, key: str, data: bytes) -> None:
         """Uploads data whole, its blocks at the same time and the last first."""

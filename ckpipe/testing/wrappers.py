@@ -39,7 +39,7 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait at the gate now."""
+        """The number of tasks that wait at the gate now."""
         with self._changed:
             return len(self._waiters)
 
@@ -212,7 +212,7 @@ class WrappedUpload(Upload):
 
 
 class Landing(enum.Enum):
-    """Whether the operation at which a fault strikes has taken effect."""
+    """Whether the operation at which a fault strikes takes effect."""
 
     BEFORE = "before"
     """It has not: the request never arrived."""

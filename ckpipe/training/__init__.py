@@ -1,1 +1,1 @@
-"""How models and optimizers become a state that fits any wrapper, and are filled from one."""
+"""Make models and optimizers a state that fits any wrapper, and fill them from one."""

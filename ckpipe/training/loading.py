@@ -1,4 +1,4 @@
-"""What a load fills: the saved state of a model and its optimizers matched with live ones.
+"""Match the saved state of a model and its optimizers with live ones, as a load fills them.
 
 All is matched, and new tensors are made, before a byte is read, so that a misfit leaves everything
 as it was. New state of optimizers is attached once all bytes are verified.
@@ -55,7 +55,7 @@ def load_targets(
     others = dist.is_initialized() and dist.get_world_size() > 1
 
     def elsewhere(label: str) -> bool:
-        """Whether another rank may have what this one has no name for."""
+        """Tell whether another rank may have what this one has no name for."""
         return others and (stages or not saved.is_everywhere(label))
 
     tree: dict[str, Any] = {}

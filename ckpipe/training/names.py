@@ -127,6 +127,6 @@ def _named(key: str, prefixes: Mapping[str, str]) -> str:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor of which ranks hold different parts."""
+    """Tell whether a tensor is a DTensor of which ranks hold different parts."""
     placements: Iterable[Any] = getattr(tensor, "placements", ())
     return any(not each.is_replicate() for each in placements)

@@ -233,7 +233,7 @@ def _loads_its_own_way(optimizer: Optimizer) -> bool:
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Whether a module is, or has in it, one that FSDP1 has made flat.
+    """Tell whether a module is, or has in it, one that FSDP1 has made flat.
 
     Raises:
         UnsupportedState: If it has no mesh, so that its shards could not be told apart.

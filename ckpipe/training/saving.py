@@ -79,7 +79,9 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
 
 
 def is_placed_like(key: str, shape: Sequence[int], parameter: torch.Tensor) -> bool:
-    """Whether a tensor of this shape is placed like its parameter, unless ``plain`` names it."""
+    """Tell whether a tensor of this shape is placed like its parameter, unless ``plain`` names
+    it.
+    """
     return key != "step" and parameter.shape == shape
 
 
@@ -121,7 +123,7 @@ def _groups(each: NamedOptimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _is_exception(key: str, value: Any, parameter: torch.Tensor, names: Sequence[str]) -> bool:
-    """Whether a value has its parameter's shape and is plain all the same.
+    """Tell whether a value has its parameter's shape and is plain all the same.
 
     Raises:
         UnsupportedState: If it is sharded otherwise than its parameter.
