@@ -168,11 +168,25 @@ def read_toml(path: str | os.PathLike[str], table: str | None = None) -> dict[st
         raise SettingsError(f"The settings file {str(path)!r} cannot be read: {error}") from error
     except ValueError as error:
         raise SettingsError(f"The settings file {str(path)!r} is not TOML: {error}") from error
-    for name in table.split(".") if table else ():
-        found = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
-        raise SettingsError(f"The settings file {str(path)!r} has no table [{table}]")
+    if table is not None:
+        found = _table(found, table)
+        if found is None:
+            raise SettingsError(f"The settings file {str(path)!r} has no table [{table}]")
+    for name in ("ckpipe", "tool.ckpipe") if table is None else ():
+        if _table(found, name) is not None:
+            raise SettingsError(
+                f"The settings in {str(path)!r} are in the table [{name}]",
+                hint=f"Name it: Settings.from_file(path, table={name!r}); or give it its own file",
+            )
+    assert isinstance(found, dict)
     return found
+
+
+def _table(content: Any, table: str) -> dict[str, Any] | None:
+    found = content
+    for name in table.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def explained(error: ValidationError, settings: type[BaseModel]) -> SettingsError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,14 @@ from ranks import ranks
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckpipe
-from ckpipe.errors import StructureMismatch, UsageError
+from ckpipe.errors import (
+    CheckpointNotFound,
+    PipelineClosed,
+    SettingsError,
+    StructureMismatch,
+    UnsupportedState,
+    UsageError,
+)
 
 
 async def test_each_pipeline_names_the_other_where_it_is_entered_the_wrong_way(
@@ -33,6 +40,108 @@ def test_nothing_is_not_saved(tmp_path: Path) -> None:
             pipeline.save(None, step=3)
         assert pipeline.steps() == []
         pipeline.save({"nothing": None}, step=3)
+
+
+def test_a_checkpoint_in_place_of_its_root_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        handle = pipeline.save({"w": 1}, step=7, until="committed")
+    for wrong in (tmp_path / "run" / handle.id, tmp_path / "run" / f"{handle.id}.json"):
+        says = rf"is one checkpoint.*\[step 7\].*{tmp_path}/run, and name the step"
+        with pytest.raises(UsageError, match=says), ckpipe.SyncPipeline(wrong):
+            pass
+        with pytest.raises(UsageError, match=says):
+            ckpipe.load(wrong)
+        shown = Commands(capsys)("info", wrong)
+        assert (shown.code, f"{tmp_path}/run, and name the step" in shown.err) == (2, True), shown
+
+
+def test_a_state_in_place_of_a_step_is_named_and_not_printed(tmp_path: Path) -> None:
+    state: Any = {"w": torch.ones(1000)}
+    wrong: Any = 5
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(
+            UsageError, match=r"A step is an int .*, not a dict\..*state comes first"
+        ):
+            pipeline.save(wrong, state)
+        with pytest.raises(UsageError, match=r"by its step.*, not a dict\..*state comes first"):
+            pipeline.load(wrong, state)
+        with pytest.raises(UsageError, match="not '500'"):
+            pipeline.save(state, step=cast("Any", "500"))
+
+
+def test_a_metric_or_metadata_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    wrong: Any = {"step": 1, "loss": torch.ones(2)}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(UsageError, match=r"Metrics are numbers.*key 'loss'.*Pass one number"):
+            pipeline.save({}, step=3, metrics=wrong)
+        with pytest.raises(UsageError, match=r"Metadata must be plain JSON.*key 'loss'"):
+            pipeline.save({}, step=3, metadata=wrong)
+
+
+def test_parameters_are_refused_with_what_to_save(tmp_path: Path) -> None:
+    state = {"model": torch.nn.Linear(2, 2).parameters()}
+    with (
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+        pytest.raises(UnsupportedState, match=r"generator.*key 'model'.*the module itself"),
+    ):
+        pipeline.save(state, step=1)
+
+
+class Broken:
+    """Its state can be neither taken nor put back."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise RuntimeError("not ready")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise RuntimeError("not ready")
+
+
+class Whole(Broken):
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def test_what_user_code_raises_says_where_in_the_state(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(RuntimeError, match="not ready") as caught:
+            pipeline.save({"x": [Broken()]}, step=1)
+        assert caught.value.__notes__ == ["raised by state_dict of 'x.0'"]
+        pipeline.save({"x": Whole()}, step=2, until="committed")
+        with pytest.raises(RuntimeError, match="not ready") as caught:
+            pipeline.load({"x": Whole()})
+        assert caught.value.__notes__ == ["raised by load_state_dict of 'x'"]
+
+
+@pytest.mark.parametrize("table", ["ckpipe", "tool.ckpipe"])
+def test_settings_in_a_table_are_found_with_its_name(tmp_path: Path, table: str) -> None:
+    file = tmp_path / "project.toml"
+    file.write_text(f"[{table}]\nkeep_last = 3\n")
+    with pytest.raises(SettingsError, match=rf"in the table \[{table}\].*table='{table}'"):
+        ckpipe.Settings.from_file(file)
+    assert ckpipe.Settings.from_file(file, table=table).retention.keep_last == 3
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"w": 1}, step=1, until="committed")
+        for call in (pipeline.delete, pipeline.pin, pipeline.verify):
+            with pytest.raises(CheckpointNotFound, match=r"steps are: 1 .*Name one of those\.$"):
+                call(9)
+        with pytest.raises(CheckpointNotFound, match="Name no step for the newest"):
+            pipeline.load(step="latest")
+
+
+def test_a_pipeline_that_is_not_open_says_how_to_open_one(tmp_path: Path) -> None:
+    pipeline = ckpipe.SyncPipeline(tmp_path)
+    with pytest.raises(PipelineClosed, match=r"not open yet.*open\(\) first"):
+        pipeline.save({"w": 1}, step=1)
+    pipeline.open()
+    pipeline.close()
+    with pytest.raises(PipelineClosed, match=r"is closed.*make a new one"):
+        pipeline.save({"w": 1}, step=1)
 
 
 def test_a_dict_of_optimizers_is_refused_with_what_to_pass(tmp_path: Path) -> None:

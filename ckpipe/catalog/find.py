@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -52,7 +51,6 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 DELETING = "it is being deleted"
 NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
 
-_OR_NONE = ", or none to load the newest complete one"
 
 _LOOKS = 8
 """So many checkpoints are looked at one by one before tombstones and pins are listed."""
@@ -199,28 +197,20 @@ def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointIn
         raise CheckpointIncomplete(
             f"The checkpoint {named[0].id} is not complete: {named[0].reason}",
             step=named[0].step,
-            hint=f"Name another step{_OR_NONE}",
+            hint="Name another step",
         )
     steps = sorted({each.step for each in everything if each.complete})
     shown = ", ".join(map(str, steps[-10:])) or "none"
-    hint = f"Name one of those{_OR_NONE}" if steps else None
+    hint = "Name one of those" if steps else None
     if isinstance(which, str) and which.isdecimal():
         hint = f"A step is an int, not a string: {which}"
+    elif which in ("latest", "newest", "last"):
+        hint = "Name no step for the newest complete one, or one of those"
     raise CheckpointNotFound(
         f"There is no checkpoint {which!r} here; the newest complete steps are: {shown}",
         step=step,
         hint=hint,
     )
-
-
-@contextmanager
-def naming_one() -> Iterator[None]:
-    """For who has to name a step: an error proposes no more to name none."""
-    try:
-        yield
-    except CheckpointNotFound as error:
-        error.hint = (error.hint or "").removesuffix(_OR_NONE) or None
-        raise
 
 
 async def recheck(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
@@ -290,7 +280,7 @@ def _deleted(id: CheckpointId) -> CheckpointIncomplete:
     return CheckpointIncomplete(
         f"The checkpoint {id} was deleted just now",
         step=id.step,
-        hint=f"Name another step{_OR_NONE}",
+        hint="Name another step",
     )
 
 
@@ -383,7 +373,7 @@ def _said(names: Iterable[str]) -> str | None:
     found = set(names)
     if any(name.endswith(".distcp") for name in found):
         return (
-            "this is a checkpoint of torch.distributed.checkpoint (DCP), which "
+            "This is a checkpoint of torch.distributed.checkpoint (DCP), which "
             "torch.distributed.checkpoint.load reads"
         )
     if "config.json" in found or any(
@@ -392,7 +382,7 @@ def _said(names: Iterable[str]) -> str | None:
         for name in found
     ):
         return (
-            "this is a folder of Hugging Face weights, which from_pretrained or "
+            "This is a folder of Hugging Face weights, which from_pretrained or "
             "safetensors.torch.load_file reads"
         )
     return None

@@ -35,7 +35,6 @@ from ckpipe.catalog.find import (
     check_not_deleted,
     discover,
     list_root,
-    naming_one,
     pick,
     read_index,
 )
@@ -442,8 +441,7 @@ async def remove(
 
 def _picked(infos: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
     try:
-        with naming_one():
-            return pick(infos, which)
+        return pick(infos, which)
     except CheckpointIncomplete as error:
         error.hint = "By its id it is deleted all the same"
         raise

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import naming_one, read_index
+from ckpipe.catalog.find import read_index
 from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
@@ -70,8 +70,7 @@ async def differences(screen: Screen, sides: Sides, *, structure: bool) -> int:
             open_store(sides.urls[0], settings, Access.READ, share.count) as one,
             open_store(sides.urls[1], settings, Access.READ, share.count) as two,
         ):
-            with naming_one():
-                infos = [await chosen(one, sides.steps[0]), await chosen(two, sides.steps[1])]
+            infos = [await chosen(one, sides.steps[0]), await chosen(two, sides.steps[1])]
 
             async def compare() -> tuple[StructureDifference, list[TensorDifference]]:
                 left, right = [

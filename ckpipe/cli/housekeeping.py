@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import discover, find, naming_one
+from ckpipe.catalog.find import discover, find
 from ckpipe.catalog.leases import store_time
 from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import decide_on, in_use, missing_text, pin, prune, remove, unpin
@@ -69,8 +69,7 @@ def _mark(
 ) -> None:
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
-            with naming_one():
-                info = await find(backend, which(step))
+            info = await find(backend, which(step))
             await change(backend, info.key)
         screen.result({"url": url, done: info.id}, Text(f"{done} {info.id}"))
         return OK

@@ -67,7 +67,7 @@ def list_(
                 with screen.meter("reading indexes", len(infos), of_things) as meter:
                     found = await how(backend, infos, lambda: meter.advance(1))
         rows = [_row(each) for each in found]
-        nothing = f"no checkpoints here: {foreign}" if foreign else "no checkpoints here"
+        nothing = f"no checkpoints here. {foreign}" if foreign else "no checkpoints here"
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
         screen.result(
             {"url": url, "checkpoints": [_summary_data(each) for each in found]},

@@ -429,21 +429,13 @@ def _with_attributes(target: Any, attributes: Make) -> Any:
 
 def _attach(target: Any, make: Make, found: LoadTargets, label: str) -> Any:
     make()
-    try:
-        with torch.no_grad(), user_code("load_state_dict", label):
-            found.attach()
-    except Exception as error:
-        error.add_note(f"raised while the state of {label!r} was put in place")
-        raise
+    with torch.no_grad(), user_code("load_state_dict", label):
+        found.attach()
     return target
 
 
 def _load_object(target: Any, make: Make, label: str) -> Any:
     state = make()
-    try:
-        with torch.no_grad(), user_code("load_state_dict", label):
-            target.load_state_dict(state)
-    except Exception as error:
-        error.add_note(f"raised by load_state_dict of {label!r}, a {type(target).__qualname__}")
-        raise
+    with torch.no_grad(), user_code("load_state_dict", label):
+        target.load_state_dict(state)
     return target

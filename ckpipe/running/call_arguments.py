@@ -45,7 +45,10 @@ def which(checkpoint: Which) -> int | str:
     with contextlib.suppress(TypeError):
         if not isinstance(checkpoint, bool):
             return operator.index(checkpoint)
-    raise UsageError(f"A checkpoint is named by its step, its id or its info, not {checkpoint!r}")
+    raise UsageError(
+        f"A checkpoint is named by its step, its id or its info, not {_shown(checkpoint)}",
+        hint="In load(state, step) the state comes first",
+    )
 
 
 def plain_step(step: SupportsIndex) -> int:
@@ -58,8 +61,17 @@ def plain_step(step: SupportsIndex) -> int:
     with contextlib.suppress(TypeError):
         number = -1 if isinstance(step, bool) else operator.index(step)
     if not 0 <= number < 10**12:
-        raise UsageError(f"A step is an int from 0 to 10**12 - 1, not {step!r}")
+        raise UsageError(
+            f"A step is an int from 0 to 10**12 - 1, not {_shown(step)}",
+            hint="In save(state, step) the state comes first",
+        )
     return number
+
+
+def _shown(value: object) -> str:
+    """Show a value that is short, and name the type of another."""
+    short = isinstance(value, str | int | float)
+    return f"{value!r:.100}" if short else f"a {type(value).__qualname__}"
 
 
 def check_until(until: str, step: int | None) -> None:
@@ -93,10 +105,20 @@ def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, A
     Raises:
         UsageError: If one is no number, or two have one name.
     """
+    name: Any = None
+    pairs = []
     try:
-        return _by_name([(str(name), encode_float(float(n))) for name, n in metrics.items()])
+        for name, number in metrics.items():
+            pairs.append((str(name), encode_float(float(number))))
+        name = None
+        return _by_name(pairs)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UsageError(f"Metrics are numbers by name: {error}", step=step) from error
+        raise UsageError(
+            f"Metrics are numbers by name: {error}",
+            step=step,
+            key=None if name is None else str(name),
+            hint="Pass one number for each, such as loss.mean().item()",
+        ) from error
 
 
 def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, Any]:
@@ -105,15 +127,21 @@ def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, A
     Raises:
         UsageError: If it is none, or two keys of a dict are one in JSON.
     """
+    name: Any = None
+    pairs: list[tuple[str, Any]] = []
     try:
-        text = json.dumps(dict(metadata), allow_nan=False)
-        plain = json.loads(text, object_pairs_hook=_by_name)
+        for name, value in dict(metadata).items():
+            text = json.dumps({name: value}, allow_nan=False)
+            pairs += json.loads(text, object_pairs_hook=_by_name).items()
+        name = None
+        return _by_name(pairs)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"Metadata must be plain JSON: {error}", step=step, hint="Put other things in the state"
+            f"Metadata must be plain JSON: {error}",
+            step=step,
+            key=None if name is None else str(name),
+            hint="Put other things in the state",
         ) from error
-    assert isinstance(plain, dict)
-    return plain
 
 
 def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

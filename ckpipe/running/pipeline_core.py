@@ -279,9 +279,14 @@ class PipelineCore:
             PipelineClosed: If the pipeline is not open, or has failed.
         """
         if self._loop is None or self._engine is None:
-            state = "is not open yet" if self._engine is None else "is closed"
+            if self._engine is None:
+                raise PipelineClosed(
+                    "The pipeline is not open yet",
+                    hint="Use it inside its (async) with block, or call open() first",
+                )
             raise PipelineClosed(
-                f"The pipeline {state}", hint="Use it inside its (async) with block"
+                "The pipeline is closed",
+                hint="Use it inside its (async) with block, or make a new one to go on",
             )
         self._check_process()
         if self._served is not None and not self._closing and not self._engine.serves:

@@ -22,7 +22,7 @@ import base64
 import io
 import pickle
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -365,6 +365,12 @@ class _Walk:
                 f"An int of more than {MAX_DIGITS} digits cannot be saved",
                 key=label or None,
                 hint='Save its bytes, as int.to_bytes makes them, or set pickle="allow"',
+            )
+        if isinstance(obj, Generator):
+            raise UnsupportedState(
+                "A generator cannot be saved",
+                key=label or None,
+                hint="Save list(...) of it, or the module itself in place of module.parameters()",
             )
         if not self.pickling:
             raise UnsupportedState(

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpipe.backend import Backend, without_secrets
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
+from ckpipe.types import CheckpointId
 
 BackendFactory = Callable[..., Backend]
 """What makes a backend: called as ``factory(url, **options)``, most often a class."""
@@ -74,9 +75,10 @@ def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backen
     Raises:
         BackendNotFound: If no backend is known for the scheme, or it cannot be imported.
         SettingsError: If the backend has no such option, or lacks one.
-        UsageError: If the URL is not one that the backend understands.
+        UsageError: If the URL is not one that the backend understands, or is a checkpoint's.
     """
     _refuse_slip(url)
+    _refuse_checkpoint(url)
     scheme = scheme_of(url)
     factory = _factory(scheme)
     options = dict(options or {})
@@ -107,6 +109,19 @@ def _refuse_slip(url: str) -> None:
         raise UsageError(
             f"{without_secrets(url)!r} is neither a path nor a URL",
             hint=f"Write {scheme}:// for a URL, or ./{scheme}:/ for a folder of this name",
+        )
+
+
+def _refuse_checkpoint(url: str) -> None:
+    """Refuses a checkpoint in place of its root, where nothing would be found."""
+    root, _, name = url.rstrip("/").rpartition("/")
+    id = CheckpointId.parse(name.removesuffix(".json"))
+    if id is not None:
+        raise UsageError(
+            f"{without_secrets(url)!r} is one checkpoint, and not the root of a run",
+            step=id.step,
+            hint=f"Give the folder that it lies in, {without_secrets(root) or '.'}, and name the "
+            "step where you load",
         )
 
 

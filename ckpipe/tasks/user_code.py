@@ -35,7 +35,7 @@ def user_code(what: str, label: str) -> Iterator[None]:
 
     That is the thread that called the pipeline, and the main thread, where signals are handled. On
     a thread of the pipeline they would only end its event loop, with all its saves. Errors pass
-    anywhere.
+    anywhere, with a note that says where in the state they come from.
 
     Args:
         what: What is called.
@@ -46,7 +46,9 @@ def user_code(what: str, label: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
+        if label:
+            error.add_note(f"raised by {what} of {label!r}")
         raise
     except BaseException as signal:
         if _this.calls or threading.current_thread() is threading.main_thread():
