@@ -11,8 +11,7 @@ import json
 import random
 import re
 import tarfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pytest
 import torch
 from features import DATA, FEATURES, STEP, seeded
 from placed_targets import rank_of
+from stored_bundles import text_of
 from torch.distributed.tensor import DTensor
 
 import ckpipe
@@ -174,35 +174,6 @@ def test_generators_of_then_draw_what_they_would_have_drawn(old: Callable[[str],
 
 
 # Byte for byte
-
-
-def crc32c(data: bytes) -> int:
-    """The checksum as its definition says, from the polynomial of Castagnoli."""
-    state = 0xFFFFFFFF
-    for byte in data:
-        state = _TABLE[(state ^ byte) & 0xFF] ^ (state >> 8)
-    return state ^ 0xFFFFFFFF
-
-
-def _table() -> Iterator[int]:
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        yield value
-
-
-_TABLE = list(_table())
-
-
-def text_of(data: bytes) -> str:
-    """The text of a bundle as it is stored, with its sums checked."""
-    if data[:1] != b"{":
-        stream, total = data[:-4], int.from_bytes(data[-4:], "big")
-        assert crc32c(stream) == total
-        data = zlib.decompress(stream)
-        assert len(data) > 65536
-    assert data[-21:] == b',"crc32c":"%08x"}' % crc32c(data[:-21])
-    return data[:-21].decode("ascii")
 
 
 def normalised(data: bytes) -> str:
