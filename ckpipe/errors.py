@@ -119,7 +119,7 @@ class UnsupportedTopology(UsageError):
 
 
 class AttemptReused(UsageError):
-    """The attempt id was already used on this root by this rank."""
+    """The attempt id was already used on this root by this rank; raised by the first save."""
 
 
 class BackendNotFound(UsageError):

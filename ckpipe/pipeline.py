@@ -47,15 +47,15 @@ class Pipeline(PipelineBase):
     """
 
     async def open(self) -> Self:
-        """Open the store and claim the attempt; return the pipeline, open or opened.
+        """Open the store and write nothing; return the pipeline, open or opened.
 
         For objects that hold a pipeline as long as they live; else ``async with`` does it. Opening
-        an open pipeline does nothing; a closed one is not opened again.
+        an open pipeline does nothing; a closed one is not opened again. A pipeline that saves
+        nothing leaves nothing on the store.
 
         Raises:
             PipelineClosed: If the pipeline was closed before.
             BackendNotFound: If no backend is there for the url.
-            AttemptReused: If ``attempt_id`` was used on this root before.
             UnsupportedTopology: If several ranks run and cannot agree on a name for the launch,
                 or some of them do not open the pipeline in time.
             UsageError: If ``preemption`` is set and this is not the main thread.
@@ -151,6 +151,9 @@ class Pipeline(PipelineBase):
     ) -> SaveHandle:
         """Saves a state; returns when it has been copied, so that training may go on.
 
+        The first save of a pipeline claims its launch, and raises ``AttemptReused`` and what makes
+        a store unfit, before it looks at the state.
+
         The checkpoint is the state at one instant, if whoever changes it does so under
         :attr:`lock` or after this has returned. Nothing on the store is ever overwritten: saving
         a step again makes another checkpoint of it. To leave the call before the state is copied,
@@ -181,6 +184,7 @@ class Pipeline(PipelineBase):
             A handle to wait for the commit; its status is ``skipped`` if the save was skipped.
 
         Raises:
+            AttemptReused: If ``attempt_id`` was used on this root before; by the first save.
             UnsupportedState: If something in the state cannot be saved; names it.
             LockMisuse: If this thread is inside ``lock.mutating()``.
             StateLockTimeout: If trainers held the lock for too long, or the caller's event loop did
@@ -193,6 +197,7 @@ class Pipeline(PipelineBase):
                 ``CaptureTooSlow`` if a step would wait longer than
                 ``lock.max_step_wait_seconds``, and with ``StateChanged`` if an optimizer's
                 tensor is changed outside of a guarded step.
+            StoreError: If the first save cannot write, unless ``on_error`` is ``"warn"``.
             CkpipeError: With ``until="committed"``, whatever made the save fail; and whatever
                 made an earlier save fail that nobody waited for, unless ``on_error`` is
                 ``"warn"``.
@@ -267,8 +272,10 @@ class Pipeline(PipelineBase):
                 ``state_dict`` that a save calls does.
             PipelineClosed: If the pipeline is left before the load has the lock.
             UnsupportedVersion: If it is of a newer format.
-            UnsupportedTopology: With ``fallback``, if other ranks do not say in time whether the
-                checkpoint is whole for them.
+            UnsupportedTopology: If several ranks have to agree on what to load, and cannot, or some
+                do not come in time.
+            AttemptReused: If ranks without a process group have to agree, and ``attempt_id`` was
+                used on this root before.
             StoreError: If the store failed.
         """
         select, chosen = label_filter(include, exclude), None if step is None else which(step)

@@ -109,8 +109,8 @@ class Settings(BaseSettings):
     credentials, neither ``repr`` nor logs nor errors show them."""
 
     attempt_id: str | None = Field(None, min_length=1)
-    """The name of this launch, the same on all its ranks and never used before on this root. By
-    default the ranks agree on one by themselves."""
+    """The name of this launch, the same on all its ranks, under which no other has saved on this
+    root: the first save finds that out. By default the ranks agree on one by themselves."""
 
     solo: bool = False
     """Whether this process saves alone although other ranks run."""
@@ -118,12 +118,13 @@ class Settings(BaseSettings):
     read_only: bool = False
     """Whether the pipeline only looks and loads: then it writes nothing at all, so that a
     read-only mount or a key without the right to write will do. Saving raises, and
-    what is being loaded is not protected from others who delete. Several ranks that load the newest
-    agree on it through the store of ``torch.distributed``; without one they name a step, and all
-    of them without ``fallback``."""
+    what is being loaded is not protected from others who delete. Several ranks that load the
+    newest, or fall back, agree through the Store of ``torch.distributed``; without one they name a
+    step."""
 
     meeting_timeout_seconds: float = Field(300.0, gt=0)
-    """How long opening waits for the other ranks when they agree on an attempt, in seconds."""
+    """How long opening waits for the other ranks when they agree on an attempt, in seconds; with
+    ``attempt_id`` or ``read_only``, how long the first load on which they have to agree waits."""
 
     incomplete_after_seconds: float = Field(600.0, ge=0)
     """How long after its own commit a rank, at a later save, calls a checkpoint incomplete that

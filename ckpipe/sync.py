@@ -44,7 +44,7 @@ class SyncPipeline(PipelineBase):
     """
 
     def open(self) -> Self:
-        """Open the store and claim the attempt; see :meth:`ckpipe.Pipeline.open`."""
+        """Open the store and write nothing; see :meth:`ckpipe.Pipeline.open`."""
         with self._core.opening():
             self._core.open()
         return self

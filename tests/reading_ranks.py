@@ -1,11 +1,15 @@
-"""Ranks that only read: cases for :mod:`gang`."""
+"""Ranks that only load: cases for :mod:`gang`."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from gang import tell
+from mortal_runs import die, note
 
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
@@ -14,9 +18,10 @@ from ckpipe.errors import UnsupportedTopology
 def newest(case: dict[str, Any]) -> None:
     """Loads the newest checkpoint by two pipelines, twice each, while a newer one is saved."""
     for number in range(2):
-        with ckpipe.SyncPipeline(case["root"], read_only=True, per_rank="rank0") as pipeline:
+        fields = {"per_rank": "rank0", **case["fields"]}
+        with ckpipe.SyncPipeline(case["root"], **fields) as pipeline:
             for again in range(2):
-                if dist.get_rank() == 1 and case["saves"]:
+                if dist.get_rank() == 1:
                     with ckpipe.SyncPipeline(case["root"], solo=True) as writer:
                         writer.save({"w": 1}, step=10 * number + again).wait()
                 loaded = pipeline.load()
@@ -33,3 +38,35 @@ def alone(case: dict[str, Any]) -> None:
             pipeline.load()
         except UnsupportedTopology as error:
             tell(case, refused=str(error))
+
+
+def look(case: dict[str, Any]) -> None:
+    """Opens, looks and loads in every way; without a process group if the case says so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not case["group"]:
+        dist.destroy_process_group()  # RANK and WORLD_SIZE stay
+    with ckpipe.SyncPipeline(case["root"], per_rank="rank0", **case["fields"]) as pipeline:
+        warnings.simplefilter("ignore")  # of checkpoints that are damaged
+        loaded = [
+            pipeline.load({"weights": torch.zeros(5)}, fallback=True),
+            pipeline.load(step=1),
+            pipeline.load(fallback=True),
+        ]
+        assert len(pipeline.steps()) == 3
+        assert (pipeline._core._topology.rank, pipeline._core._topology.world_size) == (rank, size)
+        steps = [None if each is None else each.step for each in loaded]
+        note(case["root"], json.dumps({"rank": rank, "loaded": steps}))
+
+
+def claimed_in_vain(case: dict[str, Any]) -> None:
+    """Each rank dies, or goes on, when its claim is on the store and its first save is not."""
+    with ckpipe.SyncPipeline(case["root"]) as pipeline:
+        loaded = pipeline.load()
+        first = loaded.step + 1 if loaded else 0
+        if case["dies"]:
+            core = pipeline._core
+            core.submit(core.engine._launch.claim).result()
+            dist.barrier()
+            die()
+        pipeline.save({"rank": dist.get_rank()}, step=first).wait_complete(timeout=300)
+        tell(case, saved=first)

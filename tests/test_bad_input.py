@@ -595,10 +595,10 @@ def test_restart_with_the_same_attempt_id_says_what_to_do(tmp_path: Path) -> Non
     with ckpipe.SyncPipeline(tmp_path, attempt_id="job-1") as pipeline:
         pipeline.save({"a": 1}, step=1)
     with (
+        ckpipe.SyncPipeline(tmp_path, attempt_id="job-1") as pipeline,
         pytest.raises(errors.AttemptReused) as caught,
-        ckpipe.SyncPipeline(tmp_path, attempt_id="job-1"),
     ):
-        pass
+        pipeline.save({"a": 2}, step=2)
     says(caught.value, "job-1", "rank 0", "an id of its own")
     assert load_one(tmp_path).state == {"a": 1}
 

@@ -156,7 +156,7 @@ def test_all_damaged_raises_on_all_ranks(store: Stores) -> None:
 
 
 def is_vote(operation: Operation) -> bool:
-    return operation.verb == "put" and ".votes/" in operation.key
+    return operation.verb == "put" and "/load-0" in operation.key and ".votes/" in operation.key
 
 
 def test_a_rank_that_is_dead_is_named_after_a_while(store: Stores) -> None:

@@ -183,6 +183,9 @@ def test_what_a_save_has_stored_goes_where_its_commit_found_no_room(
     store: Stores, crammed: Crammed, world_size: int
 ) -> None:
     with ranks(crammed.url, world_size, **ONCE) as pipelines:
+        for pipeline in pipelines:
+            pipeline.save(STATE, step=0).wait()
+            settle(pipeline)
         crammed.full = True
         crammed.room = 2 * world_size - 1  # for all but the last one's commit
         for rank, pipeline in enumerate(pipelines[:-1]):
@@ -195,7 +198,7 @@ def test_what_a_save_has_stored_goes_where_its_commit_found_no_room(
         crammed.full = False
         for pipeline in pipelines:
             pipeline.save(STATE, step=2, until="committed")
-    assert [id.step for id in kept(store)] == [2]
+    assert [id.step for id in kept(store)] == [0, 2]
 
 
 def test_nothing_goes_where_the_commit_may_have_landed(store: Stores) -> None:
@@ -271,24 +274,25 @@ def test_a_disk_without_inodes_says_so(tmp_path: Path) -> None:
             pipeline.save(STATE, step=2).wait()
 
 
-def test_who_finds_no_room_to_open_is_told_how_to_load(tmp_path: Path) -> None:
+def test_a_store_without_room_is_loaded_from(tmp_path: Path) -> None:
     with mounted(["-t", "tmpfs", "-o", "size=2M,nr_inodes=40", "tmpfs"], tmp_path / "disk") as disk:
         saved(str(disk / "run"), 1)
         fill(disk / "ballast")
-        _refused(disk / "run")
+        _load(disk / "run", read_only=False)
         with contextlib.suppress(OSError):
             for number in range(40):  # no file can be made at all
                 (disk / str(number)).touch()
-        _refused(disk / "run")
-        with ckpipe.SyncPipeline(disk / "run", read_only=True) as pipeline:
-            result = pipeline.load()
-            assert result is not None
-            assert same(result.state, STATE)
+        told = pytest.raises(errors.StoreFull, match="read_only=True")
+        with told, ckpipe.SyncPipeline(disk / "run"):
+            pass
+        _load(disk / "run", read_only=True)
 
 
-def _refused(root: Path) -> None:
-    with pytest.raises(errors.StoreFull, match="read_only=True"), ckpipe.SyncPipeline(root):
-        pass
+def _load(root: Path, *, read_only: bool) -> None:
+    with ckpipe.SyncPipeline(root, read_only=read_only) as pipeline:
+        result = pipeline.load()
+        assert result is not None
+        assert same(result.state, STATE)
 
 
 def test_commands_make_room(call: Commands, tmp_path: Path) -> None:

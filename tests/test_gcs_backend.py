@@ -393,15 +393,17 @@ async def test_an_emulator_is_found_in_the_environment(
     assert all("authorization" not in each.headers for each in seen.requests)
 
 
-async def test_a_store_is_probed_once_and_only_by_who_writes(seen: Seen) -> None:
+async def test_a_store_is_probed_once_and_only_by_who_saves(seen: Seen) -> None:
     async with seen.backend() as backend:
         assert [info async for info in backend.list()] == []
-    assert [each.operation for each in seen.requests] == ["List"]
+        await backend.put_volatile("lease", b"{}")
+        await backend.delete(["lease"])
+    assert [each.operation for each in seen.requests] == ["List", "Put", "Delete"]
     for number in range(2):
         async with seen.backend() as backend:
             await backend.put(f"{number}", b"x", PutMode.CREATE)
     found = [each.operation for each in seen.requests]
-    assert found == ["List", "Put", "Put", "List", "Put", "Put"]
+    assert found == ["List", "Put", "Delete", "Put", "Put", "List", "Put", "Put"]
 
 
 async def test_a_large_upload_is_composed(seen: Seen, backend: GcsBackend) -> None:

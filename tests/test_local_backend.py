@@ -182,15 +182,15 @@ async def test_root_without_permission(tmp_path: Path) -> None:
         await LocalBackend(str(tmp_path / "new")).__aenter__()
 
 
-async def test_a_root_that_was_made_for_nothing_is_not_left(tmp_path: Path) -> None:
-    async with LocalBackend(str(tmp_path / "a/b")) as backend:
-        await backend.put("x/y", b"", PutMode.CREATE)
-        await backend.delete(["x/y"])
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "there").mkdir()
-    async with LocalBackend(str(tmp_path / "there")):
-        pass
-    assert list(tmp_path.iterdir()) == [tmp_path / "there"], "it was not made here"
+async def test_a_root_is_made_by_the_first_write_and_stays(tmp_path: Path) -> None:
+    async with LocalBackend(str(tmp_path / "a/b")) as first:
+        assert list(tmp_path.iterdir()) == []
+        assert [info async for info in first.list()] == []
+        async with LocalBackend(str(tmp_path / "a/b")) as second:
+            await second.put("x/y", b"", PutMode.CREATE)
+            await second.delete(["x/y"])
+        await first.put("x/y", b"", PutMode.CREATE)
+    assert files_below(tmp_path) == ["a/b/x/y"]
 
 
 @pytest.fixture
@@ -222,6 +222,7 @@ def test_a_directory_that_may_not_be_read_is_in_nobodys_way(closed_folder: Path)
 
 async def test_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
     async with LocalBackend(str(tmp_path / "root")) as backend:
+        await backend.put("a/b", b"x", PutMode.CREATE)
         shutil.rmtree(tmp_path / "root")
         with pytest.raises(StoreError, match="No such file"):
             await backend.put("a/b", b"x", PutMode.CREATE)
@@ -400,6 +401,7 @@ async def test_a_class_that_puts_in_its_own_way_puts_all_so(tmp_path: Path) -> N
 
 
 async def test_a_volatile_object_beside_a_root_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
     async with LocalBackend(str(tmp_path / "root")) as backend:
         (tmp_path / "root").rmdir()
         with pytest.raises(StoreError):

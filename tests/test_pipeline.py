@@ -311,8 +311,11 @@ def test_no_save_begins_while_another_thread_closes(store: Stores) -> None:
 def test_reused_attempt_id_is_refused(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1") as pipeline:
         pipeline.save({"a": 1}, step=0, until="committed")
-    with pytest.raises(errors.AttemptReused, match="launch-1"):
-        ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1").__enter__()
+    with (
+        ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1") as pipeline,
+        pytest.raises(errors.AttemptReused, match="launch-1"),
+    ):
+        pipeline.save({"a": 2}, step=1)
     with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-2") as pipeline:
         assert pipeline.load() is not None
 

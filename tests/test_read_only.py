@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gang import gang, told
+from commands import damage
+from gang import Gang, gang, told
 
 import ckpipe
 from ckpipe.errors import (
@@ -104,9 +106,9 @@ def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")
     before = everything(root)
     with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
-        with pytest.raises(UnsupportedTopology, match=r"newest.*init_process_group"):
+        with pytest.raises(UnsupportedTopology, match=r"agree.*init_process_group"):
             pipeline.load()
-        with pytest.raises(UnsupportedTopology, match="falls back"):
+        with pytest.raises(UnsupportedTopology, match="without fallback"):
             pipeline.load(step=1, fallback=True)
         loaded = pipeline.load(step=1, per_rank="rank0")
         assert loaded is not None
@@ -130,8 +132,10 @@ def test_a_pipeline_that_saves_nothing_leaves_nothing(root: Path, tmp_path: Path
     assert names(root) == before
     with ckpipe.SyncPipeline(root, attempt_id="look") as pipeline:
         pipeline.save({"weights": torch.zeros(5)}, 3)
-    with pytest.raises(AttemptReused), ckpipe.SyncPipeline(root, attempt_id="look"):
-        pass
+    with ckpipe.SyncPipeline(root, attempt_id="look") as pipeline:
+        with pytest.raises(AttemptReused):
+            pipeline.save({"weights": torch.zeros(5)}, 4)
+        assert pipeline.load() is not None
 
 
 def names(root: Path) -> list[str]:
@@ -163,19 +167,58 @@ def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Pa
     assert str(root) in str(caught.value)
 
 
-def test_many_ranks_agree_on_the_newest_and_write_nothing(root: Path, tmp_path: Path) -> None:
-    with gang() as world:
-        before = names(root)
-        assert world.run("reading_ranks:newest", root, 3, saves=False) == [0] * 3
+@pytest.fixture(scope="module")
+def world() -> Iterator[Gang]:
+    with gang() as made:
+        yield made
+
+
+LAUNCHES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "process group": (True, {}),
+    "process group and id": (True, {"attempt_id": "look"}),
+    "process group, read only": (True, {"read_only": True}),
+    "id alone": (False, {"attempt_id": "look"}),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_ranks_that_save_nothing_leave_nothing(
+    root: Path, world: Gang, launch: str, size: int
+) -> None:
+    """They load the same, the newest that is whole."""
+    with ckpipe.SyncPipeline(root) as pipeline:
+        damaged = pipeline.save({"weights": torch.zeros(5)}, step=3).wait().id
+    damage(root, damaged)
+    before = names(root)
+    group, fields = LAUNCHES[launch]
+    for number in range(1, 3):  # the name of a launch that saved nothing may be used again
+        case = {"group": group, "fields": fields}
+        assert world.run("reading_ranks:look", root, size, **case) == [0] * size
         assert names(root) == before
-        found = told(root, "loaded")
-        assert set(map(tuple, found.values())) == {tuple(found[0])}
-        assert ["000000000002" in each for each in found[0]] == [True] * 4
-        busy = tmp_path / "busy"
-        busy.mkdir()
-        assert world.run("reading_ranks:newest", busy, 3, saves=True) == [0] * 3
-        found = told(busy, "loaded")
-        assert set(map(tuple, found.values())) == {tuple(found[0])}
-        assert world.run("reading_ranks:alone", root, 3) == [0] * 3
-        refused = told(root, "refused")
-        assert "Ranks 2 did not load the newest checkpoint here within 0.5 s" in refused[0][0]
+        assert told(root, "loaded") == {rank: [[2, 1, 2]] * number for rank in range(size)}
+
+
+@pytest.mark.parametrize("fields", [{"read_only": True}, {}, {"attempt_id": "look"}])
+def test_ranks_load_the_same_while_a_newer_one_is_saved(
+    tmp_path: Path, world: Gang, fields: dict[str, Any]
+) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    assert world.run("reading_ranks:newest", root, 3, fields=fields) == [0] * 3
+    found = told(root, "loaded")
+    assert len(found[0]) == 4
+    assert set(map(tuple, found.values())) == {tuple(found[0])}
+
+
+def test_a_rank_that_does_not_load_is_named(root: Path, world: Gang) -> None:
+    assert world.run("reading_ranks:alone", root, 3) == [0] * 3
+    refused = told(root, "refused")
+    assert "Ranks 2 did not load the newest checkpoint here within 0.5 s" in refused[0][0]
+
+
+def test_ranks_that_died_behind_their_claims_are_no_hindrance(tmp_path: Path, world: Gang) -> None:
+    root = tmp_path / "run"
+    for dies, codes in ((True, [None] * 2), (False, [0] * 2), (True, [None] * 2), (False, [0] * 2)):
+        assert world.run("reading_ranks:claimed_in_vain", root, 2, dies=dies) == codes
+    assert told(root, "saved") == {0: [0, 1], 1: [0, 1]}

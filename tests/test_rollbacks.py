@@ -17,8 +17,9 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.ranks import course as courses
-from ckpipe.ranks.attempts import open_attempt
+from ckpipe.ranks.attempts import draft_launch
 from ckpipe.ranks.course import Course
+from ckpipe.ranks.topology import ALONE
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId, attempt_parts
@@ -193,5 +194,5 @@ async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str
     backend = MemoryBackend()
     for attempt in (name, "20991231T235959999Z-y"):
         await backend.put(f"{CheckpointId(attempt, 1, 0)}.json", b"{}", ckpipe.PutMode.CREATE)
-    opened = await open_attempt(backend, None, rank=0)
-    assert opened.startswith("21000101T000000000Z-")
+    launch = await draft_launch(backend, None, ALONE)
+    assert launch.attempt.startswith("21000101T000000000Z-")

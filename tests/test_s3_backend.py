@@ -406,15 +406,17 @@ def test_options_out_of_range(options: dict[str, Any]) -> None:
         S3Backend("s3://bucket", **options)
 
 
-async def test_a_store_is_probed_once_and_only_by_who_writes(seen: Seen) -> None:
+async def test_a_store_is_probed_once_and_only_by_who_saves(seen: Seen) -> None:
     async with seen.backend() as backend:
         assert [info async for info in backend.list()] == []
-    assert [each.operation for each in seen.requests] == ["List"]
+        await backend.put_volatile("lease", b"{}")
+        await backend.delete(["lease"])
+    assert [each.operation for each in seen.requests] == ["List", "Put", "Delete"]
     for number in range(2):
         async with seen.backend() as backend:
             await backend.put(f"{number}", b"x", PutMode.CREATE)
     assert [each.operation for each in seen.requests] == [
-        "List",
+        *["List", "Put", "Delete"],
         *["Put", "Put", "List"],
         *["Put"] * 2,
     ]

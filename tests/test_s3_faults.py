@@ -525,11 +525,22 @@ def test_a_server_is_killed_and_comes_back(url: str, tmp_path: Path, operation: 
 
 
 def test_a_store_that_overwrites_is_refused(server: S3Server, proxy: FaultProxy, url: str) -> None:
+    class Part:
+        looked = False
+
+        def state_dict(self) -> dict[str, Any]:
+            self.looked = True
+            return {}
+
     proxy.rule = lambda request: Fault.UNCONDITIONAL
-    error = save(url, proxy.url)
-    assert isinstance(error, errors.StoreError)
-    assert "ignores If-None-Match" in str(error)
-    assert "require_create_only=False" in str(error)
+    part = Part()
+    with pipeline(url, proxy.url) as opened:
+        assert opened.load() is None
+        with pytest.raises(
+            errors.StoreError, match=r"ignores If-None-Match.*require_create_only=False"
+        ):
+            opened.save({"part": part}, step=1)
+    assert not part.looked
 
 
 async def test_a_store_that_overwrites_can_be_accepted(

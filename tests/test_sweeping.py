@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -175,24 +176,28 @@ def test_a_deletion_that_was_cut_short_is_finished(call: Commands, tmp_path: Pat
 
 
 def test_what_dead_launches_agreed_on_goes_and_their_claims_stay(tmp_path: Path) -> None:
-    for launch in ("old", "young"):
-        with ranks(str(tmp_path), 2, attempt_id=launch) as world:
-            assert [pipeline.load() for pipeline in world] == [None, None]
     attempts = tmp_path / ".ckpipe" / "attempts"
-    age(attempts / "old", 2)
-    with ranks(str(tmp_path), 2) as world:
-        assert [pipeline.load() for pipeline in world] == [None, None]
+    with contextlib.ExitStack() as stack:
+        # Those that are dead have not closed, which would remove it all.
+        worlds = [
+            stack.enter_context(ranks(str(tmp_path), 2, attempt_id=launch))
+            for launch in ("old", "young", "run")
+        ]
+        for world in worlds:
+            assert [pipeline.load() for pipeline in world] == [None, None]
+        age(attempts / "old", 2)
         age(attempts / "run", 2)
         gone = (".ckpipe/attempts/old/agreed/load-0",)
         assert world[0].sweep(dry_run=True).agreements == gone
         assert world[0].sweep().agreements == gone
         assert world[0].sweep().agreements == ()
-    left = [str(each.relative_to(attempts)) for each in attempts.rglob("*") if each.is_file()]
+        left = [str(each.relative_to(attempts)) for each in attempts.rglob("*") if each.is_file()]
     assert sorted(each for each in left if "agreed" in each) == [
         "run/agreed/load-0",
         "young/agreed/load-0",
     ]
     assert {"old/claim-00000", "old/claim-00001", "old/start"} <= set(left)
+    assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
 
 
 def test_a_run_sweeps_others_and_not_itself(tmp_path: Path) -> None:

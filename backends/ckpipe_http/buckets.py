@@ -313,6 +313,10 @@ class BucketBackend(Backend, abc.ABC, Generic[Address]):
         await self._probe()
         await self._objects.put(key, data, mode)
 
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        # No probe: a lease of a load has a random name, and leaves nothing.
+        await self._objects.put(key, data, PutMode.CREATE)
+
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         return await self._objects.get(key, max_bytes)
 

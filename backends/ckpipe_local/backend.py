@@ -31,10 +31,10 @@ from ckpipe_local.directories import (
     is_temporary,
     list_children,
     list_objects,
+    make_root,
     object_info,
-    open_root,
+    prove_root,
     remove_stale,
-    remove_unused,
 )
 from ckpipe_local.failures import opening, reading, writing
 from ckpipe_local.reads import (
@@ -55,7 +55,7 @@ _list_children = aiofiles.os.wrap(list_children)
 
 
 class LocalBackend(Backend):
-    """Objects as files below a root directory, which is made if it is missing.
+    """Objects as files below a root directory, which the first write makes if it is missing.
 
     A key is the path of its file relative to the root. Objects appear under their names by one
     atomic ``link`` or ``rename`` of a temporary file that was synced before; a crash leaves at
@@ -70,8 +70,8 @@ class LocalBackend(Backend):
             directory of this moment or, with a leading ``~``, to the home.
         direct: Whether to read and write bulk data past the page cache where the file system
             can do so.
-        access: ``"read"`` takes the root as it is: opening neither makes it nor tries whether
-            it can be written, so that a read-only file system will do.
+        access: ``"write"`` has opening try whether the root can be written, or made. ``"read"``
+            takes the root as it is, so that a read-only file system will do.
 
     Raises:
         UsageError: If the URL names another host or no path.
@@ -87,7 +87,7 @@ class LocalBackend(Backend):
         self._direct, self._access = direct, access
         self._durable: set[str] = set()
         self._uploads: set[PartialFile] = set()
-        self._made: list[str] = []
+        self._missing = False
 
     def __repr__(self) -> str:
         mode = "direct" if self._direct else "buffered"
@@ -96,7 +96,7 @@ class LocalBackend(Backend):
     async def __aenter__(self) -> Self:
         create = self._access != "read"
         with opening(self._root, create=create):
-            self._made = await run_in_thread(open_root if create else find_root, self._root)
+            self._missing = await run_in_thread(prove_root if create else find_root, self._root)
         return self
 
     async def __aexit__(
@@ -105,22 +105,29 @@ class LocalBackend(Backend):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give up unfinished uploads, and a root made for nothing."""
+        """Give up the uploads that were neither completed nor aborted."""
         with anyio.CancelScope(shield=True), writing(f"clean up {self._root}"):
             await run_in_thread(discard_all, self._uploads)
-            await run_in_thread(remove_unused, self._made)
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         path = self._path(key)
         with writing(f"write {path}", key):
-            await run_in_thread(put_object, key, self._root, self._durable, data, mode)
+            await run_in_thread(self._put, key, data, mode)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with writing(f"write {path}", key):
-            await run_in_thread(
-                put_object, key, self._root, self._durable, data, PutMode.CREATE, False
-            )
+            await run_in_thread(self._put, key, data, PutMode.CREATE, False)
+
+    def _put(self, key: str, data: bytes, mode: PutMode, lasting: bool = True) -> None:
+        self._make_root()
+        put_object(key, self._root, self._durable, data, mode, lasting)
+
+    def _make_root(self) -> None:
+        """Make a root that was missing at open; one that has gone since is not made again."""
+        if self._missing:
+            make_root(self._root)
+            self._missing = False
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         path = self._path(key)
@@ -129,6 +136,7 @@ class LocalBackend(Backend):
         return LocalUpload(key, size, path, file, self._uploads)
 
     def _begin(self, key: str, size: int) -> PartialFile:
+        self._make_root()
         # The file is noted in the thread: a caller that is cancelled now never gets to see it.
         file = begin_file(key, self._root, self._durable, size, self._direct)
         self._uploads.add(file)

@@ -56,35 +56,27 @@ def sync_entries(descriptor: int) -> None:
             raise
 
 
-def open_root(root: str) -> list[str]:
-    """Make the root directory with its parents, durably, and prove that it can be written.
+def prove_root(root: str) -> bool:
+    """Prove that the root directory can be written, or made where it is missing; make nothing.
 
     Returns:
-        The directories that were made, the outermost first.
+        Whether it is missing.
     """
-    made: list[str] = []
     _check_path(root)
-    _make_root(root, made)
-    path = os.path.join(root, temporary_name())
+    there = root
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    path = os.path.join(there, temporary_name())
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     os.unlink(path)
-    return made
+    return there != root
 
 
-def remove_unused(made: list[str]) -> None:
-    """Remove directories that were made in vain: the innermost ones that are empty."""
-    while made:
-        try:
-            os.rmdir(made.pop())
-        except OSError:
-            made.clear()
-
-
-def find_root(root: str) -> list[str]:
-    """Prove that the root directory is there and can be listed; make nothing."""
+def find_root(root: str) -> bool:
+    """Prove that the root directory is there and can be listed; return that it is not missing."""
     _check_path(root)
     with os.scandir(root):
-        return []
+        return False
 
 
 def _check_path(path: str) -> None:
@@ -106,14 +98,14 @@ def _check_path(path: str) -> None:
         path = os.path.dirname(path)
 
 
-def _make_root(directory: str, made: list[str]) -> None:
-    if os.path.isdir(directory):
+def make_root(root: str) -> None:
+    """Make the root directory with its parents, durably."""
+    if os.path.isdir(root):
         return
-    parent = os.path.dirname(directory)
-    _make_root(parent, made)
+    parent = os.path.dirname(root)
+    make_root(parent)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(directory)
-        made.append(directory)
+        os.mkdir(root)
     sync_directory(parent)
 
 
@@ -129,8 +121,8 @@ def directories(
     """Open the root and each directory on the way to one below it, and close them at the end.
 
     Args:
-        root: The root, which may be a link, and is never made: when it is gone, writing on would go
-            to another file system.
+        root: The root, which may be a link, and is never made here: when it is gone, writing on
+            would go to another file system.
         below: The directory, relative to the root; empty for the root itself.
         durable: The directories known to be durable in their parents, kept up to date here. Those
             that are missing are made if it is given.

@@ -56,7 +56,7 @@ class Leftovers:
         unfinished: Deleted checkpoints of which something is left.
         scratch: What measurements have written.
         agreed: Keys of what the ranks of each launch have agreed on, by its id.
-        claims: When the first and the last rank of each launch opened the root, by its id.
+        claims: When the first and the last rank of each launch claimed it, by its id.
         digests: Digests of checkpoints that have no index.
     """
 

@@ -98,7 +98,7 @@ def pin_key(id: CheckpointId) -> str:
 
 
 def claim_key(attempt_id: str, rank: int) -> str:
-    """The object that a rank creates when it opens, so that no attempt id is used twice."""
+    """The object that a rank creates before its first save, so that no id is used twice."""
     return f"{ATTEMPTS}{attempt_id}/claim-{rank:05d}"
 
 

@@ -1,21 +1,152 @@
-"""Decisions that all ranks of an attempt must share: the first create-only object wins.
+"""Decisions that all ranks of an attempt must share: the first one wins.
 
-Nobody is waited for. Whoever comes first decides for all, by what it knows, and everybody else
-reads what was decided. An agreement is about one question, which its key names in a way that is
-the same on all ranks and never asked twice in an attempt.
+Theory. No rank waits for another. The first to come decides for all, by what it knows, and the
+others read what was decided. An agreement is about one question, whose name is the same on all
+ranks and never asked twice in an attempt. Saves agree through create-only objects, so that they go
+on when rank 0 has ended. Loads agree through the ``torch.distributed`` Store where there is one,
+and so leave nothing on the store of the checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.errors import InvalidManifest, ObjectExists, ObjectNotFound
+from ckpipe.errors import InvalidManifest, ObjectExists, ObjectNotFound, UnsupportedTopology
 from ckpipe.format.keys import Json
 from ckpipe.format.names import agreement_key
+from ckpipe.ranks.ballots import Ballot
+from ckpipe.ranks.topology import Topology
+
+T = TypeVar("T")
 
 _MAX_BYTES = 64 << 10
+
+
+class Agreements(Protocol):
+    """Agreements between the ranks that load together."""
+
+    async def decided(self, question: str) -> tuple[Json] | None:
+        """Return what was decided on a question, in a tuple of one; None before."""
+        ...
+
+    async def decide(self, question: str, proposal: Json) -> Json:
+        """Decide a question, unless it is decided already; return the decision."""
+        ...
+
+    async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
+        """Accept a proposal; the last of all ranks decides and gets the decision, others None."""
+        ...
+
+    async def absent(self, question: str) -> list[int]:
+        """Return the ranks that have not accepted."""
+        ...
+
+
+class ObjectAgreements:
+    """Agreements through objects below the attempt.
+
+    Args:
+        backend: The store; its requests may be tried again.
+        attempt: The name of the attempt.
+        topology: This rank, and how many there are.
+        claim: Claims the attempt, so that no agreement of an earlier launch is read.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        attempt: str,
+        topology: Topology,
+        claim: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._backend, self._attempt, self._topology = backend, attempt, topology
+        self._claim = claim
+
+    async def decided(self, question: str) -> tuple[Json] | None:
+        await self._claim()
+        return await agreed(self._backend, self._attempt, question)
+
+    async def decide(self, question: str, proposal: Json) -> Json:
+        await self._claim()
+        return await agree(self._backend, self._attempt, question, proposal)
+
+    async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
+        ballot = self._ballot(question)
+        if await ballot.cast(0) is None:
+            return None
+        decision = await self.decide(question, proposal)
+        await ballot.clear()
+        return (decision,)
+
+    async def absent(self, question: str) -> list[int]:
+        votes = await self._ballot(question).votes()
+        return [rank for rank in range(self._topology.world_size) if rank not in votes]
+
+    def _ballot(self, question: str) -> Ballot:
+        topology = self._topology
+        return Ballot(self._backend, self._attempt, question, topology.rank, topology.world_size)
+
+
+class TorchAgreements:
+    """Agreements through a ``torch.distributed`` Store.
+
+    Args:
+        store: The Store, below a prefix that no other launch or pipeline has.
+        topology: This rank, and how many there are.
+    """
+
+    def __init__(self, store: Any, topology: Topology) -> None:
+        self._store, self._topology = store, topology
+        self._accepted: set[str] = set()
+
+    async def decided(self, question: str) -> tuple[Json] | None:
+        def ask() -> tuple[Json] | None:
+            known = self._store.check([question])
+            return (json.loads(self._store.get(question)),) if known else None
+
+        return await self._asked(ask)
+
+    async def decide(self, question: str, proposal: Json) -> Json:
+        text = json.dumps(proposal)
+        return await self._asked(lambda: json.loads(self._store.compare_set(question, "", text)))
+
+    async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
+        def ask() -> bool:
+            if question in self._accepted:  # a load that is tried again counts once
+                return False
+            self._accepted.add(question)
+            self._store.set(f"{question}.accepted-{self._topology.rank}", "1")
+            count: int = self._store.add(f"{question}.accepted", 1)
+            return count == self._topology.world_size
+
+        is_last = await self._asked(ask)
+        return (await self.decide(question, proposal),) if is_last else None
+
+    async def absent(self, question: str) -> list[int]:
+        def ask() -> list[int]:
+            ranks = range(self._topology.world_size)
+            return [
+                rank for rank in ranks if not self._store.check([f"{question}.accepted-{rank}"])
+            ]
+
+        return await self._asked(ask)
+
+    async def _asked(self, ask: Callable[[], T]) -> T:
+        try:
+            return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
+        except RuntimeError as error:
+            raise UnsupportedTopology(
+                f"The ranks cannot agree on what to load: {error}",
+                rank=self._topology.rank,
+                hint="Keep rank 0 running while others load: it may hold the Store of "
+                "torch.distributed",
+            ) from error
 
 
 async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] | None:
@@ -40,7 +171,7 @@ async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -
     """Decides a question, unless it is decided already; returns the decision, on all ranks alike.
 
     Args:
-        backend: The store; its requests may be tried again, since whoever's object is there is
+        backend: The store; its requests may be tried again, since the object that is there is
             read back.
         attempt: The name of the attempt.
         question: What it is about, of letters, digits, ``.``, ``_`` and ``-``.

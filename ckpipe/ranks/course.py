@@ -69,9 +69,13 @@ class Course:
         unknown = self._most_forgotten if step <= self._forgotten else 0
         return self._counts.get(step, unknown)
 
+    def draft(self, step: int) -> CheckpointId:
+        """The name that the next save of a step would get."""
+        return CheckpointId(self._attempt, step, self.count(step))
+
     def name(self, step: int) -> CheckpointId:
         """The name of a save that begins now."""
-        id = CheckpointId(self._attempt, step, self.count(step))
+        id = self.draft(step)
         self._counts[step] = id.count + 1
         if len(self._counts) > 2 * _REMEMBERED:
             self._forget()

@@ -54,8 +54,7 @@ def arrange_meeting(topology: Topology, settings: Settings) -> Meeting | None:
     Raises:
         UnsupportedTopology: If there are several ranks and they have no way to.
     """
-    named = settings.attempt_id is not None or settings.read_only
-    if topology.world_size == 1 or named:
+    if topology.world_size == 1 or not _meets_at_open(settings):
         return None
     store = default_store()
     if store is None:
@@ -68,6 +67,42 @@ def arrange_meeting(topology: Topology, settings: Settings) -> Meeting | None:
             "alone, set solo=True there",
         )
     return Meeting(store, topology, settings.url or "", settings.meeting_timeout_seconds)
+
+
+def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Store | None:
+    """Find where ranks that load agree: a Store below a prefix that only this pipeline has.
+
+    Ranks that have not met at open, since they were given a name or need none, meet here. Blocking.
+
+    Returns:
+        The Store; None without ``torch.distributed``.
+
+    Raises:
+        UnsupportedTopology: If ranks did not come in time.
+    """
+    store = default_store()
+    if store is None:
+        return None
+    if not _meets_at_open(settings):
+        seconds, url = settings.meeting_timeout_seconds, f"{settings.url} load"
+        meeting = Meeting(store, topology, url, seconds, "load the newest checkpoint here")
+        if topology.rank:
+            attempt = meeting.join()
+        else:
+            attempt = secrets.token_hex(8)
+            meeting.host(attempt)
+    return _below(f"ckpipe/agreed/{attempt}", store)
+
+
+def _meets_at_open(settings: Settings) -> bool:
+    return settings.attempt_id is None and not settings.read_only
+
+
+def _below(prefix: str, store: Store) -> Store:
+    # Imported only here, where a Store proves that this torch has torch.distributed at all.
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)
 
 
 class Meeting:
@@ -89,11 +124,8 @@ class Meeting:
         timeout_seconds: float,
         what: str = "open a pipeline here",
     ) -> None:
-        # Only here, where a store proves that this torch has torch.distributed at all.
-        from torch._C._distributed_c10d import PrefixStore
-
         topic = sha256(url.encode()).hexdigest()[:16]
-        self._store: Store = PrefixStore(f"{_PREFIX}/{topic}", store)
+        self._store = _below(f"{_PREFIX}/{topic}", store)
         self._rank, self._world_size = topology.rank, topology.world_size
         self._seconds, self._what = timeout_seconds, what
         self._until = time.monotonic() + timeout_seconds

@@ -20,10 +20,17 @@ from dataclasses import dataclass
 import anyio
 
 from ckpipe.backend import PutMode
-from ckpipe.errors import CkpipeError, InvalidManifest, ObjectExists, ObjectNotFound
+from ckpipe.errors import (
+    AttemptReused,
+    CkpipeError,
+    InvalidManifest,
+    ObjectExists,
+    ObjectNotFound,
+)
 from ckpipe.format.names import agreement_key
 from ckpipe.ranks.agreements import agree, agreed
 from ckpipe.ranks.appointments import Diary
+from ckpipe.ranks.attempts import Launch
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.ranks.cadence import Cadence
 from ckpipe.ranks.preemption import Preemption
@@ -63,18 +70,31 @@ class Announcer:
 
     Args:
         site: The pipeline's store, settings and place among the ranks.
+        launch: Is claimed before anything is written.
         diary: Where appointments are kept.
         cadence: Knows when a save is due by the clock.
         preemption: Knows whether this process was told to stop.
     """
 
-    def __init__(self, site: Site, diary: Diary, cadence: Cadence, preemption: Preemption) -> None:
-        self._site, self._diary = site, diary
+    def __init__(
+        self,
+        site: Site,
+        launch: Launch,
+        diary: Diary,
+        cadence: Cadence,
+        preemption: Preemption,
+    ) -> None:
+        self._site, self._launch, self._diary = site, launch, diary
         self._cadence, self._preemption = cadence, preemption
         self._every = site.settings.look_every_seconds
 
     async def serve(self) -> None:
-        """Serves until it is cancelled, or nothing can be called any more."""
+        """Serves until it is cancelled, or nothing can be called any more.
+
+        Raises:
+            AttemptReused: If ``attempt_id`` was used on this root before, so that calls of another
+                launch are heard.
+        """
         async with anyio.create_task_group() as tasks:
             if self._site.settings.preemption.enabled:
                 tasks.start_soon(self._serve_end, name="calls of preempted ranks")
@@ -119,11 +139,14 @@ class Announcer:
                     looked = now
                     if await self._is_called(occasion):
                         return None
+            except AttemptReused:
+                raise
             except CkpipeError as error:
                 logger.warning("Whether the ranks are to save cannot be looked up: %s", error)
             await anyio.sleep(min(_TICK_SECONDS, self._every))
 
     async def _call(self, occasion: str) -> None:
+        await self._launch.claim()
         with contextlib.suppress(ObjectExists):
             await self._site.patient.put(self._call_key(occasion), b"{}", PutMode.CREATE)
 
@@ -142,8 +165,11 @@ class Announcer:
         agreement = _Agreement(self._site, self._diary, kind, occasion)
         while True:
             try:
+                await self._launch.claim()
                 step = await agreement.reached()
                 break
+            except AttemptReused:
+                raise
             except CkpipeError as error:
                 logger.warning("The ranks cannot agree on the step to save at: %s", error)
                 await anyio.sleep(self._every)

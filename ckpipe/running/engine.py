@@ -13,6 +13,7 @@ from anyio.abc import TaskStatus
 
 from ckpipe.catalog.leases import Lease
 from ckpipe.errors import (
+    AttemptReused,
     CkpipeError,
     DrainTimeout,
     SaveCancelled,
@@ -27,7 +28,6 @@ from ckpipe.export import exported
 from ckpipe.loads.restore import LoadRequest
 from ckpipe.lock.lock import StateLock
 from ckpipe.ranks.appointments import Diary
-from ckpipe.ranks.attempts import remove_claim
 from ckpipe.ranks.cadence import Cadence
 from ckpipe.ranks.course import Course
 from ckpipe.ranks.meeting import arrange_meeting
@@ -115,18 +115,25 @@ class Engine(Housekeeping):
             self._site, worker = make_site(self._settings, entry, self._lock, self._events)
             place = await anyio.to_thread.run_sync(place_of, self._settings.url or "")
             self._events.place = place.partition("?")[0].rstrip("/")
-            self._follower, self._loading = Follower(self._site), Loading(self._site, place)
-            self._course = Course(entry.attempt)
-            lease = Lease(entry.patient, entry.attempt.partition("Z-")[2])
+            launch = self._launch = entry.launch
+            self._follower = Follower(self._site)
+            self._loading = Loading(self._site, launch, place)
+            self._course = Course(launch.attempt)
+            lease = Lease(entry.patient, launch.id)
+
+            async def keep_lease() -> None:
+                await launch.claimed.wait()
+                # Its first object comes with the first renewal: the claim is that new.
+                await lease.keep()
+
             try:
                 async with anyio.create_task_group() as self._tasks:
-                    if not read_only:
-                        # Its first object comes with the first renewal: the claim is that new.
-                        self._tasks.start_soon(lease.keep, name="lease of the attempt")
+                    self._tasks.start_soon(keep_lease, name="lease of the attempt")
                     await self._tasks.start(self.hooks.serve, self._keep)
                     if together and not read_only:
                         told = (self.diary, self.cadence, self._preemption)
-                        self._tasks.start_soon(Announcer(self._site, *told).serve, name="calls")
+                        announcer = Announcer(self._site, launch, *told)
+                        self._tasks.start_soon(self._announce, announcer, name="calls")
                     if worker is not None:
                         worker.start(self._tasks)
                     task_status.started()
@@ -138,19 +145,43 @@ class Engine(Housekeeping):
                 self._site.arena.close()
                 with anyio.CancelScope(shield=True):
                     await lease.release()
-                if not (read_only or together or self._course.has_saved):
-                    await remove_claim(entry.patient, entry.attempt)
+                if not self._course.has_saved:
+                    await launch.withdraw()
+
+    async def _announce(self, announcer: Announcer) -> None:
+        try:
+            await announcer.serve()
+        except* AttemptReused as group:
+            # Calls of an earlier launch are heard. The save that is due now raises it.
+            self._keep(first_error(group))
+            self._preemption.arrive()
 
     # Saves
 
     async def begin(self, request: SaveRequest, step: int | None) -> Save:
-        """Accepts a save and starts it."""
+        """Accept a save and start it; the first claims the launch before it looks at the state.
+
+        Raises:
+            AttemptReused: If ``attempt_id`` was used on this root before.
+            StoreError: If the store failed or is not fit, unless ``on_error`` is ``"warn"``.
+        """
         async with self._beginning:
             step = self._next_step if step is None else step
+            if not self._course.has_saved:
+                try:
+                    self.site.attempt = await self._launch.claim()
+                    self._course = Course(self.site.attempt)
+                except CkpipeError as error:
+                    error.located(step=step, rank=self.site.rank)
+                    if self._settings.on_error == "raise" or not isinstance(error, StoreError):
+                        raise
+                    return self._accept(request, self._course.draft(step), error)
             return self._accept(request, await next_name(self.site, self._course, step))
 
     def begin_at_once(self, request: SaveRequest, step: int | None) -> Save | None:
-        """The same without waiting; None if other ranks have to be asked how to name it."""
+        """The same without waiting; None for the first, and if ranks have to agree on its name."""
+        if not self._course.has_saved:
+            return None
         step = self._next_step if step is None else step
         name = name_at_once(self.site, self._course, step)
         return None if name is None else self._accept(request, name)
@@ -161,13 +192,19 @@ class Engine(Housekeeping):
             if save.request is request and not save.safe.done():
                 save.call_off()
 
-    def _accept(self, request: SaveRequest, name: CheckpointId) -> Save:
+    def _accept(
+        self, request: SaveRequest, name: CheckpointId, failure: StoreError | None = None
+    ) -> Save:
         save, step = Save(name, self.site.rank, request), name.step
         self._next_step = step + 1
         self._loading.give_up()
         self.cadence.begin_at(step)
         self.diary.keep(step)
         self._events.emit(SaveStarted(save.name, step, save.rank))
+        if failure is not None:
+            self._failed(save, failure)
+            self._tell_ended(save)
+            return save
         if self._settings.retention.keep_last == 0 and not request.final and not request.urgent:
             self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
             self._tell_ended(save)

@@ -1,4 +1,4 @@
-"""Entering a store: its backend, the name of this launch there, and who plans for it."""
+"""Entering a store: its backend, the name of this launch there, and the planner."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import anyio
 
 from ckpipe.backend import Backend
-from ckpipe.errors import StoreFull
 from ckpipe.plan.check import choose_planner
-from ckpipe.ranks.attempts import open_attempt, unclaimed_attempt
+from ckpipe.ranks.attempts import Launch, draft_launch, unclaimed_attempt
 from ckpipe.ranks.meeting import Meeting
 from ckpipe.ranks.topology import Topology
 from ckpipe.saves.site import block_size
@@ -21,8 +20,6 @@ from ckpipe.stores.retrying import logging_policy
 from ckpipe.types import Planner
 from ckpipe.worker.crossing import Surroundings, surroundings, uses_process
 
-_TO_LOAD = "a pipeline that is opened with read_only=True writes nothing, and can load"
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -33,7 +30,7 @@ class Entry:
         patient: The same store, each request tried again after an error that may pass.
         topology: Which rank this is, and how many save together.
         planner: Makes plans.
-        attempt: The name of this launch.
+        launch: The name of this launch, not claimed yet.
         around: What worker processes have to know of this one; None if there are none.
     """
 
@@ -41,7 +38,7 @@ class Entry:
     patient: PatientBackend
     topology: Topology
     planner: Planner
-    attempt: str
+    launch: Launch
     around: Surroundings | None
 
 
@@ -60,7 +57,7 @@ def store_of(settings: Settings) -> Backend:
 async def enter(
     backend: Backend, settings: Settings, topology: Topology, meeting: Meeting | None
 ) -> Entry:
-    """Finds the name of this launch, claimed if it may write, and who plans.
+    """Find the name of this launch and the planner; write nothing.
 
     Args:
         backend: The store; open.
@@ -69,7 +66,7 @@ async def enter(
         meeting: Where ranks meet to agree on the name; None if they need not.
 
     Raises:
-        AttemptReused: If the launch has a name that was used here before.
+        UnsupportedTopology: If ranks did not come to the meeting in time.
         SettingsError: If the planner or the worker asked for cannot be had.
         StoreError: If the store failed.
     """
@@ -77,17 +74,13 @@ async def enter(
     around = await anyio.to_thread.run_sync(_surroundings, settings, backend)
     patient = PatientBackend(backend, policy)
     if settings.read_only:
-        patient, attempt = ReadOnlyBackend(backend, policy), unclaimed_attempt()
+        patient = ReadOnlyBackend(backend, policy)
+        launch = Launch(patient, unclaimed_attempt(), topology)
     else:
-        named, rank = settings.attempt_id, topology.rank
-        try:
-            attempt = await open_attempt(patient, named, rank=rank, meeting=meeting)
-        except StoreFull as error:
-            error.hint = f"{error.hint or 'Make room'}; {_TO_LOAD}"
-            raise
+        launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
     most = _max_file_bytes(settings, backend)
     planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, most)
-    return Entry(backend, patient, topology, planner, attempt, around)
+    return Entry(backend, patient, topology, planner, launch, around)
 
 
 def _surroundings(settings: Settings, backend: Backend) -> Surroundings | None:

@@ -1,11 +1,11 @@
 """A load from the choice of a checkpoint to its end, and falling back from one that is damaged.
 
 Theory. With many ranks each verifies only what it reads, so that whether a checkpoint is whole is
-known when all have read. For each candidate they hold a ballot (:mod:`ckpipe.ranks.ballots`). Who
-finds damage decides at once, for all: this one not, and that one next. Who sees that all have voted
-decides that it is whole. The first decision stands, and both cannot be proposed: who found damage
-does not vote. Objects get their state only after the decision. Whoever waits for it does so for a
-bounded time, since a rank may have died.
+known when all have read. For each candidate they agree on a verdict
+(:mod:`ckpipe.ranks.agreements`). A rank that finds damage decides at once, for all: this one not,
+and that one next. The last rank to accept decides that it is whole. The first decision stands, and
+both cannot be proposed: a rank that found damage does not accept. Objects get their state only
+after the decision. Ranks wait for it for a bounded time, since one may have died.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.holding import Hold
 from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
 from ckpipe.loads.sources import Elsewhere
-from ckpipe.ranks.agreements import agree, agreed
-from ckpipe.ranks.ballots import Ballot
-from ckpipe.running.choosing import first_choice, older_ones
+from ckpipe.ranks.agreements import Agreements, ObjectAgreements, TorchAgreements
+from ckpipe.ranks.attempts import Launch
+from ckpipe.ranks.meeting import agreeing_store
+from ckpipe.ranks.topology import Topology
+from ckpipe.running.choosing import common_choice, first_choice, older_ones
 from ckpipe.saves.site import Site
 from ckpipe.tasks.ahead import Ahead
 from ckpipe.tasks.collector import collector_paused_at_first
@@ -69,11 +71,13 @@ class Loading:
 
     Args:
         site: Where checkpoints lie.
-        place: The same, for people; see :func:`place_of`.
+        launch: Is claimed before ranks agree through objects.
+        place: Where checkpoints lie, for people; see :func:`place_of`.
     """
 
-    def __init__(self, site: Site, place: str) -> None:
-        self._site, self._place = site, place
+    def __init__(self, site: Site, launch: Launch, place: str) -> None:
+        self._site, self._launch, self._place = site, launch, place
+        self._agreements: Agreements | None = None
         self._calls = 0
         self._unanswered = False
         self._under_way: dict[anyio.CancelScope, tuple[Hold, anyio.Event]] = {}
@@ -92,6 +96,8 @@ class Loading:
         Raises:
             CheckpointNotFound: If the one named is absent or incomplete.
             CorruptCheckpoint: If it is damaged; with a fallback, if all are.
+            AttemptReused: If several ranks agree through objects, and ``attempt_id`` was used
+                before.
             UnsupportedTopology: If several ranks that may not write cannot agree. If, with a
                 fallback, some ranks do not say in time whether the checkpoint is whole for them.
             PipelineClosed: If the pipeline is closed before the load has its hold.
@@ -124,13 +130,6 @@ class Loading:
     async def _counted(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
     ) -> LoadResult | None:
-        if self._site.settings.read_only and self._site.world_size > 1 and fallback:
-            raise UnsupportedTopology(
-                "A pipeline with read_only=True falls back on one rank only: several agree by "
-                "writing which checkpoint is whole for all of them",
-                rank=self._site.rank,
-                hint="Load without fallback, or name another step on all ranks",
-            )
         if which is not None and not fallback:
             return await self._answer(which, request, None, fallback=False)
         # Counted on all ranks alike, since all of them call alike.
@@ -152,15 +151,20 @@ class Loading:
     async def _answer(
         self, which: int | str | None, request: LoadRequest, question: str | None, *, fallback: bool
     ) -> LoadResult | None:
-        again = False
+        again, agreements = False, None
+        if question is not None and self._site.world_size > 1:
+            agreements = await self._agreeing()
         while True:
-            info = await first_choice(self._site, which, question, again=again)
+            if agreements is None or question is None:
+                info = await first_choice(self._site, which, again=again)
+            else:
+                info = await common_choice(self._site, which, agreements, question)
             if info is None:
                 if self._site.rank == 0:
                     logger.info("no complete checkpoint: training starts fresh at %s", self._place)
                 return None
-            if fallback and self._site.world_size > 1:
-                return await self._together(info, request, f"{question}.ranks")
+            if fallback and agreements is not None:
+                return await self._together(info, request, agreements, f"{question}.ranks")
             try:
                 return await self._alone(info, request, fallback=fallback)
             except CheckpointIncomplete:
@@ -191,14 +195,42 @@ class Loading:
                 raise _none_is_whole(first, damaged)
             info = older.pop(0)
 
+    async def _agreeing(self) -> Agreements:
+        """Find where ranks agree: in the torch.distributed Store, else through objects."""
+        if self._agreements is None:
+            site, launch = self._site, self._launch
+            topology = Topology(site.rank, site.world_size)
+            store = await anyio.to_thread.run_sync(
+                agreeing_store, topology, site.settings, launch.attempt, abandon_on_cancel=True
+            )
+            if store is not None:
+                self._agreements = TorchAgreements(store, topology)
+            elif site.settings.read_only:
+                raise UnsupportedTopology(
+                    "Several ranks that read only can agree on what to load through "
+                    "torch.distributed alone, and it is not initialized",
+                    rank=site.rank,
+                    hint="Call torch.distributed.init_process_group before, or name the same step "
+                    "or id on all ranks, without fallback; steps() tells what there is",
+                )
+            else:
+                self._agreements = ObjectAgreements(
+                    site.patient, launch.attempt, topology, launch.claim
+                )
+        return self._agreements
+
     async def _together(
-        self, start: CheckpointInfo, request: LoadRequest, question: str
+        self,
+        start: CheckpointInfo,
+        request: LoadRequest,
+        agreements: Agreements,
+        question: str,
     ) -> LoadResult:
         info: CheckpointInfo | None = start
         damaged: dict[str, str] = {}
         first: CorruptCheckpoint | None = None
         while info is not None:
-            ballot = _Round(self._site, info, f"{question}.{len(damaged)}")
+            ballot = _Round(self._site, info, agreements, f"{question}.{len(damaged)}")
             ready: ReadyLoad | None = None
             with self._told(info):
                 try:
@@ -297,9 +329,11 @@ class Loading:
 class _Round:
     """What the ranks find out about one checkpoint."""
 
-    def __init__(self, site: Site, info: CheckpointInfo, question: str) -> None:
-        self._site, self._info, self._question = site, info, question
-        self._ballot = Ballot(site.patient, site.attempt, question, site.rank, site.world_size)
+    def __init__(
+        self, site: Site, info: CheckpointInfo, agreements: Agreements, question: str
+    ) -> None:
+        self._site, self._info = site, info
+        self._agreements, self._question = agreements, question
 
     async def refuse(self, how: str) -> _Verdict:
         """Says that it is damaged; returns what was decided."""
@@ -309,17 +343,15 @@ class _Round:
 
     async def accept(self) -> _Verdict | None:
         """Says that it is whole for this rank; returns what was decided, if anything was."""
-        if await self._ballot.cast(0) is None:
-            return None
-        verdict = await self._decide({"damage": None, "next": None})
-        await self._ballot.clear()
-        return verdict
+        whole = {"damage": None, "next": None}
+        decided = await self._agreements.accept(self._question, whole)
+        return None if decided is None else _verdict(decided[0])
 
     async def wait(self) -> _Verdict:
         """Waits until it is decided, for a bounded time."""
-        site, pause = self._site, _FIRST_PAUSE_SECONDS
-        until = time.monotonic() + site.settings.load.agreement_timeout_seconds
-        while (decided := await agreed(site.patient, site.attempt, self._question)) is None:
+        pause = _FIRST_PAUSE_SECONDS
+        until = time.monotonic() + self._site.settings.load.agreement_timeout_seconds
+        while (decided := await self._agreements.decided(self._question)) is None:
             left = until - time.monotonic()
             if left <= 0:
                 raise await self._late()
@@ -328,12 +360,10 @@ class _Round:
         return _verdict(decided[0])
 
     async def _decide(self, proposal: Json) -> _Verdict:
-        site = self._site
-        return _verdict(await agree(site.patient, site.attempt, self._question, proposal))
+        return _verdict(await self._agreements.decide(self._question, proposal))
 
     async def _late(self) -> UnsupportedTopology:
-        said = await self._ballot.votes()
-        absent = [rank for rank in range(self._site.world_size) if rank not in said]
+        absent = await self._agreements.absent(self._question)
         named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", …" * (len(absent) > _MOST_NAMED))
         seconds = self._site.settings.load.agreement_timeout_seconds
         return UnsupportedTopology(

@@ -143,7 +143,7 @@ class PipelineCore:
             watch.end()
 
     def open(self) -> None:
-        """Starts the thread, opens the store and claims the attempt; blocking."""
+        """Starts the thread and opens the store; blocking."""
         with self._life:
             if self._loop is not None:
                 self._check_process()

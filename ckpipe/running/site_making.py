@@ -47,7 +47,7 @@ def make_site(
         planner=entry.planner,
         rank=entry.topology.rank,
         world_size=entry.topology.world_size,
-        attempt=entry.attempt,
+        attempt=entry.launch.attempt,
         carrier=Here(),
         rule=settings.retention.rule,
         block_bytes=block,
