@@ -101,7 +101,7 @@ define own
 @[ -e $@ ] || { mkdir -p $(@D) && touch -t 197001020000 $@; }
 endef
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "setup: no $(PYTHON) here; give one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -114,7 +114,7 @@ $(READY): pyproject.toml constraints.txt
 		-c constraints.txt -e '.[dev,docs,cli,s3,gcs]'
 	@touch $@
 
-$(BENCH)/.ready: pyproject.toml constraints.txt
+$(BENCH)/.ready: pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
 	$(own)
 	@echo "setup: $(BENCH), with the peers"
 	@$(PYTHON) -m venv $(BENCH)

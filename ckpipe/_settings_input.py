@@ -17,7 +17,7 @@ from ckpipe.errors import SettingsError
 from ckpipe.retention import Rule
 
 PREFIX = "CKPIPE_"
-_NOT_SETTINGS = ("CKPIPE_TEST_", "CKPIPE_BENCH_", "CKPIPE_DEMO_")
+_NOT_SETTINGS = ("CKPIPE_TEST_", "CKPIPE_BENCH_", "CKPIPE_DEMO_", "CKPIPE_NATIVE")
 _SHORT = {"staging_bytes": ("staging", "bytes"), "keep_last": ("retention", "keep_last")}
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):

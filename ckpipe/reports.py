@@ -56,8 +56,7 @@ class BlockReport:
         bytes: Its size.
         copied: When it was filled in host memory.
         summed: When its checksums were computed, or the last of them; None if all were computed
-            while it was copied, as they are of what lies in host memory as the file wants it, where
-            the processor can.
+            while it was copied, as they are of what lies in host memory as the file wants it.
         uploaded: When it was written to the store, new tries included.
         copier: Number of the thread that filled it, from 0.
         lane: Number of the lane that wrote it, from 0.

@@ -6,6 +6,7 @@ name, with ``__`` between a group and what is in it: ``CKPIPE_UPLOAD__LANES=8``.
 begin with ``[`` or ``{`` are read as JSON, and so is every value below ``CKPIPE_BACKENDS__``
 that is JSON. Empty variables count as unset. ``CKPIPE_TEST_…``, ``CKPIPE_BENCH_…`` and
 ``CKPIPE_DEMO_…`` are no settings: they belong to the project's own tests, benchmarks and demo.
+Neither is ``CKPIPE_NATIVE``, which is read when ckpipe is imported (:mod:`ckpipe.memory.native`).
 
 This module imports pydantic, which is why ``import ckpipe`` does not import it.
 """

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import platform
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -23,7 +20,6 @@ from ckpipe.format.checksum import (
     crc32c,
     crc32c_of_each,
 )
-from ckpipe.memory.crc_streams import LEAST_BYTES, crc_streams
 
 
 def slow_crc32c(data: bytes) -> int:
@@ -115,9 +111,7 @@ def test_sums_of_blocks_are_those_of_their_pieces(data: st.DataObject) -> None:
         ]
 
 
-EDGES = st.sampled_from(
-    [0, 1, 7, 8, 9, 50_003, *(LEAST_BYTES + n for n in (-1, 0, 31, 32)), 400_007]
-)
+EDGES = st.sampled_from([0, 1, 7, 8, 9, 255, 256, 257, 50_003, 400_007])
 
 
 PARTS = st.lists(st.tuples(EDGES, st.integers(0, 9)), max_size=9)
@@ -157,34 +151,6 @@ def test_every_bit_of_a_large_part_counts() -> None:
 def test_parts_that_are_not_in_the_data_are_refused(begins: list[int], ends: list[int]) -> None:
     with pytest.raises(ValueError, match="parts"):
         Parts(memoryview(bytes(100)), begins, ends)
-
-
-STRICT = """
-import ctypes
-from ckpipe.format.checksum import Parts, crc32c_of_each
-from ckpipe.memory.crc_streams import LEAST_BYTES, crc_streams
-refuse_new_code, option = 1, 65  # PR_MDWE_REFUSE_EXEC_GAIN of PR_SET_MDWE, <linux/prctl.h>
-if ctypes.CDLL(None).prctl(option, refuse_new_code, 0, 0, 0):
-    raise SystemExit("no such policy")
-print(*crc32c_of_each([Parts(memoryview(bytes(32) * 4096), [0, 0, 32], [32, 131072, 131072])]))
-print(crc_streams())
-"""
-
-
-def test_sums_are_computed_one_by_one_where_the_system_allows_no_new_code() -> None:
-    run = subprocess.run([sys.executable, "-c", STRICT], capture_output=True, text=True)
-    if "no such policy" in run.stderr:
-        pytest.skip("the kernel has no such policy, which came with Linux 6.3")
-    data = bytes(32) * 4096
-    sums = [crc32c(data[begin:end]) for begin, end in ((0, 32), (0, 131072), (32, 131072))]
-    assert run.stdout.splitlines() == [repr(sums), "None"], run.stderr
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="there is none elsewhere"
-)
-def test_many_sums_are_computed_without_the_lock_on_this_processor() -> None:
-    assert crc_streams() is not None
 
 
 def test_missing_piece_is_noticed() -> None:

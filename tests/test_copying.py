@@ -15,11 +15,9 @@ from tensor_states import SPECS, Spec, build
 from ckpipe.format.checksum import SumTable, crc32c
 from ckpipe.format.dtypes import stored_dtype
 from ckpipe.format.keys import LabelFilter
-from ckpipe.memory import raw_memory
+from ckpipe.memory import native
 from ckpipe.memory.arena import Arena
-from ckpipe.memory.summed_copies import summed_copies
 from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.saves import copying
 from ckpipe.saves.copying import (
     Copy,
     Fill,
@@ -171,17 +169,6 @@ def test_halves_of_a_block_fill_what_all_of_it_does(
     ARENA.give(halved)
 
 
-def unsummed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes away the copy that also sums."""
-    monkeypatch.setattr(copying, "summed_copies", lambda: None)
-
-
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes away all machine code that copies several pieces."""
-    unsummed(monkeypatch)
-    monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
-
-
 @given(SPECS, st.sampled_from(BLOCK_BYTES), st.data())
 def test_what_is_summed_while_it_is_copied_is_right(
     spec: Spec, block_bytes: int, data: st.DataObject
@@ -205,7 +192,6 @@ def test_what_is_summed_while_it_is_copied_is_right(
     ARENA.give(memory)
 
 
-@pytest.mark.skipif(summed_copies() is None, reason="this processor cannot")
 @pytest.mark.parametrize("block_bytes", [1 << 20, 3 << 19, 1 << 22])
 def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: int) -> None:
     arena = Arena(block_bytes)
@@ -217,12 +203,7 @@ def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: 
         assert sums.slots.tolist() == list(range(block.sum_count))
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_gather_finds_tensors_that_have_moved(
-    native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        one_by_one(monkeypatch)
+def test_a_gather_finds_tensors_that_have_moved() -> None:
     state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
     walked = walk(state, ALL, pickling=False)
     captured, trail = walked.captured, capture_cache_of(walked, ALL)
@@ -247,15 +228,13 @@ def test_addresses_may_be_of_any_device() -> None:
     assert captured.moved([far], [], [], []).addresses.tolist() == [0xFF00 << 48]
 
 
-def test_pieces_are_moved_one_by_one_where_the_system_allows_no_new_code(
+def test_pieces_are_moved_one_by_one_without_the_compiled_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {f"{number}": torch.randn(number % 7) for number in range(50)}
     captured, plan = planned(state)
     gathered = images(captured, plan, 4096)
-    unsummed(monkeypatch)
-    assert images(captured, plan, 4096) == gathered
-    one_by_one(monkeypatch)
+    monkeypatch.setattr(native, "_free", None)
     assert images(captured, plan, 4096) == gathered
 
 

@@ -23,8 +23,10 @@ esac
 def clone(tmp_path: Path) -> Path:
     if shutil.which("make") is None:
         pytest.skip("there is no make")
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ckpipe/memory").mkdir(parents=True)
+    native = "ckpipe/memory/_native.c"
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "hatch_build.py", native):
+        shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)

@@ -15,7 +15,7 @@ from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.format.names import data_file_key
 from ckpipe.loads.load_planning import Fragment, Piece
 from ckpipe.loads.seams import Seams
-from ckpipe.memory.addresses import address_of
+from ckpipe.memory.native import address_of
 from ckpipe.testing import MemoryBackend
 
 KEY = data_file_key(ID, "rank-00000.safetensors")

@@ -93,6 +93,7 @@ def test_environment_holds_every_kind_of_value(monkeypatch: pytest.MonkeyPatch) 
         "BACKENDS__S3__PARTS": "12",
         "BACKENDS__S3__ODD": "NaN",
         "TEST_ALL": "1",
+        "NATIVE": "0",
     }.items():
         monkeypatch.setenv(f"CKPIPE_{name}", text)
     settings = Settings()

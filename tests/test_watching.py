@@ -17,7 +17,7 @@ from ckpipe.lock.late_copies import (
     MutationDetector,
     worth_watching,
 )
-from ckpipe.memory import raw_memory
+from ckpipe.memory import native
 from ckpipe.state.flatten import capture
 
 shapes = st.lists(st.integers(0, 40), max_size=3)
@@ -43,7 +43,7 @@ def made(state: Any) -> tuple[ByteSample, MutationDetector]:
 @pytest.fixture(params=["gathered", "one by one"], autouse=True)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "one by one":
-        monkeypatch.setattr(raw_memory, "streaming_moves", lambda **_: None)
+        monkeypatch.setattr(native, "_held", None)
 
 
 @given(states(), st.data())

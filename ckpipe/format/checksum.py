@@ -3,7 +3,7 @@
 The sum of one piece is computed by the AWS common runtime, which uses carry-less multiplication
 where the processor has it and does not hold the interpreter's lock on large buffers. It is imported
 at first use, since importing it costs as much as the rest of ckpipe. Those of many pieces are
-computed in one call where that can be (:mod:`ckpipe.memory.crc_streams`).
+computed in one call (:mod:`ckpipe.memory.native`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ckpipe.memory.addresses import address_of
-from ckpipe.memory.crc_streams import LEAST_BYTES, STREAMS, crc_streams, stream_bytes
+from ckpipe.memory.native import address_of, crc32c_each
 
 CHUNK_BYTES = 1 << 20
 """Every entry has one checksum for each mebibyte, counted from the entry's own start."""
@@ -29,13 +28,12 @@ def _runtime() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def prepare() -> None:
-    """Imports and makes what computes the sums, if that has not happened yet.
+    """Imports what computes the sums, if that has not happened yet.
 
     A thread that is in the middle of an import when the program forks leaves the child with a
     lock that nobody gives back, and every sum there would wait for it.
     """
     _runtime()
-    crc_streams()
 
 
 def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
@@ -72,34 +70,16 @@ class Parts:
 
 
 def crc32c_of_each(blocks: Sequence[Parts]) -> list[list[int]]:
-    """The CRC-32C of each part of each block; the interpreter's lock is let go once for all."""
-    compute = crc_streams() if blocks else None
-    if compute is None:  # one by one, the lock each time
-        return [
-            [
-                crc32c(each.data[begin:end])
-                for begin, end in zip(each.begins, each.ends, strict=True)
-            ]
-            for each in blocks
-        ]
+    """Compute the CRC-32C of each part of each block, in one call."""
     import numpy as np
 
-    bases = [address_of(each.data) if len(each.data) else 0 for each in blocks]
-    begins, ends = (
-        np.concatenate(
-            [np.asarray(at, np.int64) + base for at, base in zip(ats, bases, strict=True)]
-        )
-        for ats in ([each.begins for each in blocks], [each.ends for each in blocks])
-    )
-    found = compute(begins, ends)
-    sums: list[int] = found[STREAMS - 1 :: STREAMS].tolist()
-    sizes = ends - begins
-    for number in np.flatnonzero(sizes >= LEAST_BYTES).tolist():
-        nbytes = int(sizes[number])
-        size = stream_bytes(nbytes)
-        first, second, third, last = found[STREAMS * number : STREAMS * (number + 1)].tolist()
-        half = combine(first, second, size)
-        sums[number] = combine(combine(half, third, size), last, nbytes - 3 * size)
+    sources, sizes = array("q"), array("q")
+    for each in blocks:
+        begins, ends = np.asarray(each.begins, np.int64), np.asarray(each.ends, np.int64)
+        base = address_of(each.data) if len(each.data) else 0
+        sources.frombytes((begins + base).tobytes())
+        sizes.frombytes((ends - begins).tobytes())
+    sums = crc32c_each(sources, sizes).tolist()
     at = list(accumulate((len(block.begins) for block in blocks), initial=0))
     return [sums[first:last] for first, last in pairwise(at)]
 

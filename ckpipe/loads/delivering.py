@@ -8,16 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpipe.format.checksum import CHUNK_BYTES, Parts, crc32c, crc32c_of_each
+from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.loads.destinations import Destination, RawBytes
 from ckpipe.loads.load_planning import Fragment, Piece, Read
 from ckpipe.loads.seams import Seams
-from ckpipe.memory.addresses import address_of
-from ckpipe.memory.raw_memory import copy_each
-
-_LEAST_TOGETHER = 16
-"""How many chunks a megabyte must have for them to be verified and copied together: a call that
-does that for several costs as much as a few calls for one."""
+from ckpipe.memory.native import address_of, verify_copy_each
 
 Destinations = Mapping[int, Sequence[Destination]]
 """For each entry that is asked for, by number, who takes its bytes."""
@@ -43,14 +38,12 @@ class ReadTally:
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    """Small chunks as many together as a large one has bytes, which a cache holds; others alone."""
-    count = 1
-    if len(pieces) >= _LEAST_TOGETHER:
+    """Cut chunks into runs that have the bytes of a large chunk, which a cache holds."""
+    if pieces:
         nbytes = pieces[-1].at + pieces[-1].hi - pieces[-1].lo - pieces[0].at
-        count = CHUNK_BYTES * len(pieces) // max(1, nbytes)
-        count = count if count >= _LEAST_TOGETHER else 1
-    for first in range(0, len(pieces), count):
-        yield pieces[first : first + count]
+        count = max(1, CHUNK_BYTES * len(pieces) // max(1, nbytes))
+        for first in range(0, len(pieces), count):
+            yield pieces[first : first + count]
 
 
 class Delivery:
@@ -86,52 +79,59 @@ class Delivery:
             for batch in _batches(read.pieces):
                 first, last = batch[0], batch[-1]
                 source = fetch(first.at, last.at + last.hi - last.lo)
-                if len(batch) > 1 and self._take_small(batch, source):
-                    continue
-                for piece in batch:
-                    begin = piece.at - first.at
-                    self._take(piece, source[begin : begin + piece.hi - piece.lo])
+                while batch:
+                    taken = self._take(batch, source[batch[0].at - first.at :])
+                    batch = batch[taken:]
             for fragment in read.fragments:
                 self._join(fragment, address_of(fetch(fragment.at, fragment.at + fragment.size)))
-
-    def _take_small(self, pieces: Sequence[Piece], source: memoryview) -> bool:
-        """Verify chunks together and hand them on; False, with nothing done, if one is damaged."""
-        shift, address = pieces[0].at, address_of(source)
-        begins = [at - shift for _, _, _, at, _ in pieces]
-        ends = [at - shift + hi - lo for _, lo, hi, at, _ in pieces]
-        (sums,) = crc32c_of_each([Parts(source, begins, ends)])
-        if any(sums[n] != piece.checksum for n, piece in enumerate(pieces)):
-            return False
-        targets, sources, sizes = array("q"), array("q"), array("q")
-        for entry, lo, hi, at, _ in pieces:
-            for destination in self._destinations.get(entry, ()):
-                self._tally.delivered = True
-                if type(destination) is RawBytes:
-                    start, stop, target = destination
-                    if start <= lo and hi <= stop:
-                        targets.append(target + lo - start)
-                        sources.append(address + at - shift)
-                        sizes.append(hi - lo)
-                        continue
-                destination.put(address + at - shift, lo, hi)
-        copy_each(targets, sources, sizes, lets_go=False)
-        return True
 
     def _join(self, fragment: Fragment, source: int) -> None:
         """Takes the chunk of a fragment, if the rest of it is there."""
         chunk = self._seams.add(fragment, source)
         if chunk is not None:
-            self._take(fragment.piece, chunk)
+            self._take([fragment.piece], chunk)
             self._seams.give_back(chunk)
 
-    def _take(self, piece: Piece, chunk: memoryview) -> None:
-        """Verifies a chunk and hands it on."""
-        if crc32c(chunk) != piece.checksum:
-            chunk = self._read_again(piece, chunk)
-        address = address_of(chunk)
-        for destination in self._destinations.get(piece.entry, ()):
+    def _take(self, pieces: Sequence[Piece], source: memoryview) -> int:
+        """Verify chunks and hand them on, up to the first that is damaged, which is read again.
+
+        Args:
+            pieces: The chunks, at least one.
+            source: Their bytes, from the first of the first chunk on.
+
+        Returns:
+            How many are done.
+        """
+        address = address_of(source) - pieces[0].at
+        if pieces[-1].at + pieces[-1].hi - pieces[-1].lo - pieces[0].at > len(source):
+            raise AssertionError("chunks reach out of the bytes that were read")
+        targets, sources, sizes, sums = array("q"), array("q"), array("q"), array("I")
+        others: list[tuple[int, Destination]] = []
+        for number, (entry, lo, hi, at, checksum) in enumerate(pieces):
+            target = 0
+            for destination in self._destinations.get(entry, ()):
+                if type(destination) is RawBytes and not target:
+                    start, stop, begin = destination
+                    if start <= lo and hi <= stop:
+                        target = begin + lo - start
+                        continue
+                others.append((number, destination))
+            targets.append(target)
+            sources.append(address + at)
+            sizes.append(hi - lo)
+            sums.append(checksum)
+        good = verify_copy_each(targets, sources, sizes, sums)
+        if any(targets[:good]):
             self._tally.delivered = True
-            destination.put(address, piece.lo, piece.hi)
+        for number, destination in others:
+            if number < good:
+                self._tally.delivered = True
+                destination.put(sources[number], pieces[number].lo, pieces[number].hi)
+        if good == len(pieces):
+            return good
+        damaged, begin = pieces[good], pieces[good].at - pieces[0].at
+        chunk = self._read_again(damaged, source[begin : begin + damaged.hi - damaged.lo])
+        return good + self._take([damaged], chunk)
 
 
 __all__ = ["Delivery", "Destinations", "ReadTally"]

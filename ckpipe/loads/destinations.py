@@ -6,6 +6,7 @@ its entry row by row, so a range of bytes is a flat range of its elements.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ckpipe.format.boxes import Box, box_volume, flat_range_boxes, intersection, moved
-from ckpipe.memory.raw_memory import bytes_at, copy_bytes
+from ckpipe.memory.native import copy_bytes
 
 
 class Destination(Protocol):
@@ -104,8 +105,18 @@ def _elements(
     first, last = max(lo, of.start), min(hi, of.stop)
     if first >= last:
         return 0, torch.empty(0, dtype=of.dtype)
-    values = bytes_at(source + first - lo, last - first).view(of.dtype)
+    values = _bytes_at(source + first - lo, last - first).view(of.dtype)
     return (first - of.start) // of.dtype.itemsize, values
+
+
+_MAX_ITEM = 16
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """View memory as a tensor of uint8 that is only read; a copy of it if it is not aligned."""
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    return tensor.clone() if address % _MAX_ITEM else tensor
 
 
 def narrowed(tensor: torch.Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.loads.load_planning import Fragment
-from ckpipe.memory.addresses import address_of
-from ckpipe.memory.raw_memory import copy_bytes
+from ckpipe.memory.native import address_of, copy_bytes
 
 
 @dataclass(eq=False, slots=True)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ckpipe.memory.raw_memory import copy_each
+from ckpipe.memory.native import copy_each
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import (
     PLAIN_TYPES,
@@ -270,7 +270,7 @@ class ByteSample:
         """Read the bytes as they are now; the tensors' memory must be alive."""
         found = np.empty(self._nbytes, np.uint8)
         targets = array("q", (self._places + found.ctypes.data).tobytes())
-        copy_each(targets, self._addresses, self._sizes, lets_go=False)
+        copy_each(targets, self._addresses, self._sizes, release_gil=False)
         return found.tobytes()
 
     def first_difference(self, before: bytes, now: bytes) -> int | None:

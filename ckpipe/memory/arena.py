@@ -8,6 +8,7 @@ even the first save touches few of them. A block belongs to one save from :meth:
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -18,8 +19,13 @@ import torch
 
 from ckpipe.memory.pinning import Pinning
 from ckpipe.memory.private_descriptors import close_private, keep_private
-from ckpipe.memory.raw_memory import join_pages, populate
 from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES, map_to_write
+
+# <asm-generic/mman-common.h>, since Linux 5.14 and 6.1. Nothing but speed depends on them.
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -58,7 +64,7 @@ class Block:
         begin, end = self.segment.bounds
         low = max(begin, self.address - HUGE_PAGE_BYTES)  # a huge page may reach over the edges
         high = min(end, self.address + len(self.view) + HUGE_PAGE_BYTES)
-        join_pages(low, high - low)
+        _madvise(low, high - low, _MADV_COLLAPSE)
         self.joined = True
 
     def touch(self) -> None:
@@ -66,7 +72,7 @@ class Block:
 
         What the block holds does not change, so it may be in use meanwhile.
         """
-        populate(self.address, len(self.view))
+        _madvise(self.address, len(self.view), _MADV_POPULATE_WRITE)
         self.touched = True
 
 

@@ -4,7 +4,7 @@ The manifest has a checksum for each mebibyte of each entry, and a store that ve
 sent wants one of the whole block. That one follows from the others and from the few bytes that lie
 between entries. Most are known since the block was copied. Whoever of the two stages comes first
 computes the others, and the other one waits: those of bytes that came from a device, were copied by
-torch or put together from several tensors, and all where the processor cannot sum while it copies.
+torch or put together from several tensors.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ threads. Bytes that lie in host memory as the file wants them are moved as they 
 parallel copy waits for its slowest thread at every tensor, and loses more than a core's share when
 a checksum or a trainer takes that core for a moment. All of them are one call, in which the
 interpreter is free: beside a trainer in Python each further call would take it from that, and a
-call for each of twenty thousand scalars would cost more than their bytes. Where the processor can,
-that call also computes the checksums of what it moves, so that no byte is fetched for them again.
+call for each of twenty thousand scalars would cost more than their bytes. That call also computes
+the checksums of what it moves, so that no byte is fetched for them again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
 from ckpipe.format.data_file import BlockPlace, Span
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
-from ckpipe.memory.raw_memory import copy_each
-from ckpipe.memory.summed_copies import summed_copies
+from ckpipe.memory.native import copy_crc32c_each
 from ckpipe.plan.plan import RankPlan, Source
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
@@ -342,12 +341,10 @@ class _Moves:
 
     def run(self) -> dict[int, FoundSums]:
         """Moves them all; returns the checksums of each block of which some were computed."""
-        copy_and_sum = summed_copies()
-        if copy_and_sum is None or not self._sizes:
-            if self._sizes:
-                copy_each(self._targets, self._sources, self._sizes, lets_go=True)
+        if not self._sizes:
             return {}
-        sums, done = copy_and_sum(self._targets, self._sources, self._sizes), 0
+        found_sums = copy_crc32c_each(self._targets, self._sources, self._sizes)
+        sums, done = np.frombuffer(found_sums, np.uint32), 0
         found: dict[int, FoundSums] = {}
         for number, column in self._slots.items():
             slots = np.frombuffer(column, np.int64)

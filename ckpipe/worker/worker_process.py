@@ -29,7 +29,7 @@ SHOWN_LINES = 12
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _OLD_SECONDS = 7 * 86_400.0
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "VIRTUAL_ENV")
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "VIRTUAL_ENV", "CKPIPE_NATIVE")
 _KEPT_PREFIXES = ("LC_", "LD_")
 _FIRST_IMPORTS = ("ckpipe", "anyio", "typing_extensions")
 """What a worker imports before it has the trainer's import path, but for the standard library."""

@@ -1,0 +1,204 @@
+"""Copies and CRC-32C of many pieces of host memory in one call, which releases the GIL once.
+
+A call for each piece acquires the GIL a thousand times for a gibibyte, and beside a loop of Python
+each time waits for the switch interval. So C does the work (``_native.c``, compiled when ckpipe is
+installed). Where the library is missing, or with ``CKPIPE_NATIVE=0``, ``memmove`` and the CRC-32C
+of the AWS common runtime do the same, piece by piece.
+
+Pieces are given by addresses and sizes, in arrays of one length. The caller keeps their memory
+alive. Targets overlap neither sources nor each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import sys
+from array import array
+from collections import deque
+from pathlib import Path
+
+logger = logging.getLogger("ckpipe")
+
+_PATH = Path(__file__).with_name("_native.so")
+_PARAMETERS = {"copy_each": 3, "crc32c_each": 3, "copy_crc32c_each": 4, "verify_copy_each": 4}
+_TESTED, _CRC_OF_TESTED = bytes(range(256)) * 5, 0x23B62C98
+
+
+def open_library(path: Path = _PATH) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Open the compiled library; its calls release the GIL in the first form, not in the second.
+
+    Raises:
+        OSError: If it is missing, for another machine, compiled from another source than the one
+            beside it, or wrong.
+    """
+    if os.environ.get("CKPIPE_NATIVE") == "0":
+        raise OSError("CKPIPE_NATIVE is 0")
+    free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+    source = path.with_suffix(".c")
+    if source.exists():
+        compiled = (ctypes.c_char * 64).in_dll(free, "source_hash").raw.decode()
+        if compiled != hashlib.sha256(source.read_bytes()).hexdigest():
+            raise OSError(f"{path} is not of {source}; python hatch_build.py compiles it again")
+    for name, count in _PARAMETERS.items():
+        for library in (free, held):
+            function = getattr(library, name)
+            function.argtypes = [ctypes.c_void_p] * count + [ctypes.c_size_t]
+            function.restype = ctypes.c_size_t if name == "verify_copy_each" else None
+    found, tested = ctypes.c_uint32(), ctypes.c_char_p(_TESTED)
+    size = ctypes.c_size_t(len(_TESTED))
+    free.crc32c_each(ctypes.byref(tested), ctypes.byref(size), ctypes.byref(found), 1)
+    if found.value != _CRC_OF_TESTED:
+        raise OSError(f"{path} computes a wrong CRC-32C")
+    return free, held
+
+
+_free: ctypes.CDLL | None
+_held: ctypes.CDLL | None
+try:
+    _free, _held = open_library()
+except (OSError, ValueError, AttributeError) as error:  # the others: it lacks a name
+    logger.debug(
+        "Python copies and sums up piece by piece, without the compiled library: %s", error
+    )
+    _free = _held = None
+
+_move_held, _move_free = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
+for _move in (_move_held, _move_free):
+    _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    _move.restype = None
+
+_LEAST_FREE = 64 << 10
+"""Fewer bytes are moved in less time than it takes to acquire the GIL again."""
+
+_MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0))
+"""All of memory, so that addresses are indices."""
+
+
+def address_of(data: memoryview) -> int:
+    """Give the address of the first of some flat bytes, of which there is at least one."""
+    # Imported late, since it takes a while and most commands need none.
+    import numpy as np
+
+    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes from address to address; many release the GIL, few keep it."""
+    (_move_held if nbytes < _LEAST_FREE else _move_free)(target, source, nbytes)
+
+
+def copy_each(
+    targets: array[int], sources: array[int], sizes: array[int], *, release_gil: bool
+) -> None:
+    """Copy pieces past the processor's cache.
+
+    Args:
+        targets: The address that each goes to.
+        sources: The address of each.
+        sizes: Bytes of each.
+        release_gil: Whether other threads may run meanwhile. A few bytes take less time than
+            acquiring the GIL again does.
+
+    Raises:
+        ValueError: If the arrays differ in length.
+    """
+    _check_lengths(targets, sources, sizes)
+    library = _free if release_gil else _held
+    if library is not None:
+        library.copy_each(*map(_items, (targets, sources, sizes)), len(sizes))
+    else:
+        copy = copy_bytes if release_gil else _move_held
+        deque(map(copy, targets, sources, sizes), maxlen=0)
+
+
+def crc32c_each(sources: array[int], sizes: array[int]) -> array[int]:
+    """Compute the CRC-32C of each piece.
+
+    Raises:
+        ValueError: If the arrays differ in length.
+    """
+    _check_lengths(sources, sizes)
+    sums = array("I", bytes(4 * len(sizes)))
+    if _free is not None:
+        _free.crc32c_each(*map(_items, (sources, sizes, sums)), len(sizes))
+        return sums
+    return array("I", map(_crc32c, sources, sizes))
+
+
+def copy_crc32c_each(targets: array[int], sources: array[int], sizes: array[int]) -> array[int]:
+    """Copy pieces past the processor's cache, and compute the CRC-32C of what was written.
+
+    Raises:
+        ValueError: If the arrays differ in length.
+    """
+    _check_lengths(targets, sources, sizes)
+    if _free is not None:
+        sums = array("I", bytes(4 * len(sizes)))
+        _free.copy_crc32c_each(*map(_items, (targets, sources, sizes, sums)), len(sizes))
+        return sums
+    copy_each(targets, sources, sizes, release_gil=True)
+    return crc32c_each(targets, sizes)
+
+
+def verify_copy_each(
+    targets: array[int], sources: array[int], sizes: array[int], sums: array[int]
+) -> int:
+    """Copy pieces, each once it is verified, up to the first that is damaged.
+
+    Args:
+        targets: The address that each goes to; 0 for one that is only verified.
+        sources: The address of each.
+        sizes: Bytes of each.
+        sums: The CRC-32C that each must have, as unsigned ints of 32 bits.
+
+    Returns:
+        The number of the first damaged piece; how many there are if none is.
+
+    Raises:
+        ValueError: If the arrays differ in length.
+    """
+    _check_lengths(targets, sources, sizes, sums)
+    if _free is not None:
+        done: int = _free.verify_copy_each(
+            *map(_items, (targets, sources, sizes, sums)), len(sizes)
+        )
+        return done
+    for number, piece in enumerate(zip(targets, sources, sizes, sums, strict=True)):
+        target, source, nbytes, expected = piece
+        if _crc32c(source, nbytes) != expected:
+            return number
+        if target:
+            copy_bytes(target, source, nbytes)
+    return len(sizes)
+
+
+def _check_lengths(*columns: array[int]) -> None:
+    if len(set(map(len, columns))) > 1:
+        raise ValueError("arrays of pieces differ in length")
+
+
+def _items(column: array[int]) -> int:
+    return column.buffer_info()[0]
+
+
+def _crc32c(address: int, nbytes: int) -> int:
+    # Imported late, since it takes as long as importing the rest of ckpipe.
+    from awscrt.checksums import crc32c
+
+    value: int = crc32c(_MEMORY[address : address + nbytes])
+    return value
+
+
+__all__ = [
+    "address_of",
+    "copy_bytes",
+    "copy_crc32c_each",
+    "copy_each",
+    "crc32c_each",
+    "open_library",
+    "verify_copy_each",
+]
