@@ -92,11 +92,11 @@ class Wrapping(torch.optim.Optimizer):
 
 def test_a_pipeline_that_cannot_guard_leaves_nothing_open(tmp_path: Path) -> None:
     inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, before = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     pipeline = ckpipe.SyncPipeline(tmp_path, guard=[inner, Wrapping(inner)], preemption=True)
     with pytest.raises(UsageError, match="Pass the optimizer that it wraps"):
         pipeline.__enter__()
-    assert "ckpipe" not in [thread.name for thread in threading.enumerate()]
+    assert "ckpipe" not in {thread.name for thread in set(threading.enumerate()) - before}
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not inner._optimizer_step_pre_hooks
 

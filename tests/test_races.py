@@ -215,7 +215,7 @@ def race(steps: list[Callable[[], None]], *saving: Checked) -> None:
     training = [threads.submit(trains_until, stop, step) for step in steps]
     try:
         began, number = time.monotonic(), 0
-        while time.monotonic() < began + SECONDS:
+        while number < len(saving) or time.monotonic() < began + SECONDS:
             saving[number % len(saving)].save(number)
             number += 1
         for checked in saving:
