@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.errors import CkpipeError, UnsupportedState
+from ckpipe.errors import CkpipeError, StateChanged, UnsupportedState
 from ckpipe.testing import MemoryBackend
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "promises.md"
+
+ckpipe.register_backend("promised", MemoryBackend)
 
 
 @cache
@@ -56,7 +58,6 @@ def test_a_state_larger_than_the_memory_for_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_captured_save_holds_its_own_step() -> None:
-    ckpipe.register_backend("promised", MemoryBackend)
     weight = torch.nn.Parameter(torch.zeros(500_000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones_like(weight)
@@ -69,6 +70,23 @@ def test_a_captured_save_holds_its_own_step() -> None:
             result = pipeline.load(step=step)
             assert result is not None
             assert torch.equal(result.state["weight"], torch.full_like(weight, -float(step)))
+
+
+def test_a_change_beside_a_captured_save_is_never_saved() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4_000_000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with ckpipe.SyncPipeline("promised://changed", guard=optimizer) as pipeline:
+        for step in range(3):
+            handle = pipeline.save({"weight": weight}, step=step, until="captured")
+            with torch.no_grad():
+                weight.fill_(step + 1.0)
+            try:
+                handle.wait()
+            except StateChanged:
+                continue  # as long as the copy had not ended
+            result = pipeline.load(step=step)
+            assert result is not None
+            assert torch.equal(result.state["weight"], torch.full_like(weight, float(step)))
 
 
 class Strange:
