@@ -90,14 +90,17 @@ def prepare(ledger: Ledger, world_size: int, steps: int) -> None:
 @each_world
 def test_saves(world_size: int) -> None:
     ledger = Ledger()
+    ledger.begin("open")
     with opened(ledger, world_size) as pipelines:
+        ledger.begin("first save")
         save_each(ledger, pipelines, 1, first=True)
         ledger.begin("second save")
         save_each(ledger, pipelines, 2, first=False)
         ledger.begin("new structure")
         save_each(ledger, pipelines, 3, first=False)
         ledger.begin("close")
-    ledger.check(f"saves-of-{world_size}", "second save", "new structure")
+    parts = ["open", "first save", "second save", "new structure", "close"]
+    ledger.check(f"saves-of-{world_size}", *parts)
     for step in (1, 2, 3):
         checkpoint = rf"step-0*{step}\.RUN\.0"
         for rank in range(world_size):
@@ -105,7 +108,10 @@ def test_saves(world_size: int) -> None:
             manifest = rf"^{rank} {checkpoint}/m/0/000/rank-0*{rank}.json: put CREATE"
             index = rf"{checkpoint}.json: put CREATE"
             commits = [manifest, index] if world_size > 1 else [index]
-            ledger.check_order(f"{data}: open", f"{data}: write", f"{data}: complete", *commits)
+            claim = rf"^{rank} .ckpipe/attempts/run/claim-0*{rank}: put CREATE"
+            ledger.check_order(
+                claim, f"{data}: open", f"{data}: write", f"{data}: complete", *commits
+            )
         ledger.check_order(index, rf"digests/{checkpoint}")
 
 
@@ -113,6 +119,7 @@ def test_saves(world_size: int) -> None:
 def test_loads(world_size: int) -> None:
     ledger = Ledger()
     prepare(ledger, world_size, 2)
+    ledger.begin("open")
     with opened(ledger, world_size) as pipelines:
         ledger.begin("load the newest")
         for rank, pipeline in enumerate(pipelines):
@@ -125,8 +132,8 @@ def test_loads(world_size: int) -> None:
     ckpipe.load(ledger.url(), include=["model"], solo=True)
     ledger.begin("load alone")
     ckpipe.load(ledger.url(), step=1, solo=True, per_rank="rank0")
-    parts = ["load a step", "load a part, read only", "load alone"]
-    ledger.check(f"loads-of-{world_size}", *parts)
+    parts = ["open", "load the newest", "load a step", "close", "load a part, read only"]
+    ledger.check(f"loads-of-{world_size}", *parts, "load alone")
     for rank in range(world_size):
         lease, tombstone = rf"^{rank} .ckpipe/leases/step-.*", rf"^{rank} .ckpipe/deleted/step-"
         ledger.check_order(
