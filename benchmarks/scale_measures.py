@@ -39,7 +39,7 @@ from ckpipe.loads.restore import LoadRequest, _match
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import walk
-from ckpipe.stores.registry import register_backend
+from ckpipe.store.registry import register_backend
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend

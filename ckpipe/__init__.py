@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckpipe.state.kinds import register_type as register_type
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
-    from ckpipe.stores.registry import register_backend as register_backend
+    from ckpipe.store.registry import register_backend as register_backend
     from ckpipe.sync import SyncPipeline as SyncPipeline
     from ckpipe.sync import load as load
     from ckpipe.types import CheckpointInfo as CheckpointInfo
@@ -65,7 +65,7 @@ _HOMES = {
     "LocalPlanner": "plan.plan",
     "Planner": "types",
     "register_type": "state.kinds",
-    "register_backend": "stores.registry",
+    "register_backend": "store.registry",
     "LoadReport": "reports",
     "SaveReport": "reports",
     "KeepBest": "retention",

@@ -42,7 +42,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.saves.following import until_complete
 from ckpipe.saves.saving import Save
 from ckpipe.saves.site import Site
-from ckpipe.stores.retrying import RetryPolicy, logging_policy, retrying
+from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
 from ckpipe.tasks import to_thread
 
 INDEX = "model.safetensors.index.json"

@@ -41,7 +41,7 @@ import ckpipe.distributed
 import ckpipe.pipeline
 import ckpipe.sync
 from ckpipe.backend import Backend
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing, SlowBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe_gcs import GcsBackend

@@ -16,7 +16,7 @@ from typing import Any
 from server_processes import free_ports, running
 
 from ckpipe.errors import UsageError
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe_gcs import GcsBackend
 
 HERE = Path(__file__).parent

@@ -28,7 +28,7 @@ import ckpipe.pipeline
 import ckpipe.sync
 from ckpipe.backend import Backend
 from ckpipe.errors import ObjectNotFound
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend

@@ -23,7 +23,7 @@ from wrapped_models import wrapped
 import ckpipe
 import ckpipe.distributed
 from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue, UnsupportedTopology
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend

@@ -11,7 +11,7 @@ import torch
 
 import ckpipe
 from ckpipe.backend import Backend
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, MemoryBackend, SlowBackend
 
 _numbers = itertools.count()

@@ -18,7 +18,7 @@ from aiobotocore.session import get_session
 from server_processes import free_ports, running
 
 from ckpipe.errors import UsageError
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"

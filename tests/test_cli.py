@@ -358,7 +358,7 @@ def test_what_is_leased_or_resumed_from_stays(call: Commands, tmp_path: Path) ->
 
 STUCK_DELETION = """
 import anyio
-from ckpipe.stores.registry import register_backend
+from ckpipe.store.registry import register_backend
 from ckpipe.testing.wrappers import WrappedBackend
 from ckpipe_local import LocalBackend
 

@@ -21,7 +21,7 @@ from ckpipe.testing import Landing
 
 STUCK = """
 import anyio
-from ckpipe.stores.registry import register_backend
+from ckpipe.store.registry import register_backend
 from ckpipe.testing.wrappers import WrappedBackend
 from ckpipe_local import LocalBackend
 

@@ -13,7 +13,7 @@ from heard_signals import HEARING
 
 STUCK = """
 import anyio
-from ckpipe.stores.registry import register_backend
+from ckpipe.store.registry import register_backend
 from ckpipe.testing.wrappers import WrappedBackend
 from ckpipe_local import LocalBackend
 

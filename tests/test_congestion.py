@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import StoreUnavailable, Throttled
-from ckpipe.stores.congestion import Congestion, Ticket
-from ckpipe.stores.pace import Pace
+from ckpipe.store.retry import AimdLimiter
 
 EVENTS = st.lists(
     st.tuples(
@@ -27,61 +26,61 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_bounds_whatever_happens(events: list[tuple[str, int, float | None]]) -> None:
-    congestion, now = Congestion(), 0.0
-    tickets: list[Ticket] = []
+    limiter, now = AimdLimiter(), 0.0
+    tickets: list[int] = []
     for what, which, seconds in events:
-        before = congestion.bound
+        before = limiter.bound
         if what == "tick":
             now += seconds or 0
         elif what == "begin":
-            if congestion.may_begin(now):
-                tickets.append(congestion.begin())
-                assert len(tickets) <= congestion.bound
+            if limiter.may_begin(now):
+                tickets.append(limiter.begin())
+                assert len(tickets) <= limiter.bound
         elif tickets:
             ticket = tickets.pop(which % len(tickets))
             if what == "succeeded":
-                congestion.succeeded(ticket)
-                assert before <= congestion.bound
-                assert congestion.bound <= before + 1 or congestion.bound == math.inf
+                limiter.succeeded(ticket)
+                assert before <= limiter.bound
+                assert limiter.bound <= before + 1 or limiter.bound == math.inf
             elif what == "failed":
-                congestion.failed()
-                assert congestion.bound == before
+                limiter.failed()
+                assert limiter.bound == before
             else:
-                congestion.throttled(ticket, now, seconds)
-                assert congestion.bound <= before
-                assert congestion.not_before >= now + (seconds or 0)
-        assert congestion.bound >= 1
-        assert congestion.under_way == len(tickets)
-    # Whoever waits gets a turn once nothing is under way and the store's time is over.
+                limiter.throttled(ticket, now, seconds)
+                assert limiter.bound <= before
+                assert limiter.not_before >= now + (seconds or 0)
+        assert limiter.bound >= 1
+        assert limiter.under_way == len(tickets)
+    # A waiting request may begin once nothing is under way and the store's time is over.
     for _ in tickets:
-        congestion.failed()
-    assert congestion.may_begin(max(now, congestion.not_before))
+        limiter.failed()
+    assert limiter.may_begin(max(now, limiter.not_before))
 
 
 @given(st.integers(1, 50))
 def test_refusals_of_one_round_count_once(count: int) -> None:
-    congestion = Congestion()
-    tickets = [congestion.begin() for _ in range(count)]
+    limiter = AimdLimiter()
+    tickets = [limiter.begin() for _ in range(count)]
     for ticket in tickets:
-        congestion.throttled(ticket, 0.0)
-    assert congestion.bound == max(1, count / 2)
-    congestion.throttled(congestion.begin(), 0.0)
-    assert congestion.bound == max(1, count / 4) or congestion.bound == 1
+        limiter.throttled(ticket, 0.0)
+    assert limiter.bound == max(1, count / 2)
+    limiter.throttled(limiter.begin(), 0.0)
+    assert limiter.bound == max(1, count / 4) or limiter.bound == 1
 
 
 @given(st.integers(2, 50))
 def test_rounds_of_successes_lift_the_bound_again(count: int) -> None:
-    congestion = Congestion()
-    for ticket in [congestion.begin() for _ in range(count)]:
-        congestion.throttled(ticket, 0.0)
+    limiter = AimdLimiter()
+    for ticket in [limiter.begin() for _ in range(count)]:
+        limiter.throttled(ticket, 0.0)
     rounds = 0
-    while congestion.bound < math.inf:
+    while limiter.bound < math.inf:
         rounds += 1
         tickets = []
-        while congestion.may_begin(0.0):
-            tickets.append(congestion.begin())
+        while limiter.may_begin(0.0):
+            tickets.append(limiter.begin())
         for ticket in tickets:
-            congestion.succeeded(ticket)
+            limiter.succeeded(ticket)
     # One more in each round, about: half as many rounds as there were requests.
     assert count / 2 - 2 <= rounds <= count / 2 + 2
 
@@ -91,22 +90,22 @@ def simulated(capacity: int, lanes: int, requests: int, seed: int) -> tuple[floa
 
     A request takes about one unit of time; a refusal comes at once, and is tried again.
     """
-    chance, congestion, now = random.Random(seed), Congestion(), 0.0
-    ends: list[tuple[float, int, Ticket]] = []
+    chance, limiter, now = random.Random(seed), AimdLimiter(), 0.0
+    ends: list[tuple[float, int, int]] = []
     done = refused = 0
     while done < requests:
-        while len(ends) < lanes and congestion.may_begin(now):
-            ticket = congestion.begin()
+        while len(ends) < lanes and limiter.may_begin(now):
+            ticket = limiter.begin()
             if len(ends) >= capacity:
                 refused += 1
-                congestion.throttled(ticket, now, 0.1)
+                limiter.throttled(ticket, now, 0.1)
                 break
             heapq.heappush(ends, (now + chance.uniform(0.8, 1.2), chance.getrandbits(64), ticket))
         if not ends:
-            now = congestion.not_before
+            now = limiter.not_before
             continue
         now, _, ticket = heapq.heappop(ends)
-        congestion.succeeded(ticket)
+        limiter.succeeded(ticket)
         done += 1
     return now, refused
 
@@ -123,12 +122,12 @@ def test_a_store_is_used_well_and_refuses_seldom(capacity: int, lanes: int, seed
 
 
 async def test_requests_wait_for_each_other_once_the_store_throttles() -> None:
-    pace, under_way, most = Pace(), 0, 0
+    limiter, under_way, most = AimdLimiter(), 0, 0
     refusing = True
 
     async def request() -> None:
         nonlocal under_way, most
-        async with pace.turn():
+        async with limiter.admitted():
             under_way += 1
             most = max(most, under_way)
             try:
@@ -146,7 +145,7 @@ async def test_requests_wait_for_each_other_once_the_store_throttles() -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(8):
             tasks.start_soon(refused)
-    assert (most, pace.bound) == (8, 4)
+    assert (most, limiter.bound) == (8, 4)
     most, refusing = 0, False
     async with anyio.create_task_group() as tasks:
         for _ in range(100):
@@ -154,37 +153,37 @@ async def test_requests_wait_for_each_other_once_the_store_throttles() -> None:
         await anyio.wait_all_tasks_blocked()
     # It grew on the way, and is lifted once it is what it was.
     assert 4 <= most <= 100
-    assert pace.bound == math.inf
+    assert limiter.bound == math.inf
 
 
 async def test_all_wait_as_long_as_the_store_asks_one_to() -> None:
-    pace, error = Pace(), Throttled("Slow down")
+    limiter, error = AimdLimiter(), Throttled("Slow down")
     error.retry_after = 0.2
     with pytest.raises(Throttled):
-        async with pace.turn():
+        async with limiter.admitted():
             raise error
     began = anyio.current_time()
-    async with pace.turn():
+    async with limiter.admitted():
         assert anyio.current_time() - began > 0.15
 
 
 async def test_other_failures_and_cancelled_turns_change_nothing() -> None:
-    pace = Pace()
+    limiter = AimdLimiter()
     with pytest.raises(Throttled):
-        async with pace.turn():
+        async with limiter.admitted():
             raise Throttled("Slow down")
-    assert pace.bound == 1
+    assert limiter.bound == 1
     with pytest.raises(StoreUnavailable):
-        async with pace.turn():
+        async with limiter.admitted():
             raise StoreUnavailable("No answer")
-    async with pace.turn(), anyio.create_task_group() as tasks:
+    async with limiter.admitted(), anyio.create_task_group() as tasks:
 
         async def wait() -> None:
-            async with pace.turn():
+            async with limiter.admitted():
                 raise AssertionError("there is one turn only")
 
         tasks.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
-    async with pace.turn():
+    async with limiter.admitted():
         pass

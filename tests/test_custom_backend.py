@@ -17,7 +17,7 @@ from sampling import EVERY
 
 import ckpipe
 from ckpipe.errors import BackendNotFound
-from ckpipe.stores.registry import create_backend
+from ckpipe.store.registry import create_backend
 from ckpipe.testing import BackendConformance
 
 PACKAGE = Path(__file__).parents[1] / "examples" / "custom_backend"

@@ -20,7 +20,7 @@ from ckpipe.format.codec import encode_bundle
 from ckpipe.format.metrics_sidecar import sidecar_keys, sidecar_of
 from ckpipe.format.names import DIGESTS, index_key, pin_key, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Gate, Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId

@@ -200,7 +200,7 @@ def test_an_export_is_made_once(tmp_path: Path) -> None:
     from ckpipe.export import Exported, ExportSettings
     from ckpipe.export import export as write
     from ckpipe.memory.arena import Arena
-    from ckpipe.stores.retrying import RetryPolicy
+    from ckpipe.store.retry import RetryPolicy
     from ckpipe_local import LocalBackend
 
     _, state = training()

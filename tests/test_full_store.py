@@ -22,7 +22,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.delete import Removal, retire
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import DELETED, index_id, index_key
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 

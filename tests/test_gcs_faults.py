@@ -29,7 +29,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.catalog import sweep
-from ckpipe.stores.registry import is_registered_here
+from ckpipe.store.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.requests import PART_SUFFIX
 

@@ -18,7 +18,7 @@ from ckpipe.cli.bench import Measurements, Rate, advise
 
 STUCK = """
 import anyio
-from ckpipe.stores.registry import register_backend
+from ckpipe.store.registry import register_backend
 from ckpipe.testing.wrappers import WrappedBackend
 from ckpipe_local import LocalBackend
 

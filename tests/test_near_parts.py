@@ -23,7 +23,7 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.names import group_ranks, index_key, level_sizes, manifest_key
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 

@@ -28,7 +28,7 @@ from sampling import EVERY, SEED
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend

@@ -425,11 +425,10 @@ async def test_first_of_many_racers_decides() -> None:
 
 
 async def test_agreement_whose_answer_was_lost_holds() -> None:
-    from ckpipe.stores.patient_backend import PatientBackend
-    from ckpipe.stores.retrying import RetryPolicy
+    from ckpipe.store.retry import RetryingBackend, RetryPolicy
 
     backend = FaultyBackend(MemoryBackend())
-    patient = PatientBackend(backend, RetryPolicy(2, 0, 0, 10))
+    patient = RetryingBackend(backend, RetryPolicy(2, 0, 0, 10))
     backend.fail(errors.StoreUnavailable("lost"), "put", Landing.AFTER)
     assert await agree(patient, "s-Z-a", "question", {"x": 1}) == {"x": 1}
 

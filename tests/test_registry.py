@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
-from ckpipe.stores import registry
-from ckpipe.stores.registry import create_backend, is_registered_here, register_backend, scheme_of
+from ckpipe.store import registry
+from ckpipe.store.registry import create_backend, is_registered_here, register_backend, scheme_of
 from ckpipe.testing import MemoryBackend
 
 _numbers = itertools.count()

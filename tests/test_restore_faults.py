@@ -27,8 +27,7 @@ from ckpipe.format.names import data_file_key
 from ckpipe.loads import reading as reading_module
 from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena
-from ckpipe.stores.patient_backend import PatientBackend
-from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import VerifyResult
 
@@ -337,13 +336,13 @@ async def test_a_thread_that_fails_to_read_has_it_tried_again_where_that_may_hel
     policy = RetryPolicy(1, 0.001, 0.001, 60)
     backend, target = Unsteady(2, StoreUnavailable), blank()
     bundle = await store(state(), backend)
-    await load(PatientBackend(backend, policy), bundle, target)
+    await load(RetryingBackend(backend, policy), bundle, target)
     assert backend.asked == 2
     assert torch.equal(target["big"], state()["big"])
     backend = Unsteady(1, StoreError)
     bundle = await store(state(), backend)
     with pytest.raises(StoreError, match="bad day") as caught:
-        await load(PatientBackend(backend, policy), bundle, blank())
+        await load(RetryingBackend(backend, policy), bundle, blank())
     assert (caught.value.step, caught.value.rank, caught.value.key) == (7, 0, KEY)
 
 

@@ -18,9 +18,8 @@ from ckpipe import errors
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
 from ckpipe.catalog.leases import store_time
 from ckpipe.format.names import LEASES, index_id, index_key, launch_id
-from ckpipe.stores import registry
-from ckpipe.stores.patient_backend import PatientBackend
-from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.store import registry
+from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
@@ -117,7 +116,7 @@ async def test_a_reading_of_the_clock_survives_a_lost_answer_and_leaves_nothing(
 ) -> None:
     store = FaultyBackend(MemoryBackend())
     store.fail(errors.StoreUnavailable("the answer was lost"), 1, landing)
-    patient = PatientBackend(store, RetryPolicy(3, 0.001, 0.01, 1.0))
+    patient = RetryingBackend(store, RetryPolicy(3, 0.001, 0.01, 1.0))
     assert (datetime.now(UTC) - await store_time(patient)).total_seconds() < 60
     assert [each async for each in store.inner.list("")] == []
 

@@ -15,7 +15,7 @@ import ckpipe
 from ckpipe import events
 from ckpipe.backend import CachedRange
 from ckpipe.errors import Throttled
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 

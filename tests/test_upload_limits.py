@@ -11,7 +11,7 @@ from pipelines import same
 import ckpipe
 from ckpipe.backend import Upload, UploadLimits
 from ckpipe.errors import StoreError, UnsupportedState
-from ckpipe.stores import registry
+from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 
 KIB = 1 << 10

@@ -15,7 +15,7 @@ from ckpipe.format.manifest import Layout
 from ckpipe.saves.block_sums import BlockSums
 from ckpipe.saves.delivery import Contents, Delivery, Depot, StoredFiles
 from ckpipe.stages import upload
-from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.store.retry import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
 

@@ -45,9 +45,8 @@ from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.retention import from_data
 from ckpipe.saves.delivery import Depot
-from ckpipe.stores.patient_backend import PatientBackend
-from ckpipe.stores.registry import create_backend
-from ckpipe.stores.retrying import RetryLog, RetryPolicy
+from ckpipe.store.registry import create_backend
+from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
 
 logger = logging.getLogger("ckpipe")
 
@@ -110,7 +109,7 @@ class Service:
         events.add(self._tell)
         return Depot(
             backend=backend,
-            patient=PatientBackend(backend, policy),
+            patient=RetryingBackend(backend, policy),
             events=events,
             rank=hello.rank,
             world_size=hello.world_size,

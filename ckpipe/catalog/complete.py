@@ -60,7 +60,7 @@ from ckpipe.format.names import (
     merged_into,
     tombstone_key,
 )
-from ckpipe.stores.second_reading import read_decoded
+from ckpipe.store.retry import read_decoded
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.tasks.lanes import run_lanes

@@ -48,8 +48,7 @@ from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
 from ckpipe.loads.entry_tables import PartData
-from ckpipe.stores.retrying import RetryPolicy, retrying
-from ckpipe.stores.second_reading import read_decoded, warn
+from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointId
 
@@ -230,7 +229,7 @@ class _File:
             except ChecksumMismatch as error:
                 error.message += "; it was read twice"
                 raise
-            warn(f"A part of {self._key}")
+            warn_of_damaged_transfer(f"A part of {self._key}")
         return True
 
     async def _copy(self, there: int | None) -> None:

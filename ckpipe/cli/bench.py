@@ -32,7 +32,7 @@ from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.names import BENCH
 from ckpipe.settings_groups import Size
-from ckpipe.stores.opening import Access, open_store
+from ckpipe.store.registry import Access, open_store
 from ckpipe.tasks.lanes import run_lanes
 
 

@@ -20,9 +20,8 @@ from ckpipe.cli.running import OK, MaybeStep, chosen, serve
 from ckpipe.cli.screen import Meter, Screen, size
 from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, UsageError
 from ckpipe.settings import Settings
-from ckpipe.stores.opening import Access, open_store
-from ckpipe.stores.pace import Pace
-from ckpipe.stores.retrying import logging_policy
+from ckpipe.store.registry import Access, open_store
+from ckpipe.store.retry import AimdLimiter, logging_policy
 from ckpipe.types import CheckpointInfo
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Where the checkpoint lies.")]
@@ -84,7 +83,7 @@ async def _copied(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     chosen = CopySettings(
-        replace(logging_policy(settings.upload), pace=Pace()),
+        replace(logging_policy(settings.upload), limiter=AimdLimiter()),
         settings.upload.lanes,
         settings.staging.block_bytes,
         meter.advance,

@@ -24,7 +24,7 @@ from ckpipe.format.tree import Node, children_of
 from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
-from ckpipe.stores.opening import Access, open_store
+from ckpipe.store.registry import Access, open_store
 from ckpipe.tasks.awaited_threads import in_thread
 
 BATCH_BYTES = 128 << 20

@@ -19,9 +19,8 @@ from ckpipe.cli.screen import Meter, Screen, size, visible
 from ckpipe.export import Exported, ExportSettings, export
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
-from ckpipe.stores.opening import Access, open_store
-from ckpipe.stores.pace import Pace
-from ckpipe.stores.retrying import logging_policy
+from ckpipe.store.registry import Access, open_store
+from ckpipe.store.retry import AimdLimiter, logging_policy
 from ckpipe.types import CheckpointInfo
 
 
@@ -97,7 +96,7 @@ def _export_settings(settings: Settings, order: Order) -> ExportSettings:
         settings.export.max_shard_bytes,
         settings.staging.block_bytes,
         settings.load.lanes,
-        replace(logging_policy(settings.upload), pace=Pace()),
+        replace(logging_policy(settings.upload), limiter=AimdLimiter()),
         pickling=settings.pickle == "allow",
         expanded=order.expanded,
     )

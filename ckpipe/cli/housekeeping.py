@@ -23,7 +23,7 @@ from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.retention import Decision, Rule, from_data
 from ckpipe.settings import Settings
-from ckpipe.stores.opening import Access, open_store
+from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointId
 
 DryRun = Annotated[

@@ -38,7 +38,7 @@ from ckpipe.cli.screen import Screen, of_things, one_line, size, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
-from ckpipe.stores.opening import Access, open_store
+from ckpipe.store.registry import Access, open_store
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointInfo
 

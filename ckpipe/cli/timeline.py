@@ -39,8 +39,8 @@ from ckpipe.reports import (
     save_report_from_data,
     size_text,
 )
-from ckpipe.stores.opening import Access, open_store
-from ckpipe.stores.second_reading import read_decoded
+from ckpipe.store.registry import Access, open_store
+from ckpipe.store.retry import read_decoded
 from ckpipe.tasks.lanes import run_lanes
 from ckpipe.types import CheckpointId
 

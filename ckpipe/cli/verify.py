@@ -17,7 +17,7 @@ from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheck
 from ckpipe.loads.verifying import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
-from ckpipe.stores.opening import Access, open_store
+from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointInfo, VerifyResult
 
 

@@ -40,7 +40,7 @@ from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.memory.arena import Arena
-from ckpipe.stores.second_reading import told, warn
+from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
 from ckpipe.tasks.awaited_threads import in_threads, on_loop
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointId
@@ -187,8 +187,8 @@ class Reader:
         if second != row.header_crc32c:
             message = "The header of a data file is not what was saved"
             error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
-            raise told(error, same=first == second)
-        warn(f"The header of {key}")
+            raise locate_damage(error, same=first == second)
+        warn_of_damaged_transfer(f"The header of {key}")
 
     def _header_sum(self, row: FileRow, rank: int, key: str) -> int:
         found = at = 0
@@ -247,8 +247,8 @@ class Reader:
         if crc32c(chunk) != piece.checksum:
             message = f"{what} is not what was saved"
             error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
-            raise told(error, same=chunk == damaged)
-        warn(f"{what} of step {self._id.step}, rank {rank},")
+            raise locate_damage(error, same=chunk == damaged)
+        warn_of_damaged_transfer(f"{what} of step {self._id.step}, rank {rank},")
         return chunk
 
 

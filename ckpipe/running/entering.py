@@ -13,10 +13,8 @@ from ckpipe.ranks.meeting import Meeting
 from ckpipe.ranks.topology import Topology
 from ckpipe.saves.site import block_size
 from ckpipe.settings import Settings
-from ckpipe.stores.patient_backend import PatientBackend
-from ckpipe.stores.read_only_backend import ReadOnlyBackend
-from ckpipe.stores.registry import create_backend, create_reader, scheme_of
-from ckpipe.stores.retrying import logging_policy
+from ckpipe.store.registry import create_backend, create_reader, scheme_of
+from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy
 from ckpipe.types import Planner
 from ckpipe.worker.crossing import Surroundings, surroundings, uses_process
 
@@ -35,7 +33,7 @@ class Entry:
     """
 
     backend: Backend
-    patient: PatientBackend
+    patient: RetryingBackend
     topology: Topology
     planner: Planner
     launch: Launch
@@ -72,7 +70,7 @@ async def enter(
     """
     policy = logging_policy(settings.upload)
     around = await anyio.to_thread.run_sync(_surroundings, settings, backend)
-    patient = PatientBackend(backend, policy)
+    patient = RetryingBackend(backend, policy)
     if settings.read_only:
         patient = ReadOnlyBackend(backend, policy)
         launch = Launch(patient, unclaimed_attempt(), topology)

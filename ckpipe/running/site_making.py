@@ -12,7 +12,7 @@ from ckpipe.memory.budget import ByteBudget
 from ckpipe.memory.pinning import Pinning
 from ckpipe.running.entering import Entry
 from ckpipe.saves.site import Site, block_size, initial_budget
-from ckpipe.stores.retrying import logging_policy
+from ckpipe.store.retry import logging_policy
 from ckpipe.worker.carrier import WorkerCarrier
 from ckpipe.worker.crossing import make_hello
 

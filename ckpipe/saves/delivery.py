@@ -39,8 +39,7 @@ from ckpipe.reports import SaveReport
 from ckpipe.retention import Decision, Rule
 from ckpipe.saves.block_sums import BlockSums
 from ckpipe.saves.save_clock import StageClock
-from ckpipe.stores.pace import Pace
-from ckpipe.stores.retrying import RetryPolicy
+from ckpipe.store.retry import AimdLimiter, RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -191,7 +190,7 @@ class Depot:
         keep_reports: Whether manifests keep the reports of their saves.
         switch_interval: The switch interval of the GIL while a save is brought to the store, in
             seconds; None leaves it alone.
-        pace: Gives writes of blocks their turns, of all saves together.
+        limiter: Admits writes of blocks, of all saves together.
         texts: What manifests said last that did not change from the one before.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
         told_copies: Whether it was said already that ranks write the same bytes.
@@ -220,7 +219,7 @@ class Depot:
     deleted: set[CheckpointId] = field(default_factory=set)
     retired: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
-    pace: Pace = field(default_factory=Pace)
+    limiter: AimdLimiter = field(default_factory=AimdLimiter)
     texts: SteadyTexts = field(default_factory=SteadyTexts)
     told_missing: set[str] = field(default_factory=set)
     told_copies: bool = False

@@ -30,7 +30,7 @@ from ckpipe.format.names import index_key, manifest_key
 from ckpipe.ranks.agreements import agree
 from ckpipe.reports import size_text
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
-from ckpipe.stores.retrying import Tries, telling
+from ckpipe.store.retry import Tries, telling
 from ckpipe.tasks import to_thread
 from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointInfo

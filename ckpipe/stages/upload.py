@@ -24,7 +24,7 @@ from ckpipe.format.data_file import Cargo
 from ckpipe.format.names import data_file_key
 from ckpipe.saves.block_sums import block_checksum
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
-from ckpipe.stores.retrying import Tries, retrying, telling
+from ckpipe.store.retry import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")
 
@@ -79,7 +79,7 @@ class _Files(Generic[B]):
         self._written: Counter[int] = Counter()
         self._bytes = 0
         self._policy = telling(depot.retry, depot.events, save.id, save.rank)
-        self._writing = replace(self._policy, pace=depot.pace)
+        self._writing = replace(self._policy, limiter=depot.limiter)
 
     @property
     def _cargo(self) -> Cargo:

@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import enum
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import datetime
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ckpipe.backend import Backend, CachedRange, Children, ObjectInfo, PutMode, Upload
+from ckpipe.backend import Backend, Upload
+from ckpipe.store.wrapper import BackendWrapper, Operation, Result
 
 
 class Gate:
@@ -87,40 +87,8 @@ class Gate:
                 self._waiters.pop(event, None)
 
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One operation on a backend.
-
-    Args:
-        verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
-            ``landed``, ``abort``, ``get``, ``read_into``, ``view``, ``list``, ``children``,
-            ``stat``, ``delete`` or ``remove_stale_uploads``.
-        key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two nothing.
-        size: How many bytes the caller sends or asks for, as far as it is known beforehand.
-    """
-
-    verb: str
-    key: str
-    size: int = 0
-
-
-class WrappedBackend(Backend, abc.ABC):
-    """Hands every operation on to another backend, through :meth:`around`.
-
-    Args:
-        inner: The backend that does the work.
-    """
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.limits = inner.limits
-
-    @abc.abstractmethod
-    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Does an operation by awaiting ``call()``, and whatever else around it."""
+class WrappedBackend(BackendWrapper, abc.ABC):
+    """Hand every operation of a backend and of its uploads on, through :meth:`around`."""
 
     async def __aenter__(self) -> Self:
         await self.around(Operation("enter", ""), self.inner.__aenter__)
@@ -136,57 +104,9 @@ class WrappedBackend(Backend, abc.ABC):
             Operation("exit", ""), lambda: self.inner.__aexit__(exc_type, exc, traceback)
         )
 
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        operation = Operation("put", key, len(data))
-        await self.around(operation, lambda: self.inner.put(key, data, mode))
-
-    async def put_volatile(self, key: str, data: bytes) -> None:
-        operation = Operation("put", key, len(data))
-        await self.around(operation, lambda: self.inner.put_volatile(key, data))
-
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        upload = await self.around(
-            Operation("open_upload", key),
-            lambda: self.inner.open_upload(key, size=size, block_bytes=block_bytes),
-        )
+        upload = await super().open_upload(key, size=size, block_bytes=block_bytes)
         return WrappedUpload(self, key, upload)
-
-    async def get(self, key: str, *, max_bytes: int) -> bytes:
-        return await self.around(
-            Operation("get", key), lambda: self.inner.get(key, max_bytes=max_bytes)
-        )
-
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        operation = Operation("read_into", key, len(buffer))
-        await self.around(operation, lambda: self.inner.read_into(key, offset, buffer))
-
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        operation = Operation("cached", key, size)
-        return await self.around(operation, lambda: self.inner.cached(key, offset, size))
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async def collect() -> tuple[ObjectInfo, ...]:
-            return tuple([info async for info in self.inner.list(prefix)])
-
-        for info in await self.around(Operation("list", prefix), collect):
-            yield info
-
-    async def children(self, prefix: str = "") -> Children:
-        operation = Operation("children", prefix)
-        return await self.around(operation, lambda: self.inner.children(prefix))
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self.around(Operation("stat", key), lambda: self.inner.stat(key))
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        known = tuple(keys)
-        await self.around(Operation("delete", " ".join(known)), lambda: self.inner.delete(known))
-
-    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        return await self.around(
-            Operation("remove_stale_uploads", prefix),
-            lambda: self.inner.remove_stale_uploads(prefix, before=before),
-        )
 
 
 class WrappedUpload(Upload):
@@ -395,3 +315,14 @@ class SlowBackend(WrappedBackend):
         now = anyio.current_time()
         self._link_free_at = max(now, self._link_free_at) + size / self.bytes_per_second
         return self.latency + self._link_free_at - now
+
+
+__all__ = [
+    "FaultyBackend",
+    "Gate",
+    "Landing",
+    "Operation",
+    "Result",
+    "SlowBackend",
+    "WrappedBackend",
+]

@@ -14,7 +14,7 @@ from ckpipe._worker.messages import Hello
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.saves.delivery import Depot
-from ckpipe.stores.registry import is_registered_here, scheme_of
+from ckpipe.store.registry import is_registered_here, scheme_of
 from ckpipe.worker.worker_state import LOOKS
 
 if TYPE_CHECKING:

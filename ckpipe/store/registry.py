@@ -1,21 +1,32 @@
-"""Which backend serves which URL: registered in this process, or installed as an entry point."""
+"""Find the backend of a URL, registered in this process or installed, and open its store."""
 
 from __future__ import annotations
 
 import difflib
+import enum
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpipe.backend import Backend, without_secrets
+from anyio import to_thread
+
+from ckpipe.backend import Backend, CachedRange, without_secrets
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
+from ckpipe.store.retry import RetryingBackend, RetryPolicy, logging_policy
 from ckpipe.types import CheckpointId
 
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
 BackendFactory = Callable[..., Backend]
-"""What makes a backend: called as ``factory(url, **options)``, most often a class."""
+"""Makes a backend: called as ``factory(url, **options)``, most often a class."""
+
+OnRead = Callable[[int], None]
+"""Called with how many more bytes of large objects were read."""
 
 ENTRY_POINT_GROUP = "ckpipe.backends"
 """The group of entry points under which installed packages offer backends; names are schemes."""
@@ -28,12 +39,12 @@ _lock = threading.Lock()
 
 
 def register_backend(scheme: str, factory: BackendFactory) -> None:
-    """Makes URLs of a scheme use a backend, in this process and from now on.
+    """Make URLs of a scheme use a backend, in this process and from now on.
 
     It goes before an installed entry point of the same scheme.
 
     Args:
-        scheme: What stands before ``://``; letters, digits, ``+``, ``.`` and ``-``.
+        scheme: The text before ``://``; letters, digits, ``+``, ``.`` and ``-``.
         factory: Called as ``factory(url, **options)`` with the whole URL; returns the backend.
 
     Raises:
@@ -50,20 +61,20 @@ def register_backend(scheme: str, factory: BackendFactory) -> None:
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of a URL, in lower case; a plain path has ``file``."""
+    """Read the scheme of a URL, in lower case; a plain path has ``file``."""
     scheme, separator, _ = url.partition("://")
     lowered = scheme.lower()
     return lowered if separator and _SCHEME.fullmatch(lowered) else "file"
 
 
 def is_registered_here(url: str) -> bool:
-    """Whether the URL's backend was registered in this process, so that no other process has it."""
+    """Tell whether the URL's backend was registered by hand, so that no other process has it."""
     with _lock:
         return scheme_of(url) in _registered
 
 
 def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backend:
-    """Makes the backend for a URL, not opened yet.
+    """Make the backend for a URL, not opened yet.
 
     Blocks while it looks for installed packages and imports the backend's: on an event loop,
     call it in a worker thread.
@@ -87,13 +98,13 @@ def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backen
 
 
 def create_reader(url: str, options: Mapping[str, Any] | None = None) -> Backend:
-    """Makes the backend for a URL, not opened yet, for somebody who only looks.
+    """Make the backend for a URL, not opened yet, for a caller that only looks.
 
     Opening a backend may write: it makes its root, or tries what the store can do. One that can
     do without has the option ``access``, and is given ``access="read"`` here.
 
     Args:
-        url: As for :func:`create_backend`, which also says what is raised.
+        url: As for :func:`create_backend`, whose errors it raises.
         options: The backend's own options.
     """
     _refuse_slip(url)
@@ -103,7 +114,7 @@ def create_reader(url: str, options: Mapping[str, Any] | None = None) -> Backend
 
 
 def _refuse_slip(url: str) -> None:
-    """Refuses ``s3:/bucket``, which would be a folder named ``s3:`` here."""
+    """Refuse ``s3:/bucket``, which would be a folder named ``s3:`` here."""
     scheme, separator, rest = url.partition(":/")
     if separator and not rest.startswith("/") and _SCHEME.fullmatch(scheme.lower()):
         raise UsageError(
@@ -183,4 +194,73 @@ def _unknown_option(scheme: str, name: str, valid: list[str]) -> SettingsError:
     return SettingsError(message, hint=f"Its options are: {', '.join(valid) or 'none'}")
 
 
-__all__ = ["BackendFactory", "create_backend", "is_registered_here", "register_backend"]
+class Access(enum.Enum):
+    """The use that a caller is about to make of a store."""
+
+    READ = "read"
+    """Look only, so that a read-only root will do; nothing is written but leases, where they may
+    be (see ``access`` in :class:`ckpipe.backend.Backend`)."""
+
+    CHANGE = "change"
+    """Change what is there: a root that does not exist is an error, and is not made."""
+
+    CREATE = "create"
+    """Write, and make the root if the store has such a thing and it is missing."""
+
+
+class WatchedBackend(RetryingBackend):
+    """Try requests again, and report how much of large objects is read.
+
+    Args:
+        inner: The backend that does the work.
+        policy: How often and how long to try.
+        on_read: Called for each range that was read.
+    """
+
+    def __init__(self, inner: Backend, policy: RetryPolicy, on_read: OnRead) -> None:
+        super().__init__(inner, policy)
+        self._on_read = on_read
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        await super().read_into(key, offset, buffer)
+        self._on_read(len(buffer))
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        return False  # reads are reported on the event loop
+
+    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+        found = await super().cached(key, offset, size)
+        if found is not None:
+            self._on_read(size)
+        return found
+
+
+@asynccontextmanager
+async def open_store(
+    url: str, settings: Settings, access: Access, on_read: OnRead = lambda nbytes: None
+) -> AsyncIterator[Backend]:
+    """Open the store of a URL without a pipeline; its requests are tried again.
+
+    Args:
+        url: A URL, or a plain path.
+        settings: Options of backends, and how often to try.
+        access: The use that is about to be made of it.
+        on_read: Called as bytes are read.
+
+    Raises:
+        BackendNotFound: If no backend is known for the URL.
+        UsageError: If the URL or the backend's options are wrong.
+        StoreError: If the store cannot be used, or is missing and not to be made.
+    """
+    options = settings.backends.get(scheme_of(url), {})
+    policy = logging_policy(settings.upload)
+    if access is not Access.CREATE:
+        # Opening for writing might make the root, so whether it is there is seen first.
+        reader = await to_thread.run_sync(create_reader, url, options)
+        async with reader:
+            if access is Access.READ:
+                yield WatchedBackend(reader, policy, on_read)
+                return
+    backend = await to_thread.run_sync(create_backend, url, options)
+    async with backend:
+        yield WatchedBackend(backend, policy, on_read)

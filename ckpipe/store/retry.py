@@ -1,0 +1,388 @@
+"""Try requests again: exponential backoff with full jitter, and fewer at a time when throttled.
+
+Source of the backoff: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. A store that
+throttles is sent fewer requests at a time by additive increase and multiplicative decrease (AIMD):
+of the simple rules it is the one by which senders that know nothing of each other come to fair
+shares (D.-M. Chiu and R. Jain, "Analysis of the increase and decrease algorithms for congestion
+avoidance in computer networks", 1989).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import anyio
+
+from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.errors import (
+    CkpipeError,
+    CorruptCheckpoint,
+    PermissionDenied,
+    StoreError,
+    StoreUnavailable,
+    Throttled,
+)
+from ckpipe.events import EventBus, Retrying
+from ckpipe.store.wrapper import BackendWrapper, Operation, Result
+from ckpipe.tasks import to_thread
+from ckpipe.types import CheckpointId
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Upload as UploadSettings
+
+logger = logging.getLogger("ckpipe")
+
+T = TypeVar("T")
+Corrupt = TypeVar("Corrupt", bound=CorruptCheckpoint)
+
+_QUIET_SECONDS = 600.0
+
+# A generator of its own: the random numbers of training must not depend on answers of a store.
+_jitter = random.Random()
+
+_LOOK = "Look at the network, at the disk's connection and at this machine's memory"
+
+
+class AimdLimiter:
+    """Bound how many requests are under way at a time, once a store throttles.
+
+    There is no bound until then. After a refusal it is half of what was under way. Each round of
+    successes raises it by one, until it is what was under way when the store first refused; then
+    there is none again. Refusals of requests that were under way together count once, so a request
+    knows its *era*: how often the bound had been halved when it began. Times are seconds on any one
+    clock. All requests that share a limiter slow down together, on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self.bound = math.inf
+        self.under_way = 0
+        self.not_before = -math.inf
+        self._ceiling = 0.0
+        self._era = 0
+        self._ended = anyio.Event()
+
+    def may_begin(self, now: float) -> bool:
+        """Tell whether one more request may begin."""
+        return self.under_way + 1 <= self.bound and now >= self.not_before
+
+    def begin(self) -> int:
+        """Count a request as under way until one of the three methods below; return its era."""
+        self.under_way += 1
+        return self._era
+
+    def succeeded(self, era: int) -> None:
+        """End a request that the store served."""
+        self.under_way -= 1
+        if era == self._era:
+            self.bound += 1 / self.bound
+        if self.bound >= self._ceiling:
+            self.bound = math.inf
+
+    def failed(self) -> None:
+        """End a request that says nothing of the store's load."""
+        self.under_way -= 1
+
+    def throttled(self, era: int, now: float, retry_after: float | None = None) -> None:
+        """End a request that the store refused since there were too many.
+
+        Args:
+            era: Its era.
+            now: The time.
+            retry_after: Seconds in which the store wants no more requests, if it said so.
+        """
+        if era == self._era:
+            before = self.bound
+            if before == math.inf:
+                self._ceiling = float(self.under_way)
+            self.bound = max(1.0, min(before, self.under_way) / 2)
+            self._era += 1
+            if self.bound < before:
+                logger.info("The store throttles: %d requests at a time", int(self.bound))
+        self.under_way -= 1
+        self.not_before = max(self.not_before, now + (retry_after or 0.0))
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Wait until a request may be sent, and learn from how it ends.
+
+        The request must not be one that waits for the same limiter.
+        """
+        while not self.may_begin(time.monotonic()):
+            if self._ended.is_set():
+                self._ended = anyio.Event()
+            seconds = self.not_before - time.monotonic()
+            with anyio.move_on_after(seconds if seconds > 0 else math.inf):
+                await self._ended.wait()
+        era = self.begin()
+        try:
+            yield
+        except Throttled as error:
+            self.throttled(era, time.monotonic(), error.retry_after)
+            raise
+        except BaseException:
+            self.failed()
+            raise
+        else:
+            self.succeeded(era)
+        finally:
+            self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how long to try.
+
+    Args:
+        retries: How many times an operation is tried again.
+        backoff_seconds: The longest wait before the first of them; it doubles each time.
+        backoff_max_seconds: The longest wait before any of them.
+        attempt_timeout_seconds: How long one try may take.
+        deadline_seconds: How long all tries may take together; None for as long as they do.
+        on_retry: Called with each error that is tried again, and the seconds until then.
+        limiter: Admits each try, so that a store that throttles gets fewer at a time; None for
+            those that are few anyway.
+    """
+
+    retries: int
+    backoff_seconds: float
+    backoff_max_seconds: float
+    attempt_timeout_seconds: float
+    deadline_seconds: float | None = None
+    on_retry: Callable[[CkpipeError, float], None] = lambda error, seconds: None
+    limiter: AimdLimiter | None = None
+
+    def pause(self, failures: int, error: CkpipeError) -> float:
+        """Draw the seconds to wait after so many failures, at least those the store asked for."""
+        longest = min(self.backoff_max_seconds, self.backoff_seconds * 2 ** (failures - 1))
+        asked = error.retry_after if isinstance(error, Throttled) else None
+        return max(_jitter.uniform(0, longest), asked or 0.0)
+
+
+class Tries:
+    """The tries of one operation: how many there were, and since when.
+
+    Args:
+        policy: How often and how long to try.
+    """
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._began = time.monotonic()
+        self._failures = 0
+
+    async def once(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run an operation once, when it is admitted, for as long as one try may take.
+
+        Raises:
+            StoreUnavailable: If it took too long.
+        """
+        if self._policy.limiter is None:
+            return await self._bounded(operation)
+        async with self._policy.limiter.admitted():
+            return await self._bounded(operation)
+
+    async def _bounded(self, operation: Callable[[], Awaitable[T]]) -> T:
+        limit = self._policy.attempt_timeout_seconds
+        try:
+            with anyio.fail_after(limit):
+                return await operation()
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"The store did not answer within {limit:g} s",
+                hint="Raise upload.attempt_timeout_seconds if it is merely slow",
+            ) from None
+
+    async def wait_after(self, error: CkpipeError) -> None:
+        """Wait until it is time for the next try.
+
+        Raises:
+            CkpipeError: The error itself, if the policy gives up.
+        """
+        policy = self._policy
+        self._failures += 1
+        pause = policy.pause(self._failures, error)
+        late = policy.deadline_seconds is not None and (
+            time.monotonic() - self._began + pause > policy.deadline_seconds
+        )
+        if not error.transient or self._failures > policy.retries or late:
+            raise error
+        policy.on_retry(error, pause)
+        await anyio.sleep(pause)
+
+
+async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -> T:
+    """Run an operation, again and again while it fails with an error that may pass.
+
+    Raises:
+        StoreUnavailable: If a try took too long, and no tries are left.
+        CkpipeError: The last error, once the policy gives up.
+    """
+    tries = Tries(policy)
+    while True:
+        try:
+            return await tries.once(operation)
+        except CkpipeError as error:
+            await tries.wait_after(error)
+
+
+def telling(policy: RetryPolicy, events: EventBus, id: CheckpointId, rank: int) -> RetryPolicy:
+    """Make a policy whose retries are events of a save."""
+
+    def report(error: CkpipeError, seconds: float) -> None:
+        said = f"{type(error).__name__}: {error}"
+        events.emit(Retrying(str(id), id.step, rank, said, seconds))
+
+    return replace(policy, on_retry=report)
+
+
+def logging_policy(settings: UploadSettings) -> RetryPolicy:
+    """Make the policy of a user's settings, with its retries logged."""
+    return RetryPolicy(
+        settings.retries,
+        settings.backoff_seconds,
+        settings.backoff_max_seconds,
+        settings.attempt_timeout_seconds,
+        settings.deadline_seconds,
+        RetryLog(),
+    )
+
+
+class RetryLog:
+    """Warn of the first retry, and once in ten minutes of more, with how many there were."""
+
+    def __init__(self) -> None:
+        self._quiet_until, self._unsaid = -math.inf, 0
+
+    def __call__(self, error: CkpipeError, seconds: float) -> None:
+        """Log that an operation is tried again."""
+        now = time.monotonic()
+        level = logging.DEBUG if now < self._quiet_until else logging.WARNING
+        more = f" ({self._unsaid} retries since the last warning)" if self._unsaid else ""
+        logger.log(
+            level, "Trying again in %.1f s after %s: %s%s",
+            seconds, type(error).__name__, error, more,
+        )  # fmt: skip
+        if level == logging.WARNING:
+            self._quiet_until, self._unsaid = now + _QUIET_SECONDS, 0
+        else:
+            self._unsaid += 1
+
+
+class RetryingBackend(BackendWrapper):
+    """Try the requests to another backend again; for all but a save's own upload and commit.
+
+    A request whose answer was lost may have taken effect before it is tried again. So a
+    create-only put may meet its own object and raise :class:`~ckpipe.errors.ObjectExists`; a caller
+    that must know reads back what is there. An upload that was opened belongs to its caller, which
+    has retries of its own. Reads of large objects are fewer at a time while the store throttles.
+
+    Args:
+        inner: The backend that does the work; its owner opens and closes it.
+        policy: How often and how long to try.
+    """
+
+    def __init__(self, inner: Backend, policy: RetryPolicy) -> None:
+        super().__init__(inner)
+        self._policy = policy
+        self._reading = replace(policy, limiter=AimdLimiter())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.inner!r}>"
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        policy = self._reading if operation.verb == "read_into" else self._policy
+        return await retrying(policy, call)
+
+    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        try:
+            return self.inner.read_here(key, offset, buffer)
+        except StoreError as error:
+            if error.transient:
+                return False  # and so it is tried again as other requests are
+            raise
+
+
+class ReadOnlyBackend(RetryingBackend):
+    """Read as :class:`RetryingBackend` does, and refuse every change.
+
+    Raises:
+        PermissionDenied: From every method that would change the store.
+    """
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> NoReturn:
+        _refuse(key)
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        _refuse(key)
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            _refuse(key)
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        _refuse(prefix)
+
+
+def _refuse(key: str) -> NoReturn:
+    raise PermissionDenied(
+        "The pipeline was opened to read only", key=key, hint="Open one without read_only=True"
+    )
+
+
+async def read_decoded(
+    backend: Backend, key: str, max_bytes: int, decode: Callable[[bytes], T]
+) -> T:
+    """Read a small object and decode it; read it once more if it comes damaged.
+
+    Args:
+        backend: The store.
+        key: The object's key.
+        max_bytes: The largest size to accept.
+        decode: Checks and decodes the object, in a worker thread.
+
+    Raises:
+        CorruptCheckpoint: The error of ``decode`` for both readings, by :func:`locate_damage`.
+        ObjectNotFound: If no object has the key.
+        StoreError: If the store failed.
+    """
+    data = await backend.get(key, max_bytes=max_bytes)
+    try:
+        return await to_thread.run_sync(decode, data)
+    except CorruptCheckpoint as error:
+        again = await backend.get(key, max_bytes=max_bytes)
+        if again == data:
+            raise locate_damage(error, same=True) from None
+    try:
+        found = await to_thread.run_sync(decode, again)
+    except CorruptCheckpoint as error:
+        raise locate_damage(error, same=False) from None
+    warn_of_damaged_transfer(key)
+    return found
+
+
+def locate_damage(error: Corrupt, *, same: bool) -> Corrupt:
+    """Say in an error where bytes are damaged that came damaged twice.
+
+    Args:
+        error: The error of one of the readings.
+        same: Whether both readings brought the same bytes.
+    """
+    if same:
+        error.message += "; it was read twice and came the same, so the store has it like this"
+    else:
+        error.message += "; it was read twice and came differently, so it is damaged on the way"
+        error.hint = error.hint or f"{_LOOK}, and load again"
+    return error
+
+
+def warn_of_damaged_transfer(what: str) -> None:
+    """Log that bytes were damaged on the way and right when they were read again."""
+    logger.warning("%s came damaged and was right when it was read again. %s", what, _LOOK)

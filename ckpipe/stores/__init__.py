@@ -1,1 +1,0 @@
-"""Stores below a URL: found, opened, asked again, spared."""
