@@ -85,19 +85,17 @@ def test_a_load_tells_its_beginning_and_end_until_the_listener_is_removed(store:
         handle = pipeline.save(STATE, step=1, until="committed")
         pipeline.events.add(heard.append)
         pipeline.load(STATE)
-        loaded = heard[-1]
         with pytest.raises(errors.StructureMismatch):
             pipeline.load({"b": torch.zeros(3)})
-        failed = heard[-1]
         with pytest.raises(errors.CheckpointNotFound):
             pipeline.load(step=7)
         pipeline.events.remove(heard.append)
         pipeline.load(STATE)
     assert told(heard) == [("LoadStarted", 1), ("Loaded", 1), ("LoadStarted", 1), ("LoadFailed", 1)]
-    assert isinstance(loaded, events.Loaded)
+    (loaded,) = [each for each in heard if isinstance(each, events.Loaded)]
+    (failed,) = [each for each in heard if isinstance(each, events.LoadFailed)]
     assert (loaded.id, loaded.bytes, loaded.rank) == (handle.id, 1_000_000, 0)
     assert loaded.seconds > 0
-    assert isinstance(failed, events.LoadFailed)
     assert failed.error.startswith("StructureMismatch: ")
 
 
@@ -180,5 +178,6 @@ def test_a_load_that_takes_longer_tells_how_far_it_is(store: Stores, tmp_path: P
     found = [json.loads(line) for line in file.read_text().splitlines()]
     for each in found:
         jsonschema.validate(each, schema)
-    names = [each["event"] for each in found]
+    # The save may end meanwhile.
+    names = [each["event"] for each in found if each["event"].startswith("Load")]
     assert (names[0], names[1], names[-1]) == ("LoadStarted", "LoadProgress", "Loaded")
