@@ -33,6 +33,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
+from ckpipe.interpreter import collector_paused
 from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _match
@@ -40,7 +41,6 @@ from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import walk
 from ckpipe.store.registry import register_backend
-from ckpipe.tasks.collector import collector_paused
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 

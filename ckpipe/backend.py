@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar, TypeVarTuple
 
 from ckpipe.errors import InvalidKey
-from ckpipe.tasks.awaited_threads import in_thread
+from ckpipe.threads import in_thread
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")

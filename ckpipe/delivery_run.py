@@ -21,9 +21,9 @@ import anyio
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from ckpipe.interpreter import short_turns
 from ckpipe.saves.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.stages import commit, retention, serialize, upload
-from ckpipe.tasks.turns import short_turns
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")

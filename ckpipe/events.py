@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
 from ckpipe.reports import SaveReport, decimal_text
-from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointInfo, SaveStatus
+from ckpipe.user_code import user_code
 
 logger = logging.getLogger("ckpipe")
 

@@ -24,6 +24,7 @@ import anyio
 import anyio.from_thread
 import torch
 
+from ckpipe import threads
 from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.catalog.copy import block_bytes_for
 from ckpipe.catalog.find import read_index
@@ -43,7 +44,6 @@ from ckpipe.saves.following import until_complete
 from ckpipe.saves.saving import Save
 from ckpipe.saves.site import Site
 from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
-from ckpipe.tasks import to_thread
 
 INDEX = "model.safetensors.index.json"
 TORCH_FILE = "state.pt"
@@ -152,10 +152,10 @@ class _Exporting:
         state = await self._state()
         counter = _Counter()
         # Twice, since the store wants to know the size before the first block.
-        await to_thread.run_sync(_save, state, counter)
+        await threads.run_sync(_save, state, counter)
         file = await self._open(TORCH_FILE, counter.size)
         async with file:
-            await to_thread.run_sync(_save, state, _Feed(file))
+            await threads.run_sync(_save, state, _Feed(file))
         return Exported(self._folder, (TORCH_FILE,), self._written)
 
     async def hf(self) -> Exported:
@@ -208,7 +208,7 @@ class _Exporting:
                     self._backend, self._bundle, labels, self._arena, lanes=self._settings.lanes
                 )
                 for each in batch:
-                    data = await to_thread.run_sync(_bytes_of, tensors[each.row.label])
+                    data = await threads.run_sync(_bytes_of, tensors[each.row.label])
                     await file.write(data)
 
     async def _open(self, name: str, size: int) -> ExportFile:
@@ -364,7 +364,7 @@ class ExportPlace:
         try:
             await self.backend.put(self.key, body, PutMode.CREATE)
         except ObjectExists:
-            await self.check(len(body), await to_thread.run_sync(crc32c, body), 1 << 20)
+            await self.check(len(body), await threads.run_sync(crc32c, body), 1 << 20)
 
     async def check(self, size: int, sum: int, block_bytes: int) -> None:
         """Compares what is there with what would have been written.
@@ -383,7 +383,7 @@ class ExportPlace:
             for offset in range(0, size, block_bytes):
                 block = buffer[: size - offset]
                 await self.backend.read_into(self.key, offset, block)
-                found = await to_thread.run_sync(crc32c, block, found)
+                found = await threads.run_sync(crc32c, block, found)
             if found == sum:
                 return
         raise CommitConflict(
@@ -454,7 +454,7 @@ class ExportFile:
         if not self._filled:
             return
         block, offset = self._block[: self._filled], self._offset
-        self._sum = await to_thread.run_sync(crc32c, block, self._sum)
+        self._sum = await threads.run_sync(crc32c, block, self._sum)
         await retrying(self._place.policy, lambda: self._upload.write(offset, block))
         self._offset += self._filled
         self._filled = 0

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from ckpipe.loop_thread import wait_for
 from ckpipe.reports import SaveReport
 from ckpipe.saves.saving import Save
 from ckpipe.saves.staged_state import lent_state
-from ckpipe.tasks.loop_thread import wait_for
 from ckpipe.types import CheckpointInfo, SaveStatus
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loads.per_rank import PerRankPolicy
+from ckpipe.loop_thread import Caller
 from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
 from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase
 from ckpipe.running.unseen_failures import note_failures, raise_or_warn
 from ckpipe.settings import Settings
-from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 

@@ -19,7 +19,7 @@ from anyio import (
 )
 
 from ckpipe.backend import run_in_thread
-from ckpipe.tasks.awaited_threads import in_thread, on_loop
+from ckpipe.threads import in_thread, on_loop
 
 
 async def test_a_cancelled_caller_goes_on_only_once_its_thread_has_ended() -> None:

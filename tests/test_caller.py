@@ -17,7 +17,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.errors import UsageError
-from ckpipe.tasks.caller import Caller, Job
+from ckpipe.loop_thread import Caller, Job
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpipe.tasks.collector import collector_paused, collector_paused_at_first
+from ckpipe.interpreter import collector_paused, collector_paused_at_first
 
 
 async def test_pauses_for_all_of_a_short_block() -> None:

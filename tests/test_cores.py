@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ckpipe.tasks.cores import own_cores
+from ckpipe.interpreter import own_cores
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from ckpipe.tasks.lanes import all_of
+from ckpipe.threads import all_of
 
 
 class Crash(BaseException):

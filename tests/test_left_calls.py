@@ -16,8 +16,7 @@ from lock_actors import until as waiting
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe.tasks.caller import Caller
-from ckpipe.tasks.loop_thread import LoopThread
+from ckpipe.loop_thread import Caller, LoopThread
 
 
 @pytest.fixture

@@ -40,8 +40,8 @@ from ckpipe.errors import (
     TruncatedObject,
     UsageError,
 )
-from ckpipe.tasks.awaited_threads import _Call, in_thread
 from ckpipe.testing.conformance import pattern
+from ckpipe.threads import _Call, in_thread
 from ckpipe_local import LocalBackend, reads, writes
 from ckpipe_local.backend import path_of
 from ckpipe_local.directories import TEMPORARY_PREFIX, list_children

@@ -16,7 +16,7 @@ from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 from ckpipe.errors import LockMisuse, StateLockTimeout
 from ckpipe.lock.holds import LoadHold
 from ckpipe.lock.lock import StateLock
-from ckpipe.tasks.caller import Caller
+from ckpipe.loop_thread import Caller
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from worker_runs import SETTINGS, state_of
 
 import ckpipe
 from ckpipe.events import BlockUploaded, Event
-from ckpipe.tasks.turns import TURN_SECONDS, short_turns
+from ckpipe.interpreter import TURN_SECONDS, short_turns
 
 
 def about(seconds: float) -> Any:

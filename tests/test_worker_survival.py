@@ -24,7 +24,7 @@ from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worke
 
 import ckpipe
 from ckpipe.catalog.leases import Lease, read_leases
-from ckpipe.tasks.loop_thread import LoopThread
+from ckpipe.loop_thread import LoopThread
 from ckpipe_local import LocalBackend
 
 

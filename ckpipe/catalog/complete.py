@@ -22,6 +22,7 @@ from functools import partial
 
 import anyio
 
+from ckpipe import threads
 from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog.find import (
     NO_INDEX,
@@ -60,10 +61,9 @@ from ckpipe.format.names import (
     merged_into,
     tombstone_key,
 )
+from ckpipe.interpreter import collector_paused
 from ckpipe.store.retry import read_decoded
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.collector import collector_paused
-from ckpipe.tasks.lanes import run_lanes
+from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 _READS = 8
@@ -184,7 +184,7 @@ async def _write_group(
     bundles = await _read(backend, id, level - 1, number, world_size)
     if bundles is None:
         return
-    _, data = await to_thread.run_sync(_merged, bundles, group)
+    _, data = await threads.run_sync(_merged, bundles, group)
     await _create(backend, key, data)
 
 
@@ -197,7 +197,7 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
     bundles = await _read(backend, id, level, 0, world_size)
     if bundles is None:
         return _DELETED
-    index, data = await to_thread.run_sync(_merged, bundles, None)
+    index, data = await threads.run_sync(_merged, bundles, None)
     created = await _create(backend, key, data)
     if await _exists(backend, tombstone):
         # Deleted since the first look: an index must not outlive the tombstone.
@@ -405,7 +405,7 @@ async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
         if key is None:
             return None
         data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
-        bundle = await to_thread.run_sync(
+        bundle = await threads.run_sync(
             lambda: decode_bundle(data, key=key, id=id, kind="manifest")
         )
     except (CorruptCheckpoint, LinkRefused, ObjectNotFound, UnsupportedVersion) as error:

@@ -49,7 +49,7 @@ from ckpipe.format.manifest import Bundle
 from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
 from ckpipe.loads.entry_tables import PartData
 from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
-from ckpipe.tasks.lanes import run_lanes
+from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId
 
 _PAGE = 4096

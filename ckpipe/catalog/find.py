@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
+from ckpipe import threads
 from ckpipe.backend import Backend, Children, ObjectInfo
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -42,10 +43,9 @@ from ckpipe.format.names import (
     tombstone_id,
     tombstone_key,
 )
+from ckpipe.interpreter import collector_paused
 from ckpipe.store.retry import read_decoded
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.collector import collector_paused
-from ckpipe.tasks.lanes import all_of
+from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 DELETING = "it is being deleted"
@@ -339,7 +339,7 @@ async def list_sidecars(backend: Backend) -> dict[CheckpointId, MetricsSidecar]:
         StoreError: If the store failed.
     """
     found = await backend.children(DIGESTS)
-    return await to_thread.run_sync(_read, found.objects)
+    return await threads.run_sync(_read, found.objects)
 
 
 def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, MetricsSidecar]:

@@ -25,7 +25,7 @@ from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
 from ckpipe.format.names import LEASES, lease_key
-from ckpipe.tasks.ahead import Ahead
+from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")

@@ -15,14 +15,14 @@ from functools import partial
 
 import anyio
 
+from ckpipe import threads
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import read_member
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.merge import gathered
 from ckpipe.format.names import GROUP_SIZE, group_ranks, level_sizes
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.collector import collector_paused
+from ckpipe.interpreter import collector_paused
 from ckpipe.types import CheckpointId
 
 Member = tuple[int, int]
@@ -112,11 +112,11 @@ async def read_near(
         return None
     try:
         own, size = await read_member(backend, id, 0, rank, world_size)
-        members = await to_thread.run_sync(_others, own, rank, size)
+        members = await threads.run_sync(_others, own, rank, size)
         if members is None:
             return None
         others = await _read(backend, id, members, world_size)
-        return await to_thread.run_sync(_gathered, [own, *others])
+        return await threads.run_sync(_gathered, [own, *others])
     except (CorruptCheckpoint, UnsupportedVersion):
         # The index is whole, or says better what is wrong.
         return None

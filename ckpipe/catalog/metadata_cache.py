@@ -24,7 +24,7 @@ from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.metrics_sidecar import MetricsSidecar, sidecar_of
 from ckpipe.retention import Candidate
-from ckpipe.tasks.lanes import run_lanes
+from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")

@@ -33,7 +33,7 @@ from ckpipe.format.checksum import crc32c
 from ckpipe.format.names import BENCH
 from ckpipe.settings_groups import Size
 from ckpipe.store.registry import Access, open_store
-from ckpipe.tasks.lanes import run_lanes
+from ckpipe.threads import run_lanes
 
 
 def bench(

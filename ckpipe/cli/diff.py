@@ -25,7 +25,7 @@ from ckpipe.loads.tensor_reading import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
-from ckpipe.tasks.awaited_threads import in_thread
+from ckpipe.threads import in_thread
 
 BATCH_BYTES = 128 << 20
 """How many bytes of each checkpoint are held in memory, unless a single tensor is larger."""

@@ -39,7 +39,7 @@ from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
 from ckpipe.store.registry import Access, open_store
-from ckpipe.tasks.lanes import run_lanes
+from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointInfo
 
 

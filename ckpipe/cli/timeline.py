@@ -41,7 +41,7 @@ from ckpipe.reports import (
 )
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import read_decoded
-from ckpipe.tasks.lanes import run_lanes
+from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId
 
 

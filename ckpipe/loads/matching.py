@@ -44,7 +44,7 @@ from ckpipe.loads.stateful_objects import (
 )
 from ckpipe.loads.targets import Targets
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
-from ckpipe.tasks.user_code import user_code
+from ckpipe.user_code import user_code
 
 
 class Matching:

@@ -35,14 +35,14 @@ from ckpipe.errors import (
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow
 from ckpipe.format.names import data_file_key
+from ckpipe.interpreter import collector_paused
 from ckpipe.loads.delivering import Delivery, Destinations, ReadTally
 from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
 from ckpipe.loads.read_parts import in_parts
 from ckpipe.memory.arena import Arena
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
-from ckpipe.tasks.awaited_threads import in_threads, on_loop
-from ckpipe.tasks.collector import collector_paused
+from ckpipe.threads import in_threads, on_loop
 from ckpipe.types import CheckpointId
 
 _CACHED_BYTES = 128 << 20

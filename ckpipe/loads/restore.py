@@ -20,6 +20,7 @@ from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, Usa
 from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.tree import children_of, shared_containers
+from ckpipe.interpreter import collector_paused, short_turns
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.entry_tables import EntryTable, entry_table
 from ckpipe.loads.holding import Hold, NoHold
@@ -34,11 +35,9 @@ from ckpipe.loads.selecting import pruned, unmatched
 from ckpipe.loads.sources import Elsewhere, Sources
 from ckpipe.loads.stored_tensors import StoredTensors
 from ckpipe.loads.targets import Targets
+from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
-from ckpipe.tasks.caller import Caller, on_caller
-from ckpipe.tasks.collector import collector_paused
-from ckpipe.tasks.turns import short_turns
 from ckpipe.types import LoadResult
 
 _MOST_NAMED = 10

@@ -10,7 +10,7 @@ import anyio
 
 from ckpipe.lock.lock import CaptureToken, Fence, StateLock
 from ckpipe.lock.lock_state import Request
-from ckpipe.tasks.caller import Caller
+from ckpipe.loop_thread import Caller
 
 
 class LockHold:

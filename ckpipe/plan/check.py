@@ -24,8 +24,8 @@ from ckpipe.ranks.topology import Topology
 from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf
-from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointId, JointPlanner, Planner
+from ckpipe.user_code import user_code
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

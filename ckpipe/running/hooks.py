@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from ckpipe import threads
 from ckpipe.errors import UsageError
 from ckpipe.events import Event, EventBus
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.user_code import LEAVING, no_way_out
+from ckpipe.user_code import LEAVING, no_way_out
 
 logger = logging.getLogger("ckpipe")
 E = TypeVar("E", bound=Event)
@@ -53,7 +53,7 @@ class _Hook:
                 return
             # Not the threads of the pipeline's own work, of which a blocked hook would keep one.
             limiter = anyio.CapacityLimiter(1)
-            returned = await to_thread.run_sync(
+            returned = await threads.run_sync(
                 _call_inside, self.function, event, limiter=limiter, abandon_on_cancel=True
             )
             if inspect.isawaitable(returned):  # of an object or a lambda that looks like neither

@@ -35,6 +35,7 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
+from ckpipe.interpreter import collector_paused_at_first
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.holding import Hold
 from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
@@ -45,8 +46,7 @@ from ckpipe.ranks.meeting import agreeing_store
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.choosing import common_choice, first_choice, older_ones
 from ckpipe.saves.site import Site
-from ckpipe.tasks.ahead import Ahead
-from ckpipe.tasks.collector import collector_paused_at_first
+from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
 logger = logging.getLogger("ckpipe")

@@ -29,6 +29,7 @@ from ckpipe.loads.restore import LoadRequest
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.holds import LoadHold
 from ckpipe.lock.lock import StateLock, lock_of
+from ckpipe.loop_thread import Caller, LoopThread, call_at_exit, this_loop
 from ckpipe.ranks.preemption import Preemption, SignalWatch
 from ckpipe.ranks.topology import ALONE, find_topology
 from ckpipe.running.announcing import END
@@ -44,9 +45,6 @@ from ckpipe.running.ledger import Ledger, Statistics
 from ckpipe.running.unseen_failures import has_failed, note_failures, raise_or_warn
 from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
-from ckpipe.tasks.caller import Caller, this_loop
-from ckpipe.tasks.interpreter_exit import call_at_exit
-from ckpipe.tasks.loop_thread import LoopThread
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 logger = logging.getLogger("ckpipe")

@@ -32,7 +32,7 @@ from ckpipe.saves.copying import BlockPlan, fill_blocks, tensors_of
 from ckpipe.saves.saving import FilledBlock
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
-from ckpipe.tasks import to_thread
+from ckpipe.threads import run_sync
 
 FIRST_TOGETHER = 2
 """How many blocks the first call fills while a trainer runs beside it; they leave together. Each
@@ -180,7 +180,7 @@ class BlockCopiers:
         """Works in one thread until nothing is left; several tasks may do so at once."""
         async with self._places:
             while self._ready:
-                await to_thread.run_sync(self._run)
+                await run_sync(self._run)
 
     async def finish(self) -> None:
         """Works off what is left, in as many threads as are useful."""

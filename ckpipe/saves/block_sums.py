@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from ckpipe import threads
 from ckpipe.format.checksum import BlockCuts, Parts, combine, crc32c, crc32c_of_each
 from ckpipe.format.data_file import Cargo
-from ckpipe.tasks import to_thread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +132,7 @@ async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
         if spans <= _ON_LOOP_PIECES and all(filled.sums.all_known for filled in mine):
             _fill(cargo, mine)
         else:
-            await to_thread.run_sync(_fill, cargo, mine)
+            await threads.run_sync(_fill, cargo, mine)
         for filled in mine:
             filled.sums.finish()
     for filled in batch:
@@ -163,7 +163,7 @@ async def block_checksum(cargo: Cargo, filled: Filled) -> int:
     await compute(cargo, [filled])
     between = filled.plan.nbytes - sum(span.hi - span.lo for span in filled.plan.spans)
     if between > _ON_LOOP_BYTES or len(filled.sums.values) > _ON_LOOP_PIECES:
-        return await to_thread.run_sync(joined, cargo, filled)
+        return await threads.run_sync(joined, cargo, filled)
     return joined(cargo, filled)
 
 

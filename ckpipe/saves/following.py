@@ -14,7 +14,7 @@ from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.manifest import Bundle
 from ckpipe.saves.site import Site
-from ckpipe.tasks.lanes import all_of
+from ckpipe.threads import all_of
 from ckpipe.types import CheckpointInfo
 
 _LOOKS = 2

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from ckpipe.errors import LockMisuse
 from ckpipe.lock.holds import LockHold
+from ckpipe.loop_thread import Job
 from ckpipe.saves.saving import CapturedState, Save
 from ckpipe.saves.site import Site
-from ckpipe.tasks.caller import Job
 
 Look = Callable[[Save, Site, LockHold], CapturedState | None]
 """Takes the state apart in a turn; blocking."""

@@ -21,6 +21,7 @@ from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import Structure, TensorRow
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import MutationDetector
+from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.saves.block_sums import BlockSums
@@ -28,7 +29,6 @@ from ckpipe.saves.copying import BlockPlan
 from ckpipe.saves.delivery import Contents, Delivery
 from ckpipe.saves.programs import Division, Program
 from ckpipe.state.flatten import Captured
-from ckpipe.tasks.caller import Caller
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
 

@@ -15,11 +15,13 @@ import anyio
 import torch
 from anyio.from_thread import check_cancelled
 
+from ckpipe import threads
 from ckpipe.backend import UploadLimits
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.format.data_file import Cargo
+from ckpipe.interpreter import collector_paused
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
@@ -33,10 +35,8 @@ from ckpipe.saves.programs import Division, Program
 from ckpipe.saves.saving import FilledBlock, Save, SkipSave
 from ckpipe.state.capture_cache import CaptureCache
 from ckpipe.state.flatten import Captured
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.collector import collector_paused
-from ckpipe.tasks.user_code import user_code
 from ckpipe.types import CheckpointId, JointPlanner, Planner
+from ckpipe.user_code import user_code
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -251,7 +251,7 @@ class Site(Depot):
         limiter = anyio.CapacityLimiter(max(1, torch.get_num_threads()))
         async with anyio.create_task_group() as tasks:
             for block in cold:
-                tasks.start_soon(partial(to_thread.run_sync, block.touch, limiter=limiter))
+                tasks.start_soon(partial(threads.run_sync, block.touch, limiter=limiter))
 
     async def _take(self, save: Save, amount: int) -> None:
         busy = False
@@ -313,7 +313,7 @@ class Site(Depot):
     async def _fit_budget(self, wanted: int) -> None:
         """Without a bound of the user's, lets the budget grow to what is wanted, up to a point."""
         if self.settings.staging.bytes is None and wanted > self.budget.capacity:
-            available = await to_thread.run_sync(available_bytes)
+            available = await threads.run_sync(available_bytes)
             most = int(AVAILABLE_SHARE * (available + self.budget.capacity))
             self.budget.raise_capacity(
                 min(wanted, most) // self.arena.block_bytes * self.arena.block_bytes
@@ -359,10 +359,10 @@ class Site(Depot):
     async def warm(self) -> None:
         """Touches the memory that later saves will want, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
-            await to_thread.run_sync(block.touch)
+            await threads.run_sync(block.touch)
             self.arena.mark_touched(block)
         while (block := self.arena.next_scattered) is not None:
-            await to_thread.run_sync(block.join_pages)
+            await threads.run_sync(block.join_pages)
 
 
 PAGE = 4096

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from ckpipe import threads
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.metadata_cache import described, summary_of
@@ -27,12 +28,11 @@ from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, BundleKind, Part
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
+from ckpipe.interpreter import collector_paused
 from ckpipe.ranks.agreements import agree
 from ckpipe.reports import size_text
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.store.retry import Tries, telling
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.collector import collector_paused
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -62,7 +62,7 @@ async def run(
         async for stored in inbox:
             checksums = await sums.receive()
             with save.clock.timing("commit"):
-                bundle, data = await to_thread.run_sync(_drawn_up, save, depot, stored, checksums)
+                bundle, data = await threads.run_sync(_drawn_up, save, depot, stored, checksums)
                 await _create(save, depot, data, bundle.parts[0].token)
             info = _commit(save, depot, bundle, len(data))
             if depot.world_size > 1:
@@ -197,7 +197,7 @@ async def _landed(
     """
     try:
         found = await depot.patient.get(key, max_bytes=MAX_STORED_BYTES)
-        bundle = await to_thread.run_sync(
+        bundle = await threads.run_sync(
             lambda: decode_bundle(found, key=key, id=save.id, kind=_kind(depot))
         )
     except ObjectNotFound:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from ckpipe import threads
 from ckpipe.plan.plan import fingerprint
 from ckpipe.saves.programs import Program
 from ckpipe.saves.saving import CapturedState, PlannedState, Save
 from ckpipe.saves.site import Site
 from ckpipe.state.flatten import Captured
-from ckpipe.tasks import to_thread
 
 
 async def run(
@@ -48,7 +48,7 @@ async def run(
                 state.turn.release()
                 if program is None:
                     before = site.program
-                    program = await to_thread.run_sync(site.make_program, state.captured, save.id)
+                    program = await threads.run_sync(site.make_program, state.captured, save.id)
                     save.replanned |= program is not before
                     site.program = program
             own = program

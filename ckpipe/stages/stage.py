@@ -13,9 +13,11 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.errors import StateLockTimeout, UsageError
 from ckpipe.events import Staged
+from ckpipe.interpreter import collector_paused, own_cores
 from ckpipe.loads.selecting import unmatched
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import MutationDetector
+from ckpipe.loop_thread import on_caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams, events_behind
 from ckpipe.plan.plan import fingerprint
@@ -27,10 +29,7 @@ from ckpipe.saves.site import Site
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Captured, Walked
 from ckpipe.state.flatten import walk as walk_state
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.caller import on_caller
-from ckpipe.tasks.collector import collector_paused
-from ckpipe.tasks.cores import own_cores
+from ckpipe.threads import run_sync
 
 WAITS = 3
 """How often a save waits for the lock if its caller's event loop then comes too late to walk."""
@@ -249,7 +248,7 @@ async def _copy_beside_training(
         _captured(save)
     copiers.add(late)
     await copiers.finish()
-    await to_thread.run_sync(copiers.let_go)
+    await run_sync(copiers.let_go)
 
 
 def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piece], list[Piece]]:
@@ -272,7 +271,7 @@ async def _late_division(save: Save, site: Site, state: PlannedState) -> Divisio
         return state.deferral.division
     if not save.request.owners:
         return None
-    division = await to_thread.run_sync(_division, save, site, state.captured, state.program)
+    division = await run_sync(_division, save, site, state.captured, state.program)
     state.captured.objects = []
     return division if division.owned else None
 

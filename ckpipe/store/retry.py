@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import anyio
 
+from ckpipe import threads
 from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.errors import (
     CkpipeError,
@@ -32,7 +33,6 @@ from ckpipe.errors import (
 )
 from ckpipe.events import EventBus, Retrying
 from ckpipe.store.wrapper import BackendWrapper, Operation, Result
-from ckpipe.tasks import to_thread
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
@@ -355,13 +355,13 @@ async def read_decoded(
     """
     data = await backend.get(key, max_bytes=max_bytes)
     try:
-        return await to_thread.run_sync(decode, data)
+        return await threads.run_sync(decode, data)
     except CorruptCheckpoint as error:
         again = await backend.get(key, max_bytes=max_bytes)
         if again == data:
             raise locate_damage(error, same=True) from None
     try:
-        found = await to_thread.run_sync(decode, again)
+        found = await threads.run_sync(decode, again)
     except CorruptCheckpoint as error:
         raise locate_damage(error, same=False) from None
     warn_of_damaged_transfer(key)

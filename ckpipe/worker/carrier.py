@@ -30,15 +30,15 @@ from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from ckpipe import threads
 from ckpipe._worker.messages import Hello, Use
 from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import WorkerDied
+from ckpipe.interpreter import short_turns
 from ckpipe.memory.arena import Segment
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
 from ckpipe.settings import Worker
-from ckpipe.tasks import to_thread
-from ckpipe.tasks.turns import short_turns
 from ckpipe.worker.worker_link import Errand, Link
 from ckpipe.worker.worker_process import WorkerProcess
 
@@ -152,7 +152,7 @@ class WorkerCarrier:
             raise WorkerDied("The pipeline is closing, and its worker process is gone")
         try:
             with anyio.CancelScope(shield=True):  # a process that was started must not be lost
-                hello, process = await to_thread.run_sync(self._spawn)
+                hello, process = await threads.run_sync(self._spawn)
         except (OSError, RuntimeError) as error:
             raise WorkerDied(
                 f"No worker process could be started: {error}",

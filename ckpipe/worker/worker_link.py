@@ -9,6 +9,7 @@ from copy import copy
 
 import anyio
 
+from ckpipe import threads
 from ckpipe._worker.channel import Channel
 from ckpipe._worker.messages import (
     Begin,
@@ -39,7 +40,6 @@ from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
-from ckpipe.tasks import to_thread
 from ckpipe.worker.worker_process import WorkerProcess
 from ckpipe.worker.worker_state import LOOKS, HangJudge
 
@@ -168,7 +168,7 @@ class Link:
     async def hand_over(self, errand: Errand) -> None:
         """Says that all blocks were announced, and returns when the worker will get to know it."""
         async with self._shaping:  # the shape that was sent last is that of the save sent next
-            frames = await to_thread.run_sync(self._last_words, errand)
+            frames = await threads.run_sync(self._last_words, errand)
             for frame in frames:
                 self._channel.post(frame)
         await self._channel.flush()
@@ -283,7 +283,7 @@ class Link:
         judge, hangs = HangJudge(), False
         while not hangs:
             await anyio.sleep(self._hang_seconds / LOOKS)
-            now = await to_thread.run_sync(self.process.state)
+            now = await threads.run_sync(self.process.state)
             if now is not None and now.killed:
                 self._killed.set()
             hangs = judge.hangs(now, spoke=self._heard)
@@ -320,7 +320,7 @@ class Link:
             )
         if self._closing and not self._errands and self._failure is None:
             if gone:
-                await to_thread.run_sync(self.process.forget_log)
+                await threads.run_sync(self.process.forget_log)
             return
         error = await self._obituary()
         if not self._errands:
@@ -329,10 +329,10 @@ class Link:
 
     async def _reaped(self) -> bool:
         process = self.process
-        if await to_thread.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0):
+        if await threads.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0):
             return True
         process.kill()
-        return await to_thread.run_sync(process.ended, REAP_SECONDS)
+        return await threads.run_sync(process.ended, REAP_SECONDS)
 
     def _end_all(self, error: Exception) -> None:
         for errand in self._errands.values():
@@ -344,7 +344,7 @@ class Link:
         failure = self._failure
         if isinstance(failure, CkpipeError) and not isinstance(failure, WorkerDied):
             return failure
-        lines = await to_thread.run_sync(self.process.last_lines)
+        lines = await threads.run_sync(self.process.last_lines)
         said = f"; its log ends with:\n{lines}" if lines else ", and logged nothing"
         return WorkerDied(
             f"The worker process {self.process.id} is dead: {_cause(failure)}, "

@@ -1,1 +1,0 @@
-"""Tasks, threads and processors."""
