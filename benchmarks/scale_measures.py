@@ -33,7 +33,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.loads.entry_tables import entry_table
 from ckpipe.loads.load_planning import ReadLimits, plan_reads
 from ckpipe.loads.restore import LoadRequest, _match
@@ -53,7 +53,7 @@ def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
     times = []
     for _ in range(rounds):
         gc.collect()
-        with collector_paused():
+        with gc_paused():
             began = time.process_time()
             call()
             times.append(time.process_time() - began)
@@ -68,7 +68,7 @@ def warm(call: Callable[[], object], rounds: int = 10 * ROUNDS) -> float:
     """
     gc.collect()
     times = []
-    with collector_paused():
+    with gc_paused():
         for _ in range(rounds):
             began = time.process_time()
             call()
@@ -241,7 +241,7 @@ def load(ranks: int) -> Figures:
     world = World(ranks, TENSORS)
     manifests = [_read_back(world.manifest(rank)) for rank in range(ranks)]
     data = encode_bundle(merge(manifests, "index"))
-    with collector_paused():
+    with gc_paused():
         began = time.process_time()
         bundle = decode_bundle(data, key="index", id=ID, kind="index")
         decoded = time.process_time() - began

@@ -21,7 +21,7 @@ import anyio
 from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.interpreter import short_turns
+from ckpipe.interpreter import short_switch_interval
 from ckpipe.saves.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.stages import commit, retention, serialize, upload
 from ckpipe.types import CheckpointInfo
@@ -102,7 +102,7 @@ class Here:
         known = self._known.setdefault(save, anyio.Event())
         async with unsummed, filled:
             await known.wait()
-            with short_turns(depot.switch_interval):
+            with short_switch_interval(depot.switch_interval):
                 await run_delivery(save, depot, unsummed, filled)
 
     def set_out(self, save: Delivery[B]) -> None:

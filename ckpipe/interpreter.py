@@ -28,7 +28,7 @@ _was_enabled = False
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pauses automatic collections, for all threads, while many objects are made and none dies.
 
     For work of less than a second. Pauses may overlap; after the last one the collector is what
@@ -42,7 +42,7 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def collector_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
+def gc_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
     """The same for work that may take longer, of which the pause covers the first seconds.
 
     Most objects that work makes die with it, without the collector if that has not seen them. To be
@@ -52,7 +52,7 @@ def collector_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
         seconds: How long the pause lasts at the most.
     """
     with ExitStack() as pause:
-        pause.enter_context(collector_paused())
+        pause.enter_context(gc_paused())
         late = asyncio.get_running_loop().call_later(seconds, pause.close)
         try:
             yield
@@ -89,7 +89,7 @@ def _begin_child() -> None:
 os.register_at_fork(after_in_child=_begin_child)
 
 
-TURN_SECONDS = 0.001
+SWITCH_SECONDS = 0.001
 """How long a thread may keep the interpreter from others meanwhile."""
 
 
@@ -128,7 +128,7 @@ os.register_at_fork(after_in_child=_turns.begin_child)
 
 
 @contextmanager
-def short_turns(seconds: float | None = TURN_SECONDS) -> Iterator[None]:
+def short_switch_interval(seconds: float | None = SWITCH_SECONDS) -> Iterator[None]:
     """Lower the switch interval of the GIL, unless it is as low already; for any thread.
 
     The interval of before is back once no thread wants a lower one, unless it was set meanwhile.
@@ -148,7 +148,7 @@ def short_turns(seconds: float | None = TURN_SECONDS) -> Iterator[None]:
             _turns.put_back()
 
 
-def own_cores(environment: Mapping[str, str] = os.environ) -> int:
+def available_cpus(environment: Mapping[str, str] = os.environ) -> int:
     """Processors that this process may run on, shared fairly with the other ranks of its machine.
 
     torch's number of threads does not tell: launchers set it to one for each rank, which is right

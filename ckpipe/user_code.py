@@ -53,10 +53,10 @@ def user_code(what: str, label: str) -> Iterator[None]:
     except BaseException as signal:
         if _this.calls or threading.current_thread() is threading.main_thread():
             raise
-        raise no_way_out(what, signal, label) from signal
+        raise refuse_exit(what, signal, label) from signal
 
 
-def no_way_out(what: str, signal: BaseException, label: str = "") -> UsageError:
+def refuse_exit(what: str, signal: BaseException, label: str = "") -> UsageError:
     """The error in place of what would end the program, or in truth the pipeline's loop.
 
     Args:

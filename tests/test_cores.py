@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ckpipe.interpreter import own_cores
+from ckpipe.interpreter import available_cpus
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_ranks_of_one_machine_share_its_processors(
     monkeypatch: pytest.MonkeyPatch, told: str | None, cores: int, mine: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert own_cores({} if told is None else {"LOCAL_WORLD_SIZE": told}) == mine
+    assert available_cpus({} if told is None else {"LOCAL_WORLD_SIZE": told}) == mine
 
 
 def test_this_process_has_some() -> None:
-    assert 1 <= own_cores({}) <= (os.cpu_count() or 1)
+    assert 1 <= available_cpus({}) <= (os.cpu_count() or 1)

@@ -61,7 +61,7 @@ from ckpipe.format.names import (
     merged_into,
     tombstone_key,
 )
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.store.retry import read_decoded
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -265,13 +265,13 @@ async def read_member(
 
 
 def _decoded(key: str, id: CheckpointId, kind: BundleKind, data: bytes) -> tuple[Bundle, int]:
-    with collector_paused():
+    with gc_paused():
         # Its layouts are merged as they stand, so that no rows are needed.
         return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0), len(data)
 
 
 def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundle, bytes]:
-    with collector_paused():
+    with gc_paused():
         merged = merge(bundles, "group" if group else "index", group)
         if group is None:
             # Whoever reads the index would refuse it, so it must not make the checkpoint complete.

@@ -43,7 +43,7 @@ from ckpipe.format.names import (
     tombstone_id,
     tombstone_key,
 )
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.store.retry import read_decoded
 from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -301,7 +301,7 @@ async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
 
 
 def _decode(key: str, id: CheckpointId, data: bytes) -> Bundle:
-    with collector_paused():
+    with gc_paused():
         return decode_bundle(data, key=key, id=id, kind="index")
 
 
@@ -343,7 +343,7 @@ async def list_sidecars(backend: Backend) -> dict[CheckpointId, MetricsSidecar]:
 
 
 def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, MetricsSidecar]:
-    with collector_paused():
+    with gc_paused():
         return read_sidecars(each.key for each in objects)
 
 

@@ -22,7 +22,7 @@ from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.merge import gathered
 from ckpipe.format.names import GROUP_SIZE, group_ranks, level_sizes
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.types import CheckpointId
 
 Member = tuple[int, int]
@@ -148,5 +148,5 @@ async def _read(
 
 
 def _gathered(bundles: list[Bundle]) -> Bundle:
-    with collector_paused():
+    with gc_paused():
         return gathered(bundles)

@@ -35,7 +35,7 @@ from ckpipe.errors import (
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow
 from ckpipe.format.names import data_file_key
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.loads.delivering import Delivery, Destinations, ReadTally
 from ckpipe.loads.entry_tables import EntryTable, Need
 from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
@@ -286,7 +286,7 @@ def _translated(step: int, rank: int, key: str) -> Iterator[None]:
 
 
 def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: int) -> list[Read]:
-    with collector_paused():
+    with gc_paused():
         reads = plan_reads(data, needs, limits)
         # Where reads are to be aligned there is a disk, which all lanes share to the end.
         return reads if limits.alignment > 1 else list(in_parts(reads, limits.read_bytes, lanes))

@@ -20,7 +20,7 @@ from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, Usa
 from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import Bundle
 from ckpipe.format.tree import children_of, shared_containers
-from ckpipe.interpreter import collector_paused, short_turns
+from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.entry_tables import EntryTable, entry_table
 from ckpipe.loads.holding import Hold, NoHold
@@ -178,7 +178,7 @@ async def read_all(
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    with _located(bundle, rank), short_turns(request.switch_interval):
+    with _located(bundle, rank), short_switch_interval(request.switch_interval):
         data = await anyio.to_thread.run_sync(entry_table, bundle)
         await request.hold.take()
         began = time.perf_counter()
@@ -208,7 +208,7 @@ def _match(
     bundle: Bundle, data: EntryTable, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     try:
-        with collector_paused(), request.hold.here():
+        with gc_paused(), request.hold.here():
             return _match_all(bundle, data, request, rank, world_size)
     except CkpipeError:
         if not bundle.whole:

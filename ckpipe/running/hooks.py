@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from ckpipe import threads
 from ckpipe.errors import UsageError
 from ckpipe.events import Event, EventBus
-from ckpipe.user_code import LEAVING, no_way_out
+from ckpipe.user_code import LEAVING, refuse_exit
 
 logger = logging.getLogger("ckpipe")
 E = TypeVar("E", bound=Event)
@@ -145,13 +145,13 @@ class Hooks:
         try:
             await hook.call(event)
         except LEAVING as signal:
-            raise no_way_out(f"The hook {hook.name}", signal) from signal
+            raise refuse_exit(f"The hook {hook.name}", signal) from signal
         except asyncio.CancelledError as signal:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # It waited for something else that was cancelled; nobody cancels the hook.
-            raise no_way_out(f"The hook {hook.name}", signal) from signal
+            raise refuse_exit(f"The hook {hook.name}", signal) from signal
 
 
 __all__ = ["Hooks", "in_hook"]

@@ -35,7 +35,7 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
-from ckpipe.interpreter import collector_paused_at_first
+from ckpipe.interpreter import gc_paused_at_first
 from ckpipe.loads.delivering import ReadTally
 from ckpipe.loads.holding import Hold
 from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
@@ -109,7 +109,7 @@ class Loading:
         with anyio.CancelScope() as scope:
             self._under_way[scope] = (request.hold, ended)
             try:
-                with collector_paused_at_first():
+                with gc_paused_at_first():
                     return await self._counted(which, request, fallback=fallback)
             finally:
                 request.hold.end()

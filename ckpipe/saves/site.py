@@ -21,7 +21,7 @@ from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.format.data_file import Cargo
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
@@ -141,7 +141,7 @@ class Site(Depot):
                 raised what would end the program.
             SaveError: If ranks that plan together do not come to a plan.
         """
-        with collector_paused():
+        with gc_paused():
             plan = self._plan(captured, save)
             if self.program is not None and self.program.plan is plan:
                 return self.program

@@ -28,7 +28,7 @@ from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, BundleKind, Part
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
-from ckpipe.interpreter import collector_paused
+from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agreements import agree
 from ckpipe.reports import size_text
 from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
@@ -166,7 +166,7 @@ def _drawn_up(
         _kind(depot), save.id, depot.world_size, (contents.structure,), (cargo.layout,), (part,),
         report=report,
     )  # fmt: skip
-    with collector_paused():
+    with gc_paused():
         return bundle, encode_bundle(bundle, depot.texts)
 
 

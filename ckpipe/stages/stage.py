@@ -13,7 +13,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.errors import StateLockTimeout, UsageError
 from ckpipe.events import Staged
-from ckpipe.interpreter import collector_paused, own_cores
+from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loads.selecting import unmatched
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import MutationDetector
@@ -98,7 +98,7 @@ def look(save: Save, site: Site, turn: LockHold) -> CapturedState | None:
 def _walk(save: Save, site: Site, turn: LockHold) -> Captured:
     pickling = site.settings.pickle == "allow"
     state, select = save.request.state, save.request.select
-    with turn.here(), torch.no_grad(), collector_paused():
+    with turn.here(), torch.no_grad(), gc_paused():
         captured = None if site.trail is None else site.trail.follow(state, select)
         if captured is None:
             walked = walk_state(state, select, pickling=pickling)
@@ -204,7 +204,7 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet, *, beside: bool) -
     streams = SideStreams(state.after)
     # Copies beside training take no processor that the trainer did not give to torch; for all
     # others it waits, so that its own are free.
-    cores = torch.get_num_threads() if beside else own_cores()
+    cores = torch.get_num_threads() if beside else available_cpus()
     threads = min(MAX_COPIERS, cores)
     return BlockCopiers(state.turn, state.captured, streams, out, threads=threads)
 

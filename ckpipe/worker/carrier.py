@@ -34,7 +34,7 @@ from ckpipe import threads
 from ckpipe._worker.messages import Hello, Use
 from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import WorkerDied
-from ckpipe.interpreter import short_turns
+from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
 from ckpipe.saves.delivery import Depot
 from ckpipe.saves.saving import FilledBlock, Save
@@ -252,7 +252,7 @@ class WorkerCarrier:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_tell, save, voyage, link, errand)
                 # Else a loop of Python hears late that all is durable.
-                with short_turns(self._depot.switch_interval):
+                with short_switch_interval(self._depot.switch_interval):
                     await errand.ended.wait()
                 tasks.cancel_scope.cancel()
         finally:
@@ -303,7 +303,7 @@ async def _by_thread(save: Save, depot: Depot, voyage: _Voyage) -> None:
     await voyage.planned.wait()
     async with anyio.create_task_group() as tasks, unsummed, filled:
         tasks.start_soon(feed)
-        with short_turns(depot.switch_interval):
+        with short_switch_interval(depot.switch_interval):
             await run_delivery(save, depot, unsummed, filled)
 
 
