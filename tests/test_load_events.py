@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -137,6 +138,24 @@ def test_each_rank_tells_of_its_load_and_the_first_logs_it(
             each.load(step=1)
     assert [each.rank for each in heard if isinstance(each, events.Loaded)] == [0, 1]
     assert caplog.text.count("loaded step 1") == 1
+
+
+async def test_a_load_that_is_cancelled_tells_so(store: Stores) -> None:
+    heard: list[events.Event] = []
+    async with ckpipe.Pipeline(store.url) as pipeline:
+        await (await pipeline.save(STATE, step=1))
+        pipeline.events.add(heard.append)
+        store.slow.hold("cached", "read_into")
+        task = asyncio.create_task(pipeline.load())
+        await asyncio.to_thread(store.slow.gate.wait_until_held)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        store.slow.release()
+    assert told(heard) == [("LoadStarted", 1), ("LoadFailed", 1)]
+    assert [each.error for each in heard if isinstance(each, events.LoadFailed)] == [
+        "it was cancelled"
+    ]
 
 
 class Halfway(SlowBackend):
