@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio.to_thread
 
@@ -21,7 +21,9 @@ from ckpipe.errors import InvalidManifest, ObjectExists, ObjectNotFound, Unsuppo
 from ckpipe.format.keys import Json
 from ckpipe.format.names import agreement_key
 from ckpipe.ranks.ballots import Ballot
-from ckpipe.ranks.topology import Topology
+
+if TYPE_CHECKING:
+    from ckpipe.ranks.topology import Topology
 
 T = TypeVar("T")
 
