@@ -1,4 +1,4 @@
-"""What a store must offer: the contract that every backend, ours or a third party's, implements."""
+"""The contract of a store, which every backend, ours or a third party's, implements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """What lies directly below a prefix.
+    """The level directly below a prefix.
 
     Args:
         objects: The objects whose key is the prefix and one more part.
@@ -69,7 +69,7 @@ class Children:
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """What a backend asks of the blocks of an upload.
+    """The limits on the blocks of an upload.
 
     Args:
         min_block_bytes: The smallest size of a block that is not the last.
@@ -97,14 +97,14 @@ class Upload(abc.ABC):
     """
 
     takes_checksums: ClassVar[bool] = False
-    """Whether :meth:`write_summed` is called instead of :meth:`write`."""
+    """True to have :meth:`write_summed` called instead of :meth:`write`."""
 
     most_blocks: ClassVar[int] = 1
-    """How many blocks :meth:`write_all` takes; with one, or checksums, it is not called."""
+    """The most blocks that :meth:`write_all` takes; with one, or checksums, it is not called."""
 
     @abc.abstractmethod
     async def write(self, offset: int, data: memoryview) -> None:
-        """Writes one block.
+        """Write one block.
 
         Calls for different blocks may run at the same time. The same block may be written
         again with the same bytes, which is how a failed write is retried. ``data`` is read
@@ -121,7 +121,7 @@ class Upload(abc.ABC):
         """
 
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
-        """Writes one block whose checksum is known already.
+        """Write one block whose checksum is known already.
 
         An optional speed-up of :meth:`write` for stores that are told the checksum of a block,
         so that it is computed once for them and for the manifest. The default does without.
@@ -137,7 +137,7 @@ class Upload(abc.ABC):
         await self.write(offset, data)
 
     async def write_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
-        """Writes some blocks, in one call.
+        """Write some blocks, in one call.
 
         An optional speed-up of :meth:`write` for stores where a call costs the program more than
         the store: while blocks wait, a lane takes up to :attr:`most_blocks` of them together. If it
@@ -155,7 +155,7 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     async def complete(self) -> None:
-        """Makes the object visible under its key, and durable.
+        """Make the object visible under its key, and durable.
 
         May be called once every block has been written. If an object of the same key exists,
         it is not replaced.
@@ -167,7 +167,7 @@ class Upload(abc.ABC):
         """
 
     async def landed(self) -> bool | None:
-        """Tells whether this upload has made the object, after :meth:`complete` failed.
+        """Tell whether this upload has made the object, after :meth:`complete` failed.
 
         The answer to a request that makes an object may be lost after the store has done it: the
         connection breaks, the try is cancelled because it took too long, or an HTTP client sends
@@ -187,8 +187,8 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     async def abort(self) -> None:
-        """Gives the upload up and frees what it holds. Does nothing after a failed complete
-        that did land. Never raises for an upload that is already gone."""
+        """Give the upload up and free what it holds. Do nothing after a failed complete
+        that did land. Never raise for an upload that is already gone."""
 
 
 class CachedRange(Protocol):
@@ -227,18 +227,19 @@ class Backend(abc.ABC):
     Implementers register a subclass under the URL's scheme, through the entry-point group
     ``ckpipe.backends`` or :func:`ckpipe.register_backend`; it is called as
     ``cls(url, **options)``. If opening writes anything, such as the root or a probe, it should
-    have an option ``access``. It is ``"read"`` for who only looks: opening then makes and changes
-    nothing, and finds a root that is missing or foreign. :meth:`put` and :meth:`delete` work as
-    ever, since who reads holds a lease, and raise :class:`~ckpipe.errors.PermissionDenied` where
-    nothing may be written. :class:`ckpipe.testing.BackendConformance` tests this contract.
+    have an option ``access``. It is ``"read"`` for a caller that only looks: opening then makes
+    and changes nothing, and finds a root that is missing or foreign. :meth:`put` and
+    :meth:`delete` work as ever, since a reader holds a lease, and raise
+    :class:`~ckpipe.errors.PermissionDenied` where nothing may be written.
+    :class:`ckpipe.testing.BackendConformance` tests this contract.
     """
 
     limits: UploadLimits = UploadLimits()
 
     prefers_worker: ClassVar[bool] = False
-    """Whether a transfer takes many turns of an event loop, as over a network, each of which waits
-    for a trainer that runs Python. Saves then go through a worker process unless the settings say
-    otherwise."""
+    """True if a transfer takes many steps of an event loop, as over a network, each of which waits
+    for the GIL of a trainer that runs Python. Saves then go through a worker process unless the
+    settings say otherwise."""
 
     def __init_subclass__(cls, **options: object) -> None:
         """A class with another :meth:`read_into` or :meth:`put` than the one it inherits does not
@@ -250,7 +251,7 @@ class Backend(abc.ABC):
                 setattr(cls, short, getattr(Backend, short))
 
     async def __aenter__(self) -> Self:
-        """Opens the store; creates the root if the store has such a thing.
+        """Open the store; create the root if the store has such a thing.
 
         Raises:
             StoreError: If the root cannot be created or used.
@@ -263,12 +264,12 @@ class Backend(abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Frees what the backend holds."""
+        """Free what the backend holds."""
         return
 
     @abc.abstractmethod
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        """Writes one small object at once, durably.
+        """Write one small object at once, durably.
 
         Raises:
             ObjectExists: If ``mode`` is CREATE and the key is taken.
@@ -277,7 +278,7 @@ class Backend(abc.ABC):
         """
 
     async def put_volatile(self, key: str, data: bytes) -> None:
-        """Creates one small object that means nothing any more once its machine has crashed.
+        """Create one small object that means nothing any more once its machine has crashed.
 
         An optional speed-up of :meth:`put` with :attr:`PutMode.CREATE`, for leases and the like:
         a loss of power may leave the object absent or empty. Nothing else is different. The default
@@ -291,7 +292,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        """Begins a large object of exactly ``size`` bytes, written in blocks.
+        """Begin a large object of exactly ``size`` bytes, written in blocks.
 
         Args:
             key: The object's key.
@@ -306,7 +307,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def get(self, key: str, *, max_bytes: int) -> bytes:
-        """Reads one small object whole.
+        """Read one small object whole.
 
         Raises:
             ObjectNotFound: If no object has the key.
@@ -315,7 +316,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` with the bytes of an object from ``offset`` on.
+        """Fill ``buffer`` with the bytes of an object from ``offset`` on.
 
         Calls may run at the same time. On failure the content of ``buffer`` is undefined.
 
@@ -331,7 +332,7 @@ class Backend(abc.ABC):
         """
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        """Does what :meth:`read_into` does in the thread that calls it, which waits.
+        """Do what :meth:`read_into` does in the thread that calls it, which waits.
 
         An optional speed-up of it, for stores that threads can read without the event loop: a
         disk that is asked for the next range as soon as the last has come is a tenth faster. The
@@ -365,7 +366,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """All objects whose key begins with ``prefix``, in no particular order.
+        """List all objects whose key begins with ``prefix``, in no particular order.
 
         Args:
             prefix: Empty, or whole parts with a ``/`` at the end.
@@ -377,7 +378,7 @@ class Backend(abc.ABC):
         """
 
     async def children(self, prefix: str = "") -> Children:
-        """What lies directly below a prefix: one level of a delimited list.
+        """List the level directly below a prefix, as a delimited list does.
 
         The default filters :meth:`list`, which is right and slow; a store that can delimit
         by itself overrides it.
@@ -400,7 +401,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def stat(self, key: str) -> ObjectInfo:
-        """The size and time of an object.
+        """Look up the size and time of an object.
 
         Raises:
             ObjectNotFound: If no object has the key.
@@ -409,7 +410,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects. A key that no object has is no error; deletions are not atomic together.
+        """Delete objects. A key that no object has is no error; deletions are not atomic together.
 
         Raises:
             LinkRefused: If the store has links, and one stands on the way to an object.
@@ -417,7 +418,7 @@ class Backend(abc.ABC):
         """
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        """Removes what abandoned uploads below ``prefix`` left behind, begun before a time.
+        """Remove what abandoned uploads below ``prefix`` left behind, begun before a time.
 
         Args:
             prefix: Empty, or whole parts with a ``/`` at the end.
@@ -433,7 +434,7 @@ class Backend(abc.ABC):
 
 
 def check_key(key: str) -> str:
-    """Returns the key if its form is one that the contract allows.
+    """Return the key if its form is one that the contract allows.
 
     Raises:
         InvalidKey: If a part is empty, ``.`` or ``..``, or holds a NUL.

@@ -31,23 +31,23 @@ from ckpipe_http.requests import CONNECT_SECONDS, check_endpoint, check_proxy
 logger = logging.getLogger("ckpipe")
 
 ENDPOINT = "https://storage.googleapis.com"
-"""Where the JSON API answers."""
+"""The address of the JSON API."""
 
 EMULATOR = "STORAGE_EMULATOR_HOST"
 """The variable by which all clients of the store find an emulator."""
 
 READ_BYTES = 1 << 20
-"""How much of an answer may wait to be taken."""
+"""The most bytes of an answer that wait in memory to be read."""
 
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 """The rights that tokens are asked for: to read and write objects."""
 
 RENEW_SECONDS = 225.0
-"""How long before its end a token is renewed. Metadata servers hand out a new one some time
+"""Seconds before its end at which a token is renewed. Metadata servers hand out a new one some time
 before that."""
 
 REFRESH_TIMEOUT = 30
-"""How long one request for a token may take, in seconds."""
+"""The most seconds that one request for a token may take."""
 
 
 @dataclass(frozen=True, slots=True)

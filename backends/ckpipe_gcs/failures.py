@@ -83,7 +83,7 @@ async def refusal(response: aiohttp.ClientResponse) -> Refused:
         pass  # an answer of something before the store, which is told by its status
     headers = response.headers
     asked = retry_after(headers.get("Retry-After"))
-    # The id of a request to an upload session would let everybody go on with the upload.
+    # The id of a request to an upload session would let any reader go on with the upload.
     private = "upload_id" in response.url.query
     request = None if private else headers.get("X-GUploader-UploadID")
     return Refused(response.status, reason[:64], text, request, asked)

@@ -30,10 +30,10 @@ from ckpipe_http.requests import (
 )
 
 DELETED_AT_ONCE = 16
-"""How many objects are deleted at a time."""
+"""The number of objects that are deleted at a time."""
 
 PINNED = 4096
-"""How many objects are remembered by the generation that was read of them."""
+"""The most objects whose generation is remembered once it was read."""
 
 
 class Objects(BucketObjects[Address]):

@@ -32,7 +32,7 @@ FIELDS = "name,size,generation,crc32c,timeCreated,metadata"
 """The fields of a resource that are asked for."""
 
 PIECE_BYTES = 1 << 18
-"""How much of a body is handed to the socket at a time."""
+"""The bytes of a body that are handed to the socket at a time."""
 
 PART_PREFIX = ".ckpipe-upload-"
 PART_SUFFIX = ".ckpipe-part"

@@ -42,12 +42,12 @@ MAX_SOURCES = 32
 """The most objects that one request composes; a limit of the store."""
 
 MAX_LEVELS = 3
-"""How high the tree of an upload may be."""
+"""The greatest height of the tree of an upload."""
 
 MAX_PARTS = MAX_SOURCES**MAX_LEVELS
 
 COMPOSED_AT_ONCE = 8
-"""How many requests that compose are under way at a time."""
+"""The most requests that compose and are under way at a time."""
 
 TEMPORARY_CLASS = "STANDARD"
 """Other classes charge for a month at least, also for what lives for a minute. A composed object

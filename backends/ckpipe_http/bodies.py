@@ -1,12 +1,11 @@
-"""Bodies of answers, received straight into the memory where they belong.
+"""Receive bodies of answers straight into the memory where they belong.
 
-Theory. aiohttp makes three copies of a body in Python objects: what a socket has, what of it is
-body, and what a caller takes. Between the end of an answer's headers and the end of its body there
-is nothing that it need parse, if the body comes as it is and its length is known. So for that long
+aiohttp copies a body three times: from the socket, out of the parser, and to the caller. A body
+that is neither encoded nor chunked, and whose length is known, needs no parsing. So until its end
 the connection is lent: its transport gets a :class:`asyncio.BufferedProtocol` whose buffer is the
-caller's memory, and the kernel copies into it. Then aiohttp has the connection back, is told that
-the body has ended, and keeps it for the next request. Whatever is not so simple goes the way that
-aiohttp has for it.
+caller's memory, and the kernel copies into it. Then aiohttp gets the connection back, is told that
+the body has ended, and keeps it for the next request. All other bodies go through aiohttp.
+``docs/experiments.md`` has what it brings.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from typing import Any
 
 
 async def fill(response: Any, buffer: memoryview) -> int:
-    """Fills memory with the body of an answer, once; the memory is not touched afterwards.
+    """Fill memory with the body of an answer; the memory is not touched afterwards.
 
     Args:
         response: An :class:`aiohttp.ClientResponse` of whose body nothing was read.
         buffer: Flat writable bytes, as many as are expected.
 
     Returns:
-        How many bytes came; more than the memory has as soon as there are too many, of which
-        those beyond it are lost.
+        The number of bytes that came; once they are more than the memory has, reading stops.
 
     Raises:
         aiohttp.ClientError: If the connection broke, or was silent for too long.
@@ -43,7 +41,7 @@ async def fill(response: Any, buffer: memoryview) -> int:
 
 
 def _may_be_lent(response: Any, taken: int, size: int) -> bool:
-    """Whether what is missing of a body is just what the connection brings next.
+    """Tell whether the connection brings just the missing bytes of the body next.
 
     While a transport reads, the parser holds nothing back, as it does only when it is paused.
     """
@@ -57,7 +55,7 @@ def _may_be_lent(response: Any, taken: int, size: int) -> bool:
 
 
 class _Inflow(asyncio.BufferedProtocol):
-    """Has the connection of an answer while the rest of its body arrives.
+    """Hold the connection of an answer while the rest of its body arrives.
 
     Args:
         response: The answer.
@@ -70,7 +68,7 @@ class _Inflow(asyncio.BufferedProtocol):
         self._owner = self._transport.get_protocol()
 
     async def run(self) -> None:
-        """Waits until all has arrived; the connection is closed if that fails."""
+        """Wait until all has arrived; close the connection if that fails."""
         self._transport.set_protocol(self)
         try:
             await self._content.wait_eof()  # which also tells of a lost or silent connection

@@ -149,8 +149,8 @@ class BucketObjects(abc.ABC, Generic[Address]):
     """
 
     create_only = True
-    """Whether the store honours the condition of a create-only put. Where it does not, such a put
-    looks first, which is not atomic."""
+    """False if the store ignores the condition of a create-only put. Such a put looks first then,
+    which is not atomic."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

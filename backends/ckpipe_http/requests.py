@@ -22,10 +22,10 @@ MAX_RETRY_AFTER_SECONDS = 60.0
 """The longest wait that is granted to a store that asks for one, in seconds."""
 
 CONNECT_SECONDS = 10.0
-"""How long a connection may take to be made."""
+"""The most seconds that a connection may take to be made."""
 
 UNREACHED = "Look at 'endpoint_url', and whether this machine reaches the store"
-"""What to do about a store that cannot be reached."""
+"""The hint for a store that cannot be reached."""
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _ON_LOOP_BYTES = 1 << 18

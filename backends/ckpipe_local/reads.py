@@ -42,7 +42,7 @@ _CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
 _PROBED_PAGES = 16
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
 _EXAMINED_BYTES = 128 << 20
-"""How much is examined page by page at a time; for more a caller asks for parts of it."""
+"""The most bytes that are examined page by page in one call."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -26,8 +26,8 @@ from ckpipe_s3.objects import Objects, owned_by
 logger = logging.getLogger("ckpipe")
 
 PIECE_BYTES = 1 << 20
-"""How much of a body is handed to the socket at a time. Each piece costs a switch to a worker
-thread, so it is larger than what the HTTP client asks for."""
+"""The bytes of a body that are handed to the socket at a time. Each piece costs a switch to a
+worker thread, so it is larger than the HTTP client asks for."""
 
 
 class MultipartUpload(BlockUpload[Mapping[str, Any]]):

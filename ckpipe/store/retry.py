@@ -138,7 +138,7 @@ class AimdLimiter:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how long to try.
+    """The bounds on trying an operation again.
 
     Args:
         retries: How many times an operation is tried again.
