@@ -37,8 +37,7 @@ from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle, TensorRow
-from ckpipe.loads.restore import LoadRequest, restore
-from ckpipe.loads.tensor_reading import read_tensors
+from ckpipe.load.load import LoadRequest, read_tensors, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.saves.following import until_complete
 from ckpipe.saves.saving import Save

@@ -13,7 +13,7 @@ from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
-from ckpipe.loads.per_rank import PerRankPolicy
+from ckpipe.load.select import PerRankPolicy
 from ckpipe.retention import Decision
 from ckpipe.running.call_arguments import Which, plain_step, which
 from ckpipe.running.pipeline_base import PipelineBase

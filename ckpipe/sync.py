@@ -13,7 +13,7 @@ from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
-from ckpipe.loads.per_rank import PerRankPolicy
+from ckpipe.load.select import PerRankPolicy
 from ckpipe.loop_thread import Caller
 from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision

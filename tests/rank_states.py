@@ -19,8 +19,8 @@ from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, data_file_name
-from ckpipe.loads.destinations import boxed
-from ckpipe.loads.restore import LoadRequest, restore
+from ckpipe.load.fill import boxed
+from ckpipe.load.load import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadResult
 

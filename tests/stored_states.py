@@ -14,7 +14,7 @@ from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure, TensorRow
 from ckpipe.format.names import data_file_key
-from ckpipe.loads.restore import LoadRequest, restore
+from ckpipe.load.load import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.saves.copying import fill_blocks, plan_blocks

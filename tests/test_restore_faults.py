@@ -24,8 +24,8 @@ from ckpipe.errors import (
 )
 from ckpipe.format.manifest import Bundle, ChunkRow, Layout
 from ckpipe.format.names import data_file_key
-from ckpipe.loads import reading as reading_module
-from ckpipe.loads.verifying import verify
+from ckpipe.load import reader as reading_module
+from ckpipe.load.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import MemoryBackend

@@ -12,11 +12,10 @@ from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
-from ckpipe.loads.entry_tables import entry_table
-from ckpipe.loads.saved_state import state_of_part
-from ckpipe.loads.sources import Sources
-from ckpipe.loads.stored_tensors import StoredTensors
-from ckpipe.loads.targets import Targets
+from ckpipe.load.chunks import Sources, StoredTensors
+from ckpipe.load.entries import entry_table
+from ckpipe.load.saved_state import state_of_part
+from ckpipe.load.targets import Targets
 from ckpipe.testing import MemoryBackend
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.format.manifest import Bundle, Structure
-from ckpipe.loads.merged_trees import Member, MergedTree, paths
+from ckpipe.load.saved_state import Member, MergedTree, paths
 from ckpipe.state.flatten import capture
 from ckpipe.testing import MemoryBackend
 

@@ -13,8 +13,8 @@ from ckpipe.backend import PutMode
 from ckpipe.errors import ChecksumMismatch
 from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.format.names import data_file_key
-from ckpipe.loads.load_planning import Fragment, Piece
-from ckpipe.loads.seams import Seams
+from ckpipe.load.read_plan import Fragment, Piece
+from ckpipe.load.reader import Seams
 from ckpipe.memory.native import address_of
 from ckpipe.testing import MemoryBackend
 

@@ -25,7 +25,7 @@ from ckpipe.errors import (
 from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.export import exported
-from ckpipe.loads.restore import LoadRequest
+from ckpipe.load.load import LoadRequest
 from ckpipe.lock.lock import StateLock
 from ckpipe.ranks.appointments import Diary
 from ckpipe.ranks.cadence import Cadence

@@ -16,7 +16,7 @@ from ckpipe.catalog.prune import remove
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.names import launch_id
-from ckpipe.loads.verifying import verify
+from ckpipe.load.reader import verify
 from ckpipe.retention import Decision
 from ckpipe.saves.following import until_complete
 from ckpipe.saves.site import Site

@@ -36,10 +36,9 @@ from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, L
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Bundle
 from ckpipe.interpreter import gc_paused_at_first
-from ckpipe.loads.delivering import ReadTally
-from ckpipe.loads.holding import Hold
-from ckpipe.loads.restore import LoadRequest, ReadyLoad, read_all
-from ckpipe.loads.sources import Elsewhere
+from ckpipe.load.chunks import Elsewhere
+from ckpipe.load.load import Hold, LoadRequest, ReadyLoad, read_all
+from ckpipe.load.reader import ReadTally
 from ckpipe.ranks.agreements import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.attempts import Launch
 from ckpipe.ranks.meeting import agreeing_store
@@ -101,7 +100,7 @@ class Loading:
             UnsupportedTopology: If several ranks that may not write cannot agree. If, with a
                 fallback, some ranks do not say in time whether the checkpoint is whole for them.
             PipelineClosed: If the pipeline is closed before the load has its hold.
-            CkpipeError: Whatever :func:`ckpipe.loads.restore.read_all` raises.
+            CkpipeError: Whatever :func:`ckpipe.load.load.read_all` raises.
         """
         if self._closed:
             raise _closed()

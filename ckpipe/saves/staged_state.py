@@ -11,13 +11,12 @@ from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
 from ckpipe.format.tree import shared_containers
-from ckpipe.loads.entry_tables import entry_table
-from ckpipe.loads.filling import Filling, contiguous_stride, with_lazy_bits
-from ckpipe.loads.rebuild import Rebuild
-from ckpipe.loads.saved_state import state_of_part
-from ckpipe.loads.sources import Sources
-from ckpipe.loads.stored_tensors import StoredTensor, StoredTensors
-from ckpipe.loads.targets import Targets
+from ckpipe.load.build import Rebuild
+from ckpipe.load.chunks import Sources, StoredTensor, StoredTensors
+from ckpipe.load.entries import entry_table
+from ckpipe.load.fill import Filling, contiguous_stride, with_lazy_bits
+from ckpipe.load.saved_state import state_of_part
+from ckpipe.load.targets import Targets
 from ckpipe.saves.saving import FilledBlock, Save
 from ckpipe.state.flatten import Captured
 

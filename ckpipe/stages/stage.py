@@ -14,7 +14,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.errors import StateLockTimeout, UsageError
 from ckpipe.events import Staged
 from ckpipe.interpreter import available_cpus, gc_paused
-from ckpipe.loads.selecting import unmatched
+from ckpipe.load.select import unmatched
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import MutationDetector
 from ckpipe.loop_thread import on_caller

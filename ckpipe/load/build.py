@@ -1,43 +1,247 @@
-"""A saved tree made into objects again: the inverse of :func:`ckpipe.state.flatten.capture`.
+"""Make objects of a saved tree: the inverse of :func:`ckpipe.state.flatten.capture`.
 
 Theory. A tree is first *planned*: every class is looked up, every value decoded, every tensor
-allocated, and each node becomes a function that makes its object. Whatever is wrong shows here,
-before a byte is read. The functions run once the bytes are there, since objects of registered
-types are made from values.
+allocated, and each node becomes a function that makes its object, without running constructors.
+Whatever is wrong shows here, before a byte is read. The functions run once the bytes are there,
+since objects of registered types are made from values.
 
 Cycles. A container that can be changed is put in the register empty, then filled, so references
-inside it find it. An immutable one exists only once its elements do; a reference to it from
-inside raises :class:`_Unfinished`, which the nearest changeable container around the reference
-answers by leaving the place open and filling it when the missing one is there. Every cycle goes
-through a changeable container, as Python cannot make another.
+inside it find it. An immutable one exists only once its elements do; a reference to it from inside
+raises :class:`_Unfinished`, which the nearest changeable container around the reference answers by
+leaving the place open and filling it when the missing one is there. Every cycle goes through a
+changeable container, as Python cannot make another.
+
+Random generators. Two ranks with the same generator draw the same dropout masks and the same
+samples, and nothing fails. So a saved :class:`~ckpipe.RngState` belongs to the rank that saved it,
+even where all ranks saved the same: another rank is refused, or gets a state that is derived from
+the saved one and from its rank.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+import base64
+import dataclasses
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import setitem
 from typing import Any
 
 import torch
 
-from ckpipe.errors import InvalidManifest, StructureMismatch
+from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, decode_key, join
-from ckpipe.format.manifest import TensorRow
-from ckpipe.format.tree import Node, children_of
-from ckpipe.loads.filling import normal_tensors
-from ckpipe.loads.fresh_objects import check_attributes, empty_mapping, tensor_object, unpickled
-from ckpipe.loads.hints import Hint
-from ckpipe.loads.live_tensors import FILLABLE, has_shape, misfit, writable_view
-from ckpipe.loads.making import Changeable, Make, same
-from ckpipe.loads.per_rank import PerRankItems
-from ckpipe.loads.random_state import is_generators
-from ckpipe.loads.selecting import any_selected
-from ckpipe.loads.stored_tensors import StoredTensor
-from ckpipe.loads.targets import Targets
-from ckpipe.state.kinds import registered_as
-from ckpipe.state.values import decode_value, resolve_class
+from ckpipe.format.manifest import Bundle, TensorRow
+from ckpipe.format.tree import MAPPINGS, Node, children_of
+from ckpipe.load.chunks import StoredTensor
+from ckpipe.load.fill import normal_tensors
+from ckpipe.load.live_tensors import FILLABLE, has_shape, misfit, writable_view
+from ckpipe.load.saved_state import SavedState
+from ckpipe.load.select import PerRankItems, PerRankPolicy, any_selected
+from ckpipe.load.stateful import Hint
+from ckpipe.load.targets import Targets
+from ckpipe.state.kinds import FACTORIES, registered_as
+from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
+from ckpipe.state.values import decode_value, plain_numpy_dtype, resolve_class
+from ckpipe.state_helpers import derived_generators
+
+Make = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changeable:
+    """Makes a container in two steps, between which it can be referred to.
+
+    Args:
+        shell: Makes the empty container.
+        fill: Fills it.
+    """
+
+    shell: Make
+    fill: Callable[[Any], None]
+
+    def __call__(self) -> Any:
+        made = self.shell()
+        self.fill(made)
+        return made
+
+
+def same(obj: Any) -> Any:
+    """The object itself: what a node makes whose counterpart stays in its place."""
+    return obj
+
+
+def stays(make: Make, obj: Any) -> bool:
+    """Whether an object is known to make itself."""
+    return type(make) is partial and make.func is same and make.args[0] is obj
+
+
+def tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
+    """What stands in a state for a tensor: a parameter, say, or a numpy array over its memory.
+
+    Args:
+        row: What the structure says of it.
+        plain: The tensor that holds its elements.
+
+    Raises:
+        StructureMismatch: If it is of a class that this program does not have.
+        InvalidManifest: If such a tensor cannot be of that kind.
+    """
+    try:
+        if row.kind == NUMPY:
+            return as_array(plain, plain_numpy_dtype(row.detail or "", row.label))
+        if row.kind == PARAMETER:
+            return torch.nn.Parameter(plain, requires_grad=row.requires_grad)
+        if row.kind == BUFFER:
+            plain = torch.nn.Buffer(plain, persistent=row.detail == "persistent")
+        elif row.kind == SUBCLASS:
+            plain = plain.as_subclass(resolve_class(row.detail or "", torch.Tensor))
+        with torch._C.DisableTorchFunctionSubclass():
+            return plain.requires_grad_() if row.requires_grad else plain
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, StructureMismatch):
+            raise
+        raise InvalidManifest(
+            f"No {row.kind} can be made of a tensor of {row.dtype}: {error}", key=row.label
+        ) from error
+
+
+def unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
+    """The object of a pickled value.
+
+    Raises:
+        UnsupportedState: If that is not allowed.
+        InvalidManifest: If it cannot be made.
+    """
+    if not allowed:
+        raise UnsupportedState(
+            "The checkpoint holds a pickled object, which could run any code when it is loaded",
+            key=label or None,
+            hint='Pass pickle="allow" if you trust who wrote it, or leave it out with exclude',
+        )
+    try:
+        return pickle.loads(base64.b64decode(data[1], validate=True))
+    except Exception as error:
+        raise InvalidManifest(
+            f"The pickled object cannot be made: {error}", key=label or None
+        ) from error
+
+
+def empty_mapping(node: Node) -> Callable[[], Any]:
+    """What makes the empty mapping of a node."""
+    if node[0] == "dict":
+        return dict
+    if node[0] == "ordered_dict":
+        return OrderedDict
+    name = node[3]
+    if name is not None and name not in FACTORIES:
+        raise InvalidManifest(f"A defaultdict has the unknown factory {name!r:.100}")
+    return partial(defaultdict, None if name is None else FACTORIES[name])
+
+
+def check_attributes(cls: Any, names: list[str], label: str) -> None:
+    """Makes sure that a class is a dataclass whose objects can have these attributes."""
+    is_dataclass: bool = dataclasses.is_dataclass(cls)
+    if not is_dataclass:
+        raise StructureMismatch(f"{cls!r} was a dataclass when it was saved", key=label or None)
+    for name in names:
+        if name.startswith("__") or not (cls.__dictoffset__ or hasattr(cls, name)):
+            raise StructureMismatch(
+                f"Objects of the dataclass {cls.__qualname__} have no attribute {name!r:.100}",
+                key=label or None,
+            )
+
+
+def keep_generators_apart(
+    saved: SavedState, bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy
+) -> SavedState:
+    """Mark the random generators of a saved state that another rank may get as well.
+
+    Args:
+        saved: The state that the rank loads.
+        bundle: The checkpoint that it is from.
+        rank: The rank that loads.
+        world_size: How many ranks load.
+        policy: What becomes of values that belong to one rank each. A function is not asked
+            about generators: they are derived, as with ``"derive"``.
+    """
+    same_world = world_size == bundle.world_size
+    if (same_world and saved.common is None) or (world_size == 1 and policy == "rank0"):
+        return saved
+    tensors: set[int] = set()
+    values: set[int] = set()
+    labels: set[str] = set()
+    for label, node in _generators(saved):
+        leaves = list(_leaves(node))
+        numbers = {number for tag, number in leaves if tag == "tensor"}
+        if not same_world or any(saved.homes[number][0] != rank for number in numbers):
+            labels.add(label)
+            tensors |= numbers
+            values.update(number for tag, number in leaves if tag == "value")
+    if not tensors:
+        return saved
+    items = replace(
+        saved.per_rank,
+        tensors={**saved.per_rank.tensors, **dict.fromkeys(tensors, ())},
+        values={**saved.per_rank.values, **dict.fromkeys(values, ())},
+        derive=partial(_derived, rank) if policy == "derive" or callable(policy) else None,
+        generators=frozenset(labels),
+    )
+    return replace(saved, per_rank=items)
+
+
+def is_generators(node: Node) -> bool:
+    """Whether a node is what ``state_dict`` of an ``RngState`` returned."""
+    if node[0] not in MAPPINGS or "python" not in node[1]:
+        return False
+    python = node[2][node[1].index("python")]
+    return (
+        "torch" in node[1]
+        and "numpy" in node[1]
+        and python[0] in MAPPINGS
+        and all(key in python[1] for key in ("version", "internal", "gauss"))
+    )
+
+
+def _derived(rank: int, state: Any) -> Any:
+    try:
+        return derived_generators(state, rank)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StructureMismatch(
+            f"The saved random generators are not as RngState saves them: {error!r:.200}",
+            hint="Leave them out with exclude",
+        ) from error
+
+
+def _generators(saved: SavedState) -> Iterator[tuple[str, Node]]:
+    """Find generators by the label of torch's; only the way to them is walked."""
+    tops = {
+        row.label.rpartition(".")[0]
+        for row in saved.rows
+        if row.dtype == "uint8" and row.label.rpartition(".")[2].partition("~")[0] == "torch"
+    }
+    pending = [(saved.tree, "")] if tops else []
+    while pending:
+        node, label = pending.pop()
+        if node[0] in ("shared", "stateful", "registered"):
+            pending.append((node[-1], label))
+        elif is_generators(node):
+            yield label, node
+        else:
+            pending += [
+                (child, where)
+                for _, child, where in children_of(node, label)
+                if any(top == where or top.startswith(f"{where}.") for top in tops)
+            ]
+
+
+def _leaves(node: Node) -> Iterator[tuple[str, int]]:
+    if node[0] in ("tensor", "value"):
+        yield node[0], node[1]
+    for _, child, _ in children_of(node, ""):
+        yield from _leaves(child)
 
 
 class _Unfinished(Exception):  # a signal between functions of this file

@@ -1,9 +1,10 @@
 """Carry out planned reads: each thread takes a read, reads it, verifies it and copies it.
 
-A thread has a buffer of its own, so their number bounds the memory. While some of them wait for the
-store, others verify and copy. A range that the store has in memory already is read a mebibyte at a
-time, which stays in the processor's cache. The bytes of a chunk reach nothing before its checksum
-was found right, and the bytes that are copied then are those that were checked.
+A thread has a buffer of its own, so their number bounds the memory. While some of them wait for
+the store, others verify and copy. A range that the store has in memory already is read a mebibyte
+at a time, which stays in the processor's cache. The bytes of a chunk reach nothing before its
+checksum was found right, and the bytes that are copied then are those that were checked. A chunk
+that arrives in several reads is put together before it is verified.
 
 A store that threads cannot read themselves is asked on the event loop; the thread waits.
 """
@@ -13,15 +14,18 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import anyio.from_thread
 import anyio.to_thread
+import torch
 
 from ckpipe.backend import Backend, CachedRange
 from ckpipe.errors import (
@@ -33,17 +37,195 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.manifest import FileRow
+from ckpipe.format.manifest import Bundle, FileRow
 from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.loads.delivering import Delivery, Destinations, ReadTally
-from ckpipe.loads.entry_tables import EntryTable, Need
-from ckpipe.loads.load_planning import Piece, Read, ReadLimits, batched, plan_reads
-from ckpipe.loads.read_parts import in_parts
+from ckpipe.load.entries import EntryTable, Need, PartData
+from ckpipe.load.fill import Destination, RawBytes
+from ckpipe.load.read_plan import Fragment, Piece, Read, ReadLimits, batched, in_parts, plan_reads
 from ckpipe.memory.arena import Arena
+from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
 from ckpipe.threads import in_threads, on_loop
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, VerifyResult
+
+
+@dataclass(eq=False, slots=True)
+class _Seam:
+    """A chunk of which a part has arrived.
+
+    Args:
+        memory: Its bytes, as far as they have.
+        missing: How many have not.
+    """
+
+    memory: memoryview
+    missing: int
+
+
+class Seams:
+    """The chunks of one delivery that come in fragments; safe for several threads.
+
+    While reads are taken in their order, few are open at a time: one for each read under way.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, int], _Seam] = {}
+        self._spare: list[memoryview] = []
+
+    def add(self, fragment: Fragment, source: int) -> memoryview | None:
+        """Takes a fragment, once.
+
+        Args:
+            fragment: Which it is.
+            source: The address of its bytes.
+
+        Returns:
+            The chunk, to be handed to :meth:`give_back`; None while parts of it are missing.
+        """
+        piece = fragment.piece
+        key, size = (piece.entry, piece.lo), piece.hi - piece.lo
+        with self._lock:
+            seam = self._open.get(key)
+            if seam is None:
+                memory = self._spare.pop() if self._spare else memoryview(bytearray(CHUNK_BYTES))
+                seam = self._open[key] = _Seam(memory, size)
+        copy_bytes(address_of(seam.memory) + fragment.begin, source, fragment.size)
+        with self._lock:
+            seam.missing -= fragment.size
+            if seam.missing:
+                return None
+            del self._open[key]
+            return seam.memory[:size]
+
+    def give_back(self, chunk: memoryview) -> None:
+        """Takes back the memory of a chunk."""
+        whole = chunk.obj
+        assert isinstance(whole, bytearray)
+        with self._lock:
+            self._spare.append(memoryview(whole))
+
+
+Destinations = Mapping[int, Sequence[Destination]]
+"""For each entry that is asked for, by number, who takes its bytes."""
+
+
+@dataclass(slots=True)
+class ReadTally:
+    """How much was read so far, and whether anything was delivered.
+
+    Args:
+        bytes: Bytes read.
+        planned: Bytes that will have been read at the end, as far as is known.
+        reads: Requests made.
+        began: When reading began, by :func:`time.perf_counter`; 0 until then.
+        delivered: Whether verified bytes have left the buffers.
+    """
+
+    bytes: int = 0
+    planned: int = 0
+    reads: int = 0
+    began: float = 0.0
+    delivered: bool = False
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    """Cut chunks into runs that have the bytes of a large chunk, which a cache holds."""
+    if pieces:
+        nbytes = pieces[-1].at + pieces[-1].hi - pieces[-1].lo - pieces[0].at
+        count = max(1, CHUNK_BYTES * len(pieces) // max(1, nbytes))
+        for first in range(0, len(pieces), count):
+            yield pieces[first : first + count]
+
+
+class Delivery:
+    """Verifies and hands on what several threads read at a time.
+
+    Args:
+        destinations: Who takes the bytes of an entry.
+        tally: Is told that something was delivered.
+        read_again: Reads a chunk that came damaged once more, given its damaged bytes; raises
+            :class:`~ckpipe.errors.ChecksumMismatch` if it comes damaged again.
+    """
+
+    def __init__(
+        self,
+        destinations: Destinations,
+        tally: ReadTally,
+        read_again: Callable[[Piece, memoryview], memoryview],
+    ) -> None:
+        self._destinations, self._tally, self._seams = destinations, tally, Seams()
+        self._read_again = read_again
+
+    def put(self, read: Read, fetch: Callable[[int, int], memoryview]) -> None:
+        """Verify the chunks of a read and deliver each; blocks.
+
+        Args:
+            read: The read.
+            fetch: Brings its bytes between two places, until it is called again.
+
+        Raises:
+            ChecksumMismatch: If a chunk is damaged; nothing behind it is delivered.
+        """
+        with torch.no_grad():
+            for batch in _batches(read.pieces):
+                first, last = batch[0], batch[-1]
+                source = fetch(first.at, last.at + last.hi - last.lo)
+                while batch:
+                    taken = self._take(batch, source[batch[0].at - first.at :])
+                    batch = batch[taken:]
+            for fragment in read.fragments:
+                self._join(fragment, address_of(fetch(fragment.at, fragment.at + fragment.size)))
+
+    def _join(self, fragment: Fragment, source: int) -> None:
+        """Takes the chunk of a fragment, if the rest of it is there."""
+        chunk = self._seams.add(fragment, source)
+        if chunk is not None:
+            self._take([fragment.piece], chunk)
+            self._seams.give_back(chunk)
+
+    def _take(self, pieces: Sequence[Piece], source: memoryview) -> int:
+        """Verify chunks and hand them on, up to the first that is damaged, which is read again.
+
+        Args:
+            pieces: The chunks, at least one.
+            source: Their bytes, from the first of the first chunk on.
+
+        Returns:
+            How many are done.
+        """
+        address = address_of(source) - pieces[0].at
+        if pieces[-1].at + pieces[-1].hi - pieces[-1].lo - pieces[0].at > len(source):
+            raise AssertionError("chunks reach out of the bytes that were read")
+        targets, sources, sizes, sums = array("q"), array("q"), array("q"), array("I")
+        others: list[tuple[int, Destination]] = []
+        for number, (entry, lo, hi, at, checksum) in enumerate(pieces):
+            target = 0
+            for destination in self._destinations.get(entry, ()):
+                if type(destination) is RawBytes and not target:
+                    start, stop, begin = destination
+                    if start <= lo and hi <= stop:
+                        target = begin + lo - start
+                        continue
+                others.append((number, destination))
+            targets.append(target)
+            sources.append(address + at)
+            sizes.append(hi - lo)
+            sums.append(checksum)
+        good = verify_copy_each(targets, sources, sizes, sums)
+        if any(targets[:good]):
+            self._tally.delivered = True
+        for number, destination in others:
+            if number < good:
+                self._tally.delivered = True
+                destination.put(sources[number], pieces[number].lo, pieces[number].hi)
+        if good == len(pieces):
+            return good
+        damaged, begin = pieces[good], pieces[good].at - pieces[0].at
+        chunk = self._read_again(damaged, source[begin : begin + damaged.hi - damaged.lo])
+        return good + self._take([damaged], chunk)
+
 
 _CACHED_BYTES = 128 << 20
 """Of how many bytes together the store is asked whether it has them in memory, if not of all."""
@@ -290,3 +472,32 @@ def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: in
         reads = plan_reads(data, needs, limits)
         # Where reads are to be aligned there is a disk, which all lanes share to the end.
         return reads if limits.alignment > 1 else list(in_parts(reads, limits.read_bytes, lanes))
+
+
+async def verify(backend: Backend, bundle: Bundle, arena: Arena, *, lanes: int) -> VerifyResult:
+    """Reads every byte of every data file of a checkpoint and checks all of them.
+
+    Args:
+        backend: The store.
+        bundle: The checkpoint's index or manifest, validated.
+        arena: Lends the blocks that are read into; used on the caller's thread only.
+        lanes: How many reads run at once.
+
+    Raises:
+        ChecksumMismatch: If bytes differ from those that were saved, or a file is too long.
+        TruncatedObject: If a data file is too short.
+        MissingObject: If one is gone.
+        StoreError: If the store failed.
+    """
+    files = 0
+    with lane_buffers(arena, backend, lanes) as buffers:
+        reader = Reader(backend, bundle.id, buffers)
+        for part in bundle.parts:
+            make_data = partial(PartData, part, bundle.layouts[part.layout])
+            data = await anyio.to_thread.run_sync(make_data)
+            for number in range(len(data.files)):
+                await reader.size(data, number)
+                await reader.header(data, number)
+            await reader.read(data, data.all_needs(), {})
+            files += len(data.files)
+    return VerifyResult(str(bundle.id), files, sum(f.size for p in bundle.parts for f in p.files))

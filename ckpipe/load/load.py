@@ -1,44 +1,78 @@
-"""Loading a checkpoint into a state.
+"""Load a checkpoint into a state.
 
-A load has three steps. *Match* walks the target and the saved tree together, proves that they
-fit and that every element has bytes, and changes nothing. *Read* brings the bytes, each chunk
-verified before it reaches a tensor. *Apply* puts everything else in place.
+A load has three steps. *Match* walks the target and the saved tree together, proves that they fit
+and that every element has bytes, and changes nothing. *Read* brings the bytes, each chunk verified
+before it reaches a tensor. *Apply* puts everything else in place.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import anyio.to_thread
+import torch
 
 from ckpipe.backend import Backend
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.format.keys import LabelFilter, decode_float
-from ckpipe.format.manifest import Bundle
-from ckpipe.format.tree import children_of, shared_containers
+from ckpipe.format.manifest import Bundle, Structure
+from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
-from ckpipe.loads.delivering import ReadTally
-from ckpipe.loads.entry_tables import EntryTable, entry_table
-from ckpipe.loads.holding import Hold, NoHold
-from ckpipe.loads.making import Make
-from ckpipe.loads.matching import Matching
-from ckpipe.loads.per_rank import PerRankPolicy
-from ckpipe.loads.random_state import keep_generators_apart
-from ckpipe.loads.reading import Reader, lane_buffers
-from ckpipe.loads.rebuild import Rebuild
-from ckpipe.loads.saved_state import fitted, labels_of, lacks, state_for, without
-from ckpipe.loads.selecting import pruned, unmatched
-from ckpipe.loads.sources import Elsewhere, Sources
-from ckpipe.loads.stored_tensors import StoredTensors
-from ckpipe.loads.targets import Targets
+from ckpipe.load.build import Make, Rebuild, keep_generators_apart
+from ckpipe.load.chunks import Elsewhere, Sources, StoredTensors
+from ckpipe.load.entries import EntryTable, entry_table
+from ckpipe.load.match import Matching
+from ckpipe.load.reader import Reader, ReadTally, lane_buffers
+from ckpipe.load.saved_state import fitted, labels_of, lacks, state_for, without
+from ckpipe.load.select import PerRankPolicy, pruned, unmatched
+from ckpipe.load.targets import Targets
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.types import LoadResult
+
+
+class Hold(Protocol):
+    """A hold on the target of one load, to be used on one event loop."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is still to be taken."""
+        ...
+
+    async def take(self) -> None:
+        """Waits until nobody else uses the target; returns at once if that was done before."""
+        ...
+
+    def here(self) -> AbstractContextManager[None]:
+        """Marks the calling thread as one that works for the load, whose hold is taken."""
+        ...
+
+    def end(self) -> None:
+        """Lets everybody use the target again; does nothing if the hold is not taken."""
+        ...
+
+
+class NoHold:
+    """For a load whose target nobody else knows."""
+
+    is_pending = False
+    """See :class:`Hold`."""
+
+    async def take(self) -> None:
+        """Does nothing."""
+
+    def here(self) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """Does nothing."""
+
 
 _MOST_NAMED = 10
 
@@ -329,3 +363,56 @@ def _result(bundle: Bundle, matched: _Matched, state: Any, report: LoadReport) -
 
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: decode_float(value) for name, value in metrics.items()}
+
+
+async def read_tensors(
+    backend: Backend,
+    bundle: Bundle,
+    labels: Collection[str],
+    arena: Arena,
+    *,
+    lanes: int,
+    rank: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """Reads tensors whole, every byte verified.
+
+    Args:
+        backend: The store.
+        bundle: The checkpoint's index, validated.
+        labels: Labels of tensors; those that the checkpoint has not are left out.
+        arena: Lends the blocks that are read into; used on the caller's thread only.
+        lanes: How many reads run at once.
+        rank: Whose tensors to read, where ranks hold them whole and not alike; None assembles
+            tensors of all ranks, and takes what each has for itself from the lowest.
+
+    Returns:
+        The tensors by label. Tensors that shared memory when they were saved do so again.
+
+    Raises:
+        UnsupportedTopology: If ranks saved states of different structure.
+        CorruptCheckpoint: If the checkpoint is not what was saved.
+        StoreError: If the store failed.
+    """
+    flat = replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
+    # Not strict, since that would be taken to need all that was saved.
+    request = LoadRequest(
+        None, LabelFilter(), strict=False, cast=False, pickling=False, per_rank="rank0"
+    )
+    place = (0, 1) if rank is None else (rank, bundle.world_size)
+    result = await restore(
+        backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
+    )
+    return {name: value for name, value in result.state.items() if isinstance(value, torch.Tensor)}
+
+
+def _flat(structure: Structure, labels: Collection[str]) -> Structure:
+    """A structure whose state is one dict of plain tensors by label."""
+    rows = tuple(
+        replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
+        for row in structure.tensors
+    )
+    wanted = set(labels)
+    numbers = [number for number, row in enumerate(rows) if row.label in wanted]
+    nodes: list[Node] = [["tensor", number] for number in numbers]
+    tree: Node = ["dict", [rows[number].label for number in numbers], nodes]
+    return replace(structure, tree=tree, tensors=rows)

@@ -1,13 +1,15 @@
-"""Loading in place: a walk over the target and the saved tree side by side.
+"""Match the target with the saved tree, side by side, to load in place.
 
 The walk checks everything and notes which live tensors to fill; it changes nothing. What it
 returns for each node is a function that, once the bytes are there, puts the new values into
-containers that can be changed, makes new ones of those that cannot, calls ``load_state_dict``,
-and returns what now stands in the node's place.
+containers that can be changed, makes new ones of those that cannot, calls ``load_state_dict``, and
+returns what now stands in the node's place. An object that stays the very same is not assigned, so
+that a program that looks at assignments sees those alone that change something.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -20,21 +22,10 @@ import torch
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
-from ckpipe.loads.live_tensors import FILLABLE, misfit
-from ckpipe.loads.making import Make, same, stays
-from ckpipe.loads.placed_tensors import PLAIN
-from ckpipe.loads.rebuild import Rebuild
-from ckpipe.loads.refilling import (
-    refill_counter,
-    refill_dataclass,
-    refill_dict,
-    refill_sequence,
-    refill_set,
-    remake_dataclass,
-    remake_tuple,
-)
-from ckpipe.loads.selecting import any_selected
-from ckpipe.loads.stateful_objects import (
+from ckpipe.load.build import Make, Rebuild, same, stays
+from ckpipe.load.live_tensors import FILLABLE, PLAIN, misfit
+from ckpipe.load.select import any_selected
+from ckpipe.load.stateful import (
     LoadTargets,
     SavedObject,
     SavedTensor,
@@ -42,7 +33,7 @@ from ckpipe.loads.stateful_objects import (
     hint_for,
     mismatch,
 )
-from ckpipe.loads.targets import Targets
+from ckpipe.load.targets import Targets
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.user_code import user_code
 
@@ -439,3 +430,74 @@ def _load_object(target: Any, make: Make, label: str) -> Any:
     with torch.no_grad(), user_code("load_state_dict", label):
         target.load_state_dict(state)
     return target
+
+
+def refill_set(target: set[Any], make: Make) -> Any:
+    """Gives a set the members that are made."""
+    members = make()
+    target.clear()
+    target.update(members)
+    return target
+
+
+def refill_dict(
+    target: dict[Any, Any], found: list[tuple[Any, Make]], attributes: Make | None
+) -> Any:
+    """Puts what is made under the keys of a dict, and attributes on the dict itself."""
+    for key, make in found:
+        new = make()
+        if new is not target[key]:
+            target[key] = new
+    if attributes is not None:
+        vars(target).update(attributes())
+    return target
+
+
+def refill_counter(target: Counter[Any], make: Make) -> Any:
+    """Gives a Counter the counts and attributes that are made, in their order."""
+    made = make()
+    target.clear()
+    target.update(made)
+    vars(target).update(vars(made))
+    return target
+
+
+def refill_sequence(target: Any, makers: list[Make]) -> Any:
+    """Gives a list or deque the elements that are made."""
+    made = [make() for make in makers]
+    if len(made) != len(target):
+        target.clear()
+        target.extend(made)
+        return target
+    for index, new in enumerate(made):
+        if new is not target[index]:
+            target[index] = new
+    return target
+
+
+def remake_tuple(target: tuple[Any, ...], makers: list[Make]) -> Any:
+    """A tuple of what is made, of the target's class; the target itself if it has the very same."""
+    made = [make() for make in makers]
+    if len(made) == len(target) and all(new is old for new, old in zip(made, target, strict=True)):
+        return target
+    return tuple.__new__(type(target), made)
+
+
+def refill_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
+    """Sets what is made as attributes."""
+    for name, make in found:
+        new = make()
+        if new is not getattr(target, name):
+            setattr(target, name, new)
+    return target
+
+
+def remake_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
+    """A copy of a frozen dataclass with what is made; the target itself if it has the very same."""
+    changed = {name: make() for name, make in found}
+    if all(new is getattr(target, name) for name, new in changed.items()):
+        return target
+    remade = copy.copy(target)
+    for name, new in changed.items():
+        object.__setattr__(remade, name, new)
+    return remade

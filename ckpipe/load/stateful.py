@@ -1,8 +1,10 @@
 """Objects with ``load_state_dict``: what they hold now, and what must fit before they are touched.
 
 ``load_state_dict`` of a module or optimizer can fail half way, with parts of the object already
-changed. What can be foreseen is therefore checked before: shapes, dtypes, the keys of modules
-that load as torch does by default, the groups of optimizers.
+changed. What can be foreseen is therefore checked before: shapes, dtypes, the keys of modules that
+load as torch does by default, the groups of optimizers. The tensors that an object's own
+``state_dict`` holds now are filled and used instead of new ones, so that ``load_state_dict`` finds
+its own.
 
 An object that can do better than ``load_state_dict`` says so by a method::
 
@@ -26,9 +28,38 @@ import torch
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
-from ckpipe.loads.hints import Hint
-from ckpipe.loads.placed_tensors import is_placed, local_tensor
-from ckpipe.loads.selecting import any_selected
+from ckpipe.load.live_tensors import is_placed, local_tensor
+from ckpipe.load.select import any_selected
+
+
+@dataclass(eq=False, slots=True)
+class Hint:
+    """The live counterpart of a node.
+
+    Args:
+        live: The live object.
+        must_fit: Whether a tensor that does not fit is an error; else a new one is made.
+        select: What of the live object is to be loaded; the rest is taken over as it is.
+    """
+
+    live: Any
+    must_fit: bool
+    select: LabelFilter
+
+    def at(self, key: Any) -> Hint | None:
+        """The counterpart of an element."""
+        live = self.live
+        if isinstance(live, dict):
+            found = live.get(key, _NOTHING)
+        elif isinstance(live, _SEQUENCES) and type(key) is int:
+            found = live[key] if key < len(live) else _NOTHING
+        else:
+            found = getattr(live, key, _NOTHING) if isinstance(key, str) else _NOTHING
+        return None if found is _NOTHING else Hint(found, self.must_fit, self.select)
+
+
+_NOTHING = object()
+_SEQUENCES = (list, tuple)  # named, since a union would be made anew for every element
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,355 @@
+"""The tensors that a load fills: live ones of the target and fresh ones, and in which order.
+
+Live tensors that overlap in the target and lay likewise when they were saved agree by
+construction, because the shared bytes were saved once. For others the checkpoint may hold
+different bytes: the values are read into fresh tensors first, written to a canvas in the shape of
+the target's memory, and read back; if one has changed then, another wrote different bytes to the
+same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpipe.errors import SharingConflict
+from ckpipe.load.chunks import StoredTensor, StoredTensors
+from ckpipe.load.entries import Need
+from ckpipe.load.fill import (
+    Destination,
+    Filling,
+    contiguous_stride,
+    memory_overlaps,
+    takes_bytes,
+    with_lazy_bits,
+    write,
+)
+from ckpipe.load.live_tensors import (
+    LiveTensor,
+    PlainFill,
+    is_placed,
+    new_live_tensor,
+    new_plain_fill,
+    plain_view,
+    regions_of,
+    writable_view,
+)
+from ckpipe.state.tensors import Shardings
+
+
+class Targets:
+    """Collects the tensors to fill, then says what to read, first and second.
+
+    The first round brings, into fresh tensors, what decides whether live tensors that overlap
+    agree; only the second fills live tensors. No entry is in both.
+
+    Args:
+        stored: The tensors of the checkpoint.
+        cast: Whether values may be converted to the dtype of a live tensor.
+    """
+
+    def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
+        self.stored, self.cast = stored, cast
+        self.filling = Filling(stored)
+        self._shardings = Shardings()
+        self._noted: list[LiveTensor | PlainFill] = []
+        self._disputed: list[list[LiveTensor]] = []
+        self._first: set[int] = set()
+
+    def fill(
+        self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
+    ) -> bool:
+        """Notes that a live tensor is to be filled with a stored one that fits it.
+
+        Returns:
+            False if its memory cannot be written, so that a fresh one has to serve.
+
+        Raises:
+            ShapeMismatch: If it is distributed, and its local part is not what its placements say.
+        """
+        found = self._live(stored, live, label)
+        if found is None:
+            return False
+        self._noted.append(found)
+        return True
+
+    def fill_plain(self, number: int, live: torch.Tensor, label: str) -> bool:
+        """The same for a plain stored tensor and a live one that takes its bytes: a short way.
+
+        Args:
+            number: The number of the stored tensor.
+            live: The tensor of the target, of a type in ``PLAIN``.
+            label: Where it stands in the state.
+
+        Returns:
+            False if they are anything else; then nothing was done.
+        """
+        plain = self.stored.plain(number) if live.is_cpu else None
+        if plain is None:
+            return False
+        dtype, shape, entry, nbytes = plain
+        view = plain_view(live, dtype, shape)
+        if view is None:
+            return False
+        address = view.data_ptr()
+        if not address and nbytes:
+            return False
+        self._noted.append(new_plain_fill((number, label, view, live, address, nbytes, entry)))
+        return True
+
+    def _live(
+        self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
+    ) -> LiveTensor | None:
+        view = writable_view(live)
+        if view is None:
+            return None
+        regions, pieces = None, stored.whole
+        if is_placed(live):
+            regions = regions_of(live, self._shardings, label)
+        if pieces is None or regions is not None:
+            pieces = self.stored.pieces(stored, regions)
+        contiguous = view.is_contiguous()
+        as_bytes = contiguous and takes_bytes(view, stored.dtype)
+        place = (view.data_ptr(), view.device, view.nbytes, contiguous, as_bytes)
+        return new_live_tensor((stored, label, view, live, *place, regions, pieces))
+
+    def settle(self) -> None:
+        """Gives every live tensor its place in a round; call it once all are known."""
+        plain = distinct_fills([each for each in self._noted if type(each) is PlainFill])
+        lives = distinct([each for each in self._noted if type(each) is LiveTensor])
+        if apart(lives, plain):
+            for live in lives:
+                self._fill_live(live)
+            self.filling.plain_all(plain)
+            return
+        self._settle_overlapping(distinct([self._looked_up(each) for each in self._noted]))
+
+    def _looked_up(self, noted: LiveTensor | PlainFill) -> LiveTensor:
+        """All that is to be known of a live tensor."""
+        if isinstance(noted, LiveTensor):
+            return noted
+        found = self._live(self.stored[noted.number], noted.owner, noted.label)
+        assert found is not None, "what takes bytes can be written"
+        return found
+
+    def _settle_overlapping(self, lives: Sequence[LiveTensor]) -> None:
+        self._disputed = disputed_groups(lives)
+        self._first = self._entries_to_compare(lives)
+        for live in lives:
+            if self._first and self._first.intersection(c.entry for c in live.pieces):
+                self.filling.copy_later(live.stored, live.regions, live.tensor)
+            else:
+                self._fill_live(live)
+
+    def _fill_live(self, live: LiveTensor) -> None:
+        plain = self.filling.plain
+        if not (live.takes_bytes and plain(live.stored, live.pieces, live.tensor, live.address)):
+            self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
+
+    def _entries_to_compare(self, lives: Sequence[LiveTensor]) -> set[int]:
+        """The entries of disputed tensors, and all that tensors reach which they touch."""
+        entries = {c.entry for group in self._disputed for live in group for c in live.pieces}
+        grown = bool(entries)
+        while grown:
+            before = len(entries)
+            for live in lives:
+                own = [piece.entry for piece in live.pieces]
+                if not entries.isdisjoint(own):
+                    entries.update(own)
+            grown = len(entries) > before
+        return entries
+
+    @property
+    def first_needs(self) -> list[Need]:
+        """What to read before a live tensor is touched; usually nothing."""
+        if not self._first:
+            return []
+        return [need for need in self.filling.needs if need.entry in self._first]
+
+    @property
+    def needs(self) -> list[Need]:
+        """What to read then."""
+        if not self._first:
+            return self.filling.needs
+        return [need for need in self.filling.needs if need.entry not in self._first]
+
+    @property
+    def destinations(self) -> Mapping[int, Sequence[Destination]]:
+        """For each entry that is needed, who takes its bytes."""
+        return self.filling.destinations
+
+    def check_disputed(self) -> None:
+        """Proves that live tensors which overlap are given the same bytes.
+
+        Raises:
+            SharingConflict: If they are not.
+        """
+        self.filling.resolve_fresh()
+        for group in self._disputed:
+            values = [
+                self.filling.fresh_part(live.stored, live.regions, tuple(live.tensor.shape))
+                for live in group
+            ]
+            check_agreement(group, values)
+
+    def finish(self) -> None:
+        """Completes the tensors once all bytes are there, and tells autograd of the change."""
+        with torch.no_grad():
+            self.filling.finish()
+        owners = [each.owner for each in self._noted]
+        changed = [each for each in owners if isinstance(each, torch.Tensor)]
+        if any(map(torch.Tensor.is_inference, changed)):
+            changed = [each for each in changed if not each.is_inference()]
+        torch.autograd.graph.increment_version(changed)
+
+
+_MAX_ITEM = 16
+_CPU = torch.device("cpu")
+
+
+def disputed_groups(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
+    """The groups of overlapping live tensors that may be given different bytes."""
+    return [group for group in _overlapping(lives) if not _lay_likewise(group)]
+
+
+def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
+    """The same without those that fill the same memory with the same tensor once more."""
+    if len({live.address for live in lives}) == len(lives):
+        return list(lives)
+    found = {
+        (id(live.stored), live.tensor.data_ptr(), live.tensor.stride(), live.tensor.device): live
+        for live in reversed(lives)
+    }
+    return list(reversed(found.values()))
+
+
+def distinct_fills(fills: Sequence[PlainFill]) -> Sequence[PlainFill]:
+    """The same of fills that are plain: these lie alike if they begin alike."""
+    if len({fill.address for fill in fills}) == len(fills):
+        return fills
+    return list({(fill.number, fill.address): fill for fill in fills}.values())
+
+
+def apart(lives: Sequence[LiveTensor], fills: Sequence[PlainFill]) -> bool:
+    """Whether all lie row by row, and apart, in one memory: quickly said, and nearly always so."""
+    if not all(live.contiguous for live in lives):
+        return False
+    devices = {live.device for live in lives}
+    if len(devices) > 1 or (fills and not devices <= {_CPU}):
+        return False
+    places = [(each.address, each.nbytes) for each in lives]
+    places += [(each.address, each.nbytes) for each in fills]
+    begins, sizes = np.array(places, np.uint64).reshape(-1, 2).T
+    order = np.argsort(begins)
+    ends = begins[order] + sizes[order]
+    return bool(np.all(ends[:-1] <= begins[order][1:]))
+
+
+def _overlapping(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
+    """The connected components of overlapping windows, and tensors that overlap themselves."""
+    spans = []
+    for number, live in enumerate(lives):
+        if live.tensor.numel():
+            address = live.tensor.data_ptr()
+            spans.append((str(live.tensor.device), address, number, address + _reach(live.tensor)))
+    found: list[list[LiveTensor]] = []
+    group: list[LiveTensor] = []
+    last_device, end = "", -1
+    for device, address, number, stop in sorted(spans):
+        if device == last_device and address < end:
+            group.append(lives[number])
+            end = max(end, stop)
+        else:
+            group = [lives[number]]
+            found.append(group)
+            last_device, end = device, stop
+    return [each for each in found if len(each) > 1 or memory_overlaps(each[0].tensor)]
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.itemsize
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
+
+
+def _lay_likewise(group: Sequence[LiveTensor]) -> bool:
+    places = {_place(live) for live in group}
+    return len(places) == 1 and None not in places
+
+
+def _place(live: LiveTensor) -> Hashable:
+    """Equal for tensors that get the same bytes at the same addresses by construction.
+
+    That is where the entry's first byte would lie, if the tensor lies in the entry as in memory;
+    or, if it is put together from pieces, these and where it lies. None if neither can be said.
+    """
+    stored, tensor = live.stored, live.tensor
+    if tensor.dtype != stored.dtype or not live.pieces:
+        return None
+    first = live.pieces[0]
+    if lazy_bits(tensor) != (stored.row.lazy if first.shared else ""):
+        return None
+    if len(live.pieces) > 1 or first.target is not None:
+        return (live.pieces, tensor.data_ptr(), tensor.stride())
+    stride = first.stride or contiguous_stride(stored.shape)
+    same = all(
+        n == 1 or ours == theirs
+        for n, ours, theirs in zip(tensor.shape, tensor.stride(), stride, strict=True)
+    )
+    return (first.entry, tensor.data_ptr() - first.start) if same else None
+
+
+def lazy_bits(tensor: torch.Tensor) -> str:
+    """The lazy bits of a tensor: any of ``c`` and ``n``."""
+    return ("c" if tensor.is_conj() else "") + ("n" if tensor.is_neg() else "")
+
+
+def check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]) -> None:
+    """Proves that overlapping tensors are given the same bytes where they overlap.
+
+    Args:
+        group: The live tensors; they are not touched.
+        values: What each of them is to be filled with.
+
+    Raises:
+        SharingConflict: If they are not.
+    """
+    low = min(live.tensor.data_ptr() for live in group)
+    low -= low % _MAX_ITEM
+    high = max(live.tensor.data_ptr() + _reach(live.tensor) for live in group)
+    canvas = torch.zeros(high - low, dtype=torch.uint8, device="cpu")
+    views = [_on_canvas(live, canvas, low) for live in group]
+    converted = [value.to(view.dtype) for value, view in zip(values, views, strict=True)]
+    for view, value in zip(views, converted, strict=True):
+        write(view, value)
+    for live, view, value in zip(group, views, converted, strict=True):
+        if not torch.equal(_row_major_bytes(view), _row_major_bytes(value)):
+            labels = sorted({repr(other.label) for other in group})
+            among = f"between {', '.join(labels)}" if len(labels) > 1 else f"within {labels[0]}"
+            raise SharingConflict(
+                f"The target shares bytes {among}, for which the checkpoint holds different values",
+                key=live.label,
+                hint="Load into tensors that do not share memory, such as clones, or leave one "
+                "out with exclude",
+            )
+
+
+def _on_canvas(live: LiveTensor, canvas: torch.Tensor, low: int) -> torch.Tensor:
+    tensor = live.tensor
+    offset, rest = divmod(tensor.data_ptr() - low, tensor.itemsize)
+    if rest:
+        raise SharingConflict(
+            "The target shares bytes at an address that its dtype is not aligned to", key=live.label
+        )
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    view.set_(canvas.untyped_storage(), offset, tensor.shape, tensor.stride())
+    return with_lazy_bits(view, lazy_bits(tensor))
+
+
+def _row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    resolved = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return resolved.view(-1).view(torch.uint8)

@@ -1,1 +1,0 @@
-"""From a checkpoint into a state: planned, read, verified, put together."""
