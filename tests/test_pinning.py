@@ -11,10 +11,9 @@ import torch
 from ranks import settle
 
 import ckpipe
+from ckpipe.memory import arena as pinning_module
 from ckpipe.memory import cuda
-from ckpipe.memory import pinning as pinning_module
-from ckpipe.memory.arena import Arena
-from ckpipe.memory.pinning import Pinning
+from ckpipe.memory.arena import Arena, Pinning
 
 BLOCK = 64 << 10
 

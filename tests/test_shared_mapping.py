@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpipe.memory.shared_mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
+from ckpipe.memory.mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
 
 PAGE = 4096
 SIZE = 3 * HUGE_PAGE_BYTES

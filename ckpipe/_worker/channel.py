@@ -11,7 +11,7 @@ from collections import deque
 import anyio
 
 from ckpipe._worker.messages import Message, decode, encode
-from ckpipe.memory.private_descriptors import forget, keep_private
+from ckpipe.memory.mapping import forget, keep_private
 
 _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 32

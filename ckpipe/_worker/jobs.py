@@ -16,7 +16,7 @@ from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.format.data_file import BlockPlace, Cargo
 from ckpipe.format.manifest import Structure
-from ckpipe.memory.shared_mapping import map_to_read
+from ckpipe.memory.mapping import map_to_read
 from ckpipe.saves.block_sums import BlockSums
 from ckpipe.saves.delivery import Contents, Delivery, Depot
 from ckpipe.types import CheckpointInfo

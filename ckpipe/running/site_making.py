@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from ckpipe.delivery_run import Here
 from ckpipe.events import EventBus
 from ckpipe.lock.lock import StateLock
-from ckpipe.memory.arena import Arena
+from ckpipe.memory.arena import Arena, Pinning
 from ckpipe.memory.budget import ByteBudget
-from ckpipe.memory.pinning import Pinning
 from ckpipe.running.entering import Entry
 from ckpipe.saves.site import Site, block_size, initial_budget
 from ckpipe.store.retry import logging_policy
