@@ -39,9 +39,9 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Bundle, TensorRow
 from ckpipe.load.load import LoadRequest, read_tensors, restore
 from ckpipe.memory.arena import Arena
-from ckpipe.saves.following import until_complete
-from ckpipe.saves.saving import Save
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
+from ckpipe.save.follow_up import until_complete
+from ckpipe.save.record import Save
 from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
 
 INDEX = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ import anyio.to_thread
 
 from ckpipe.loop_thread import wait_for
 from ckpipe.reports import SaveReport
-from ckpipe.saves.saving import Save
-from ckpipe.saves.staged_state import lent_state
+from ckpipe.save.record import Save
+from ckpipe.save.staged_view import lent_state
 from ckpipe.types import CheckpointInfo, SaveStatus
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ckpipe.format.names import data_file_key
 from ckpipe.load.load import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.saves.copying import fill_blocks, plan_blocks
+from ckpipe.save.program import fill_blocks, plan_blocks
 from ckpipe.state.flatten import Captured, capture
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, LoadResult

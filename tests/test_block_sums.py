@@ -15,7 +15,7 @@ from ckpipe.backend import Upload
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.manifest import EntryRow, Layout
-from ckpipe.saves.block_sums import BlockSums, block_checksum, compute, joined
+from ckpipe.save.block_sums import BlockSums, block_checksum, compute, joined
 from ckpipe.testing import MemoryBackend
 
 

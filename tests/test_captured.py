@@ -16,7 +16,7 @@ from torch import nn
 import ckpipe
 from ckpipe import errors
 from ckpipe.lock.late_copies import MANY_TENSORS
-from ckpipe.saves.block_copiers import BlockCopiers
+from ckpipe.save.stage import BlockCopiers
 
 BLOCK = 1 << 16
 

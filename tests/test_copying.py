@@ -18,7 +18,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.memory import native
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.saves.copying import (
+from ckpipe.save.program import (
     Copy,
     Fill,
     Gather,

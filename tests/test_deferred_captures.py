@@ -21,10 +21,10 @@ from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner
-from ckpipe.saves import block_copiers
-from ckpipe.saves.block_copiers import BlockCopiers, Piece
-from ckpipe.saves.copying import plan_blocks, split_block, tensors_of
-from ckpipe.saves.saving import FilledBlock
+from ckpipe.save import stage
+from ckpipe.save.program import plan_blocks, split_block, tensors_of
+from ckpipe.save.record import FilledBlock
+from ckpipe.save.stage import BlockCopiers, Piece
 from ckpipe.state.flatten import capture
 
 BLOCK = 1 << 16
@@ -272,7 +272,7 @@ async def test_of_blocks_that_are_copied_late_more_and_more_leave_together(
     sizes: list[int] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_copiers, "MOST_BYTES_TOGETHER", most)
+    monkeypatch.setattr(stage, "MOST_BYTES_TOGETHER", most)
     captured, _, late, _ = pieces_of({"w": torch.arange(600_000.0)}, {0})
     turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     out: list[list[int]] = []

@@ -14,8 +14,8 @@ from ckpipe.format.data_file import Cargo
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plan.plan import LocalPlanner
-from ckpipe.saves.copying import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
-from ckpipe.saves.programs import Program, divide
+from ckpipe.save.program import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
+from ckpipe.save.record import Program, divide
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf

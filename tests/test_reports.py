@@ -28,7 +28,7 @@ from ckpipe.reports import (
     save_report_from_data,
     size_text,
 )
-from ckpipe.saves.save_clock import StageClock
+from ckpipe.save.delivery import StageClock
 
 times = st.integers(0, 10**9).map(lambda micros: micros / 1e6)
 spans = st.none() | st.tuples(times, times)

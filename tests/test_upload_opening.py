@@ -12,9 +12,9 @@ from ckpipe.backend import Upload
 from ckpipe.events import EventBus
 from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan
 from ckpipe.format.manifest import Layout
-from ckpipe.saves.block_sums import BlockSums
-from ckpipe.saves.delivery import Contents, Delivery, Depot, StoredFiles
-from ckpipe.stages import upload
+from ckpipe.save import upload
+from ckpipe.save.block_sums import BlockSums
+from ckpipe.save.delivery import Contents, Delivery, Depot, StoredFiles
 from ckpipe.store.retry import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo

@@ -151,7 +151,7 @@ signal.signal(signal.SIGRTMIN, tell)
 NEEDED = {"ckpipe", "ckpipe_local", "anyio", "typing_extensions", "aiofiles", "numpy", "awscrt"}
 NEEDED |= {"_awscrt", "__mp_main__"}  # the latter is the worker's own, to multiprocessing
 NEEDED |= {"sniffio"}  # anyio imports it where it is installed, as trio has it
-TRAINERS_OWN = ("pipeline", "sync", "handles", "settings", "running", "locking", "state", "worker")
+TRAINERS_OWN = ("pipeline", "sync", "handles", "settings", "running", "lock", "state", "worker")
 
 
 def test_a_worker_has_no_module_of_the_trainer(
@@ -166,7 +166,7 @@ def test_a_worker_has_no_module_of_the_trainer(
         settle(pipeline)
         os.kill(worker_of(pipeline), signal.SIGRTMIN)
         modules = set(pipe.read_text().split())
-    assert "ckpipe.stages.upload" in modules
+    assert "ckpipe.save.upload" in modules
     packages = {each.partition(".")[0] for each in modules} - sys.stdlib_module_names
     assert packages <= NEEDED, "the program's, or torch"
     assert not modules & {f"ckpipe.{each}" for each in TRAINERS_OWN}

@@ -12,13 +12,13 @@ from anyio import create_memory_object_stream
 
 from ckpipe._worker.channel import Channel
 from ckpipe._worker.messages import Begin, Block, Ended, Free, Handed, Segment, Settled
-from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.format.data_file import BlockPlace, Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.mapping import map_to_read
-from ckpipe.saves.block_sums import BlockSums
-from ckpipe.saves.delivery import Contents, Delivery, Depot
+from ckpipe.save.block_sums import BlockSums
+from ckpipe.save.delivery import Contents, Delivery, Depot
+from ckpipe.save.upload_pipeline import run_delivery
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -125,7 +125,7 @@ class Job(Delivery[SharedBlock]):
         self._scope.cancel()
 
     def release(self, filled: SharedBlock) -> None:
-        """See :class:`~ckpipe.saves.delivery.Delivery`."""
+        """See :class:`~ckpipe.save.delivery.Delivery`."""
         filled.users -= 1
         if not filled.users:
             del self._blocks[filled.number]
@@ -136,12 +136,12 @@ class Job(Delivery[SharedBlock]):
                 self._channel.post_soon(free, NOTICE_SECONDS)
 
     def contents(self) -> Contents:
-        """See :class:`~ckpipe.saves.delivery.Delivery`."""
+        """See :class:`~ckpipe.save.delivery.Delivery`."""
         assert self._contents is not None
         return self._contents
 
     def settle(self, info: CheckpointInfo) -> None:
-        """See :class:`~ckpipe.saves.delivery.Delivery`."""
+        """See :class:`~ckpipe.save.delivery.Delivery`."""
         self.settled.set()
         assert self.durable_seconds is not None
         logger.info("%s is committed by rank %d", self.name, self.rank)

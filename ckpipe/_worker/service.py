@@ -44,7 +44,7 @@ from ckpipe.format.data_file import Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.retention import from_data
-from ckpipe.saves.delivery import Depot
+from ckpipe.save.delivery import Depot
 from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
 

@@ -34,7 +34,7 @@ from ckpipe.ranks.attempts import Launch
 from ckpipe.ranks.ballots import Ballot
 from ckpipe.ranks.cadence import Cadence
 from ckpipe.ranks.preemption import Preemption
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
 
 logger = logging.getLogger("ckpipe")
 

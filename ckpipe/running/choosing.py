@@ -9,7 +9,7 @@ from ckpipe.catalog.find import discover
 from ckpipe.errors import CheckpointIncomplete, InvalidManifest
 from ckpipe.ranks.agreements import Agreements
 from ckpipe.ranks.awaiting import until_finished
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
 from ckpipe.types import CheckpointInfo
 
 

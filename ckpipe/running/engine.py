@@ -40,20 +40,12 @@ from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.loading import Loading, place_of
 from ckpipe.running.rollbacks import name_at_once, next_name
 from ckpipe.running.site_making import make_site
-from ckpipe.save_run import run_save
-from ckpipe.saves.following import Follower
-from ckpipe.saves.head_start import head_start
-from ckpipe.saves.saving import (
-    FilledBlock,
-    Save,
-    SaveRequest,
-    SkipSave,
-    fail,
-    resolve,
-)
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site, head_start
+from ckpipe.save.follow_up import Follower
+from ckpipe.save.record import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
+from ckpipe.save.run import run_save
+from ckpipe.save.stage import look
 from ckpipe.settings import Settings
-from ckpipe.stages.stage import look
 from ckpipe.types import CheckpointId, LoadResult
 
 logger = logging.getLogger("ckpipe")
@@ -305,7 +297,7 @@ class Engine(Housekeeping):
             await self._active[save].wait()
 
     async def hold_staged(self, save: Save, thread: int | None = None) -> list[FilledBlock]:
-        """Keeps the memory that a save was copied to; see :meth:`~ckpipe.saves.site.Site.lend`."""
+        """Keep the memory that a save was copied to; see :meth:`Site.lend`."""
         return self.site.lend(save, thread)
 
     async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:

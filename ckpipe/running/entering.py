@@ -11,7 +11,7 @@ from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.attempts import Launch, draft_launch, unclaimed_attempt
 from ckpipe.ranks.meeting import Meeting
 from ckpipe.ranks.topology import Topology
-from ckpipe.saves.site import block_size
+from ckpipe.save.context import block_size
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, create_reader, scheme_of
 from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy

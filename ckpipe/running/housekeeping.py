@@ -18,8 +18,8 @@ from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.names import launch_id
 from ckpipe.load.reader import verify
 from ckpipe.retention import Decision
-from ckpipe.saves.following import until_complete
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
+from ckpipe.save.follow_up import until_complete
 from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
 
 _PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"

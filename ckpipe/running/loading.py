@@ -44,7 +44,7 @@ from ckpipe.ranks.attempts import Launch
 from ckpipe.ranks.meeting import agreeing_store
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.choosing import common_choice, first_choice, older_ones
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
 from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 

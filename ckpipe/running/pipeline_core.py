@@ -42,7 +42,7 @@ from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.ledger import Ledger, Statistics
 from ckpipe.running.unseen_failures import has_failed, note_failures, raise_or_warn
-from ckpipe.saves.saving import FilledBlock, Save, SaveRequest
+from ckpipe.save.record import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 

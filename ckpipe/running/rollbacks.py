@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpipe.ranks.agreements import agree
 from ckpipe.ranks.course import Course
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
 from ckpipe.types import CheckpointId
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpipe.delivery_run import Here
 from ckpipe.events import EventBus
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena, Pinning
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.running.entering import Entry
-from ckpipe.saves.site import Site, block_size, initial_budget
+from ckpipe.save.context import Site, block_size, initial_budget
+from ckpipe.save.upload_pipeline import Here
 from ckpipe.store.retry import logging_policy
 from ckpipe.worker.carrier import WorkerCarrier
 from ckpipe.worker.crossing import make_hello

@@ -32,12 +32,12 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
 from ckpipe._worker.messages import Hello, Use
-from ckpipe.delivery_run import run_delivery
 from ckpipe.errors import WorkerDied
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
-from ckpipe.saves.delivery import Depot
-from ckpipe.saves.saving import FilledBlock, Save
+from ckpipe.save.delivery import Depot
+from ckpipe.save.record import FilledBlock, Save
+from ckpipe.save.upload_pipeline import run_delivery
 from ckpipe.settings import Worker
 from ckpipe.worker.worker_link import Errand, Link
 from ckpipe.worker.worker_process import WorkerProcess

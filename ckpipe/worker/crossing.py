@@ -13,7 +13,7 @@ from ckpipe._worker.forms import is_plain, plain
 from ckpipe._worker.messages import Hello
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
-from ckpipe.saves.delivery import Depot
+from ckpipe.save.delivery import Depot
 from ckpipe.store.registry import is_registered_here, scheme_of
 from ckpipe.worker.worker_state import LOOKS
 

@@ -38,8 +38,8 @@ from ckpipe.errors import CkpipeError, WorkerDied
 from ckpipe.format.data_file import Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
-from ckpipe.saves.delivery import Depot
-from ckpipe.saves.saving import FilledBlock, Save
+from ckpipe.save.delivery import Depot
+from ckpipe.save.record import FilledBlock, Save
 from ckpipe.worker.worker_process import WorkerProcess
 from ckpipe.worker.worker_state import LOOKS, HangJudge
 

@@ -6,9 +6,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe import threads
 from ckpipe.plan.plan import fingerprint
-from ckpipe.saves.programs import Program
-from ckpipe.saves.saving import CapturedState, PlannedState, Save
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
+from ckpipe.save.record import CapturedState, PlannedState, Program, Save
 from ckpipe.state.flatten import Captured
 
 

@@ -22,8 +22,8 @@ from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
 from ckpipe.format.data_file import Cargo
 from ckpipe.format.names import data_file_key
-from ckpipe.saves.block_sums import block_checksum
-from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.save.block_sums import block_checksum
+from ckpipe.save.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.store.retry import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpipe.saves.delivery import Filled
+    from ckpipe.save.delivery import Filled
 
 _ON_LOOP_BYTES, _ON_LOOP_PIECES = 1 << 18, 256
 
@@ -177,6 +177,3 @@ def joined(cargo: Cargo, filled: Filled) -> int:
             total = crc32c(view[at:begin], total)
         total, at = combine(total, value, end - begin), end
     return crc32c(view[at:], total) if at < len(view) else total
-
-
-__all__ = ["BlockSums", "block_checksum", "compute", "joined"]

@@ -1,38 +1,46 @@
-"""What the stages of all saves of one pipeline work with."""
+"""The context that all saves of one pipeline share, and the fast path into a save.
+
+In a steady run memory is free, no trainer holds the lock, and the caller waits with nothing to do.
+Then the lock is taken and the caller set to work at once, before there are any stages: each of
+these is a task, and to hand over from one to the next costs the caller more than a tenth of the
+whole call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import anyio
 import torch
 from anyio.from_thread import check_cancelled
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
 from ckpipe.backend import UploadLimits
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
-from ckpipe.errors import PipelineBusy, SaveError, UsageError
+from ckpipe.errors import LockMisuse, PipelineBusy, SaveError, UsageError
 from ckpipe.format.data_file import Cargo
 from ckpipe.interpreter import gc_paused
+from ckpipe.lock.holds import LockHold
 from ckpipe.lock.lock import StateLock
+from ckpipe.loop_thread import Job
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
 from ckpipe.plan.plan import RankPlan
 from ckpipe.ranks.agreements import agree
-from ckpipe.saves.carrying import Carrier
-from ckpipe.saves.copying import plan_blocks
-from ckpipe.saves.delivery import Depot
-from ckpipe.saves.programs import Division, Program
-from ckpipe.saves.saving import FilledBlock, Save, SkipSave
+from ckpipe.save.delivery import Depot
+from ckpipe.save.program import plan_blocks
+from ckpipe.save.record import CapturedState, Division, FilledBlock, Program, Save, SkipSave
 from ckpipe.state.capture_cache import CaptureCache
 from ckpipe.state.flatten import Captured
 from ckpipe.types import CheckpointId, JointPlanner, Planner
@@ -40,6 +48,33 @@ from ckpipe.user_code import user_code
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
+
+
+class Carrier(Protocol):
+    """Runs the second half of saves, for each of which all methods are called once."""
+
+    async def deliver(
+        self,
+        save: Save,
+        depot: Depot,
+        unsummed: MemoryObjectReceiveStream[FilledBlock],
+        filled: MemoryObjectReceiveStream[FilledBlock],
+    ) -> None:
+        """Brings a save to the store; see :func:`ckpipe.save.upload_pipeline.run_delivery`.
+
+        No memory of the save is in use any more when it returns or raises.
+        """
+        ...
+
+    def set_out(self, save: Save) -> None:
+        """Called when it is known what a save stores, before its first block is copied."""
+        ...
+
+    async def hand_over(self, save: Save) -> None:
+        """Called when all of a save is copied; returns when that is in the hands of whoever
+        brings it to the store, so that the trainer may be told."""
+        ...
+
 
 T = TypeVar("T")
 L = TypeVar("L")
@@ -387,3 +422,77 @@ def available_bytes() -> int:
         return UNKNOWN_BYTES
     sizes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)
+
+
+Look = Callable[[Save, Site, LockHold], CapturedState | None]
+"""Takes the state apart in a turn; blocking."""
+
+
+class HeadStart:
+    """The first turn of a save, in which its caller looks at the state.
+
+    Args:
+        save: The save.
+        turn: The turn.
+        job: The caller's work.
+    """
+
+    def __init__(self, save: Save, turn: LockHold, job: Job[CapturedState | None]) -> None:
+        self.turn = turn
+        self._save, self._job, self._began = save, job, time.perf_counter()
+
+    async def over(self) -> None:
+        """Waits until the caller has looked, or is known not to; cannot be cancelled."""
+        await self._job.ended()
+        self._save.clock.worked("walk", self._began, time.perf_counter())
+
+    def found(self, turn: LockHold) -> CapturedState | None:
+        """What the caller has found in a turn; None if it has not looked then.
+
+        Raises:
+            UnsupportedState: If it met something that cannot be saved.
+        """
+        seen = turn is self.turn and self._job.outcome.done()
+        return self._job.outcome.result() if seen else None
+
+    def end(self) -> None:
+        """Lets go of everything; the save is over, or goes on without it."""
+        self.turn.end()
+        self._save.head = None
+
+
+def head_start(save: Save, site: Site, look: Look) -> HeadStart | None:
+    """Begins with a save; to be called on the pipeline's loop.
+
+    Args:
+        save: The save.
+        site: Where it is saved.
+        look: What the caller is to do.
+
+    Returns:
+        None if the save's stages have to begin with it, since it has no caller who blocks and works
+        for it, no plan to go by, not all of its memory, or no lock yet.
+    """
+    caller, program = save.request.caller, site.program
+    if caller is None or not caller.blocks or program is None:
+        return None
+    if not site.reserve_at_once(save, len(program.blocks)):
+        return None
+    with save.clock.timing("lock"):
+        turn = _turn(save, site)
+    if turn is None:
+        return None
+    job = caller.offer(look, save, site, turn)
+    if job is None:  # it was interrupted
+        turn.end()
+        return None
+    save.status = "capturing"
+    return HeadStart(save, turn, job)
+
+
+def _turn(save: Save, site: Site) -> LockHold | None:
+    try:
+        token = site.lock.acquire_capture_nowait(thread=save.request.thread)
+    except LockMisuse:  # which the stage will meet as well, and knows whom to tell
+        return None
+    return None if token is None else LockHold(site.lock, save.request.thread, token)

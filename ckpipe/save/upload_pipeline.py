@@ -6,7 +6,7 @@
              └──▶ upload (lanes)    │
                      │ stored       │
                      ▼              ▼
-                   commit ◀─────────┘──complete──▶ retention
+                   commit ◀─────────┘──complete──▶ retain
 
 It runs beside the first half, or in a process of its own.
 """
@@ -22,8 +22,8 @@ from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.interpreter import short_switch_interval
-from ckpipe.saves.delivery import Delivery, Depot, Filled, StoredFiles
-from ckpipe.stages import commit, retention, serialize, upload
+from ckpipe.save import commit, retain, serialize, upload
+from ckpipe.save.delivery import Delivery, Depot, Filled, StoredFiles
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -65,7 +65,7 @@ async def run_delivery(
             tasks.start_soon(
                 commit.run, save, depot, stored, sums, complete_out, name=f"commit {save.name}"
             )
-            tasks.start_soon(retention.run, save, depot, complete, name=f"retention {save.name}")
+            tasks.start_soon(retain.run, save, depot, complete, name=f"retention {save.name}")
     except BaseException:
         if save.stored and not save.may_count and not save.again:
             await _remove_stored(save, depot)
@@ -98,7 +98,7 @@ class Here:
         unsummed: MemoryObjectReceiveStream[B],
         filled: MemoryObjectReceiveStream[B],
     ) -> None:
-        """See :class:`ckpipe.saves.carrying.Carrier`."""
+        """See :class:`ckpipe.save.context.Carrier`."""
         known = self._known.setdefault(save, anyio.Event())
         async with unsummed, filled:
             await known.wait()

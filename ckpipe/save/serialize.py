@@ -14,8 +14,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.format.checksum import ChunkSums
 from ckpipe.format.data_file import Cargo
-from ckpipe.saves.block_sums import compute
-from ckpipe.saves.delivery import B, Delivery
+from ckpipe.save.block_sums import compute
+from ckpipe.save.delivery import B, Delivery
 
 BATCH_BLOCKS = 16
 """Blocks that are looked at in one turn of a thread, if they are there. Every turn costs both

@@ -17,7 +17,7 @@ from ckpipe.load.entries import entry_table
 from ckpipe.load.fill import Filling, contiguous_stride, with_lazy_bits
 from ckpipe.load.saved_state import state_of_part
 from ckpipe.load.targets import Targets
-from ckpipe.saves.saving import FilledBlock, Save
+from ckpipe.save.record import FilledBlock, Save
 from ckpipe.state.flatten import Captured
 
 _MAX_ITEM = 16
@@ -146,6 +146,3 @@ def lent_state(save: Save, held: Sequence[FilledBlock]) -> Any:
     )
     with torch.no_grad():
         return rebuild.plan(captured.tree, "")()
-
-
-__all__ = ["FileImage", "lent_state"]

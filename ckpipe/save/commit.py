@@ -31,7 +31,7 @@ from ckpipe.format.names import index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agreements import agree
 from ckpipe.reports import size_text
-from ckpipe.saves.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.save.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.store.retry import Tries, telling
 from ckpipe.types import CheckpointInfo
 

@@ -13,7 +13,7 @@ from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
 from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.manifest import Bundle
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
 from ckpipe.threads import all_of
 from ckpipe.types import CheckpointInfo
 

@@ -2,18 +2,18 @@
 
 ::
 
-    lock ──turns──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──▶ second half
+    lock ──holds──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──▶ second half
 
-    second half, here or in a process of its own (ckpipe.delivery_run):
+    second half, here or in a process of its own (ckpipe.save.upload_pipeline):
 
     filled ──┬──▶ serialize ──sums──┐
              └──▶ upload (lanes)    │
                      │ stored       │
-                   commit ◀─────────┘──complete──▶ retention
+                   commit ◀─────────┘──complete──▶ retain
 
 Streams hold nothing, so that a slow stage slows those before it; only those of filled blocks take
-as many as come, since the save's ration of memory bounds those already. A block is free again
-when its checksums are computed and it is uploaded.
+as many as come, since the save's ration of memory bounds those already. A block is free again when
+its checksums are computed and it is uploaded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import math
 from anyio import create_memory_object_stream, create_task_group
 
 from ckpipe.lock.holds import LockHold
-from ckpipe.saves.saving import CapturedState, FilledBlock, PlannedState, Save
-from ckpipe.saves.site import Site
-from ckpipe.stages import lock, plan, stage
+from ckpipe.save import lock, plan, stage
+from ckpipe.save.context import Site
+from ckpipe.save.record import CapturedState, FilledBlock, PlannedState, Save
 
 
 async def run_save(save: Save, site: Site) -> None:

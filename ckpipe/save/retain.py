@@ -10,7 +10,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from ckpipe.catalog.find import write_sidecar
 from ckpipe.events import Pruned
 from ckpipe.format.names import launch_id
-from ckpipe.saves.delivery import B, Delivery, Depot
+from ckpipe.save.delivery import B, Delivery, Depot
 from ckpipe.types import CheckpointInfo
 
 

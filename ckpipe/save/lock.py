@@ -8,8 +8,8 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import PipelineBusy, SaveError, StateChanged, UsageError
 from ckpipe.lock.holds import LockHold
-from ckpipe.saves.saving import Save
-from ckpipe.saves.site import Site
+from ckpipe.save.context import Site
+from ckpipe.save.record import Save
 
 logger = logging.getLogger("ckpipe")
 

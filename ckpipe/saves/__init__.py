@@ -1,1 +1,0 @@
-"""A save as its stages see it."""
