@@ -136,7 +136,7 @@ def test_a_worker_gives_way_to_training(pipeline: ckpipe.SyncPipeline) -> None:
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions are not grouped")
 def test_a_whole_session_gives_way() -> None:
     code = (
-        "from ckpipe._worker.priority import step_back_together as go\n"
+        "from ckpipe._worker.server import step_back_together as go\n"
         "assert go(7)\nprint(open('/proc/self/autogroup').read())"
     )
     done = subprocess.run(

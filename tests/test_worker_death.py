@@ -23,8 +23,8 @@ from test_worker_surroundings import PROCESS, customize
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
-from ckpipe.worker import worker_link
-from ckpipe.worker.worker_process import WorkerProcess
+from ckpipe.worker import connection
+from ckpipe.worker.process import WorkerProcess
 
 OFTEN_LOOKED_AT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 9}} | SETTINGS
 PATIENT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 6000}} | SETTINGS
@@ -130,7 +130,7 @@ def kept_from_ending(process: int) -> Iterator[None]:
 @pytest.fixture
 def soon_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not end is left to the system soon; any process may trace it."""
-    monkeypatch.setattr(worker_link, "REAP_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "REAP_SECONDS", 0.1)
     anybody = "import ctypes\nctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))\n"
     customize(tmp_path, monkeypatch, anybody)
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from ckpipe import errors
 from ckpipe._worker.channel import Channel, close_socket, socket_pair
-from ckpipe._worker.forms import pack_error, unpack_error
-from ckpipe._worker.messages import (
+from ckpipe._worker.protocol import (
     Begin,
     Ended,
     Free,
@@ -31,18 +30,14 @@ from ckpipe._worker.messages import (
     Told,
     decode,
     encode,
+    pack_error,
+    unpack_error,
 )
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
 from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
-from ckpipe.worker.worker_state import (
-    LOOKS,
-    HangJudge,
-    ProcessState,
-    parse_state,
-    process_state,
-)
+from ckpipe.worker.process import LOOKS, HangJudge, ProcessState, parse_state, process_state
 
 ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
 INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))
@@ -102,7 +97,7 @@ def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode(Segment(1, 2))
-    monkeypatch.setattr("ckpipe._worker.messages.VERSION", 2)
+    monkeypatch.setattr("ckpipe._worker.protocol.VERSION", 2)
     with pytest.raises(ValueError, match="different versions"):
         decode(frame[8:])
 
@@ -200,7 +195,7 @@ def test_a_forked_child_has_no_end_of_the_socket() -> None:
 
 def test_a_loop_without_memory_ends_the_process_and_other_faults_do_not() -> None:
     code = (
-        "import asyncio, sys; from ckpipe._worker.service import _end_without_memory as end\n"
+        "import asyncio, sys; from ckpipe._worker.server import _end_without_memory as end\n"
         "def fail(error): raise error\n"
         "async def main():\n"
         "    loop = asyncio.get_running_loop()\n"

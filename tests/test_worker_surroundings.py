@@ -19,7 +19,7 @@ from ranks import settle
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
-from ckpipe.worker.worker_process import first_environment
+from ckpipe.worker.process import first_environment
 
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
@@ -106,7 +106,7 @@ for each in {GROUP}:
 def test_saves_do_without_workers_of_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = "import ckpipe._worker.messages as messages\nmessages.VERSION += 1\n"
+    other = "import ckpipe._worker.protocol as messages\nmessages.VERSION += 1\n"
     code = customize(tmp_path, monkeypatch, other)
     with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
         pipeline.save(state_of(1), step=1).wait(timeout=300)

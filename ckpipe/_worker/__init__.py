@@ -1,6 +1,6 @@
 """The worker process: it brings saves to the store, beside the trainer and, if need be, after it.
 
-``python -m ckpipe._worker`` is started by :mod:`ckpipe.worker.carrier` and is of no use by itself.
+``python -m ckpipe._worker`` is started by :mod:`ckpipe.worker.uploader` and is of no use by itself.
 What it has to do comes over a socket, what is to be stored lies in memory that both processes map.
 """
 

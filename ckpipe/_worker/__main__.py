@@ -13,7 +13,7 @@ import anyio
 
 from ckpipe._worker import IGNORED, TELL_STACKS
 from ckpipe._worker.channel import Channel
-from ckpipe._worker.service import serve
+from ckpipe._worker.server import serve
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

@@ -10,7 +10,7 @@ from collections import deque
 
 import anyio
 
-from ckpipe._worker.messages import Message, decode, encode
+from ckpipe._worker.protocol import Message, decode, encode
 from ckpipe.memory.mapping import forget, keep_private
 
 _READ_BYTES = 1 << 18

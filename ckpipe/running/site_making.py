@@ -12,8 +12,8 @@ from ckpipe.running.entering import Entry
 from ckpipe.save.context import Site, block_size, initial_budget
 from ckpipe.save.upload_pipeline import Here
 from ckpipe.store.retry import logging_policy
-from ckpipe.worker.carrier import WorkerCarrier
 from ckpipe.worker.crossing import make_hello
+from ckpipe.worker.uploader import WorkerCarrier
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

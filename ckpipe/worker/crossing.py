@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpipe._worker import MARK
-from ckpipe._worker.forms import is_plain, plain
-from ckpipe._worker.messages import Hello
+from ckpipe._worker.protocol import Hello, is_plain, plain
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.save.delivery import Depot
 from ckpipe.store.registry import is_registered_here, scheme_of
-from ckpipe.worker.worker_state import LOOKS
+from ckpipe.worker.process import LOOKS
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

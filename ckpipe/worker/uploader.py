@@ -31,7 +31,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
-from ckpipe._worker.messages import Hello, Use
+from ckpipe._worker.protocol import Hello, Use
 from ckpipe.errors import WorkerDied
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
@@ -39,8 +39,8 @@ from ckpipe.save.delivery import Depot
 from ckpipe.save.record import FilledBlock, Save
 from ckpipe.save.upload_pipeline import run_delivery
 from ckpipe.settings import Worker
-from ckpipe.worker.worker_link import Errand, Link
-from ckpipe.worker.worker_process import WorkerProcess
+from ckpipe.worker.connection import Errand, Link
+from ckpipe.worker.process import WorkerProcess
 
 logger = logging.getLogger("ckpipe")
 
@@ -305,6 +305,3 @@ async def _by_thread(save: Save, depot: Depot, voyage: _Voyage) -> None:
         tasks.start_soon(feed)
         with short_switch_interval(depot.switch_interval):
             await run_delivery(save, depot, unsummed, filled)
-
-
-__all__ = ["WorkerCarrier"]

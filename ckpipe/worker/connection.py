@@ -11,7 +11,7 @@ import anyio
 
 from ckpipe import threads
 from ckpipe._worker.channel import Channel
-from ckpipe._worker.messages import (
+from ckpipe._worker.protocol import (
     Begin,
     Block,
     Dropped,
@@ -33,15 +33,14 @@ from ckpipe._worker.messages import (
     Use,
     encode,
 )
-from ckpipe._worker.service import MOST_CARGOES
+from ckpipe._worker.server import MOST_CARGOES
 from ckpipe.errors import CkpipeError, WorkerDied
 from ckpipe.format.data_file import Cargo
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
 from ckpipe.save.delivery import Depot
 from ckpipe.save.record import FilledBlock, Save
-from ckpipe.worker.worker_process import WorkerProcess
-from ckpipe.worker.worker_state import LOOKS, HangJudge
+from ckpipe.worker.process import LOOKS, HangJudge, WorkerProcess
 
 logger = logging.getLogger("ckpipe")
 
@@ -379,6 +378,3 @@ def _cause(failure: Exception | None) -> str:
     if isinstance(failure, WorkerDied):
         return failure.message
     return f"it failed ({type(failure).__name__}: {failure})"
-
-
-__all__ = ["Errand", "Link"]
