@@ -17,7 +17,7 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.appointments import Diary, Pace
+from ckpipe.ranks.schedule import Diary, Pace
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.cadence import Cadence
+from ckpipe.ranks.schedule import Cadence
 
 
 def saved_at(asked: list[int], every: int, begin: int = 0) -> list[int]:

@@ -21,8 +21,8 @@ import ckpipe
 from ckpipe import errors, events
 from ckpipe.format import names as object_names
 from ckpipe.format.names import ATTEMPTS
-from ckpipe.ranks import ballots
-from ckpipe.ranks.ballots import Ballot
+from ckpipe.ranks import agree
+from ckpipe.ranks.agree import Ballot
 from ckpipe.testing import Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 
@@ -189,7 +189,7 @@ async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -
     backend = MemoryBackend()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(object_names, "GROUP_SIZE", 3)
-        patch.setattr(ballots, "GROUP_SIZE", 3)
+        patch.setattr(agree, "GROUP_SIZE", 3)
         seen = []
         for rank in order:
             ballot = Ballot(backend, "s-Z-a", "question", rank, size)

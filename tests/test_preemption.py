@@ -16,7 +16,7 @@ from ranks import open_rank
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.preemption import Preemption, SignalWatch
+from ckpipe.ranks.schedule import Preemption, SignalWatch
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 USR2: dict[str, Any] = {"preemption": {"enabled": True, "signals": ["SIGUSR2"]}}

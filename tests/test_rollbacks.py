@@ -16,9 +16,8 @@ from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks import course as courses
-from ckpipe.ranks.attempts import draft_launch
-from ckpipe.ranks.course import Course
+from ckpipe.ranks import launch as courses
+from ckpipe.ranks.launch import Course, draft_launch
 from ckpipe.ranks.topology import ALONE
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation

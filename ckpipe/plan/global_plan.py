@@ -61,7 +61,7 @@ from ckpipe.plan.assignment import (
 )
 from ckpipe.plan.division import Piece, Share, Unit, rows_of, units, whole_of
 from ckpipe.plan.plan import RankPlan, Replicated, ReplicatedMarks, assemble, fingerprint
-from ckpipe.ranks.meeting import default_store
+from ckpipe.ranks.launch import default_store
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 

@@ -1,1 +1,3 @@
-"""What several ranks agree on, without a collective."""
+"""Let several ranks agree without a collective."""
+
+from __future__ import annotations

@@ -3,8 +3,8 @@
 The rank whose clock says so, or that is told that it will be stopped, creates a small object: the
 call. The others look for it in the background now and then, for one that a clock brings about only
 while their own says that it is near. Then all make an appointment
-(:mod:`ckpipe.ranks.appointments`): they vote with the bounds that they promise
-(:mod:`ckpipe.ranks.ballots`), and whoever has all votes, or has waited for as long as it may,
+(:mod:`ckpipe.ranks.schedule`): they vote with the bounds that they promise
+(:mod:`ckpipe.ranks.agree`), and whoever has all votes, or has waited for as long as it may,
 decides the greatest. A rank that is dead holds nobody up for longer than that.
 """
 
@@ -28,12 +28,9 @@ from ckpipe.errors import (
     ObjectNotFound,
 )
 from ckpipe.format.names import agreement_key
-from ckpipe.ranks.agreements import agree, agreed
-from ckpipe.ranks.appointments import Diary
-from ckpipe.ranks.attempts import Launch
-from ckpipe.ranks.ballots import Ballot
-from ckpipe.ranks.cadence import Cadence
-from ckpipe.ranks.preemption import Preemption
+from ckpipe.ranks.agree import Ballot, agree, agreed
+from ckpipe.ranks.launch import Launch
+from ckpipe.ranks.schedule import Cadence, Diary, Preemption
 from ckpipe.save.context import Site
 
 logger = logging.getLogger("ckpipe")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
 from ckpipe.catalog.find import discover
 from ckpipe.errors import CheckpointIncomplete, InvalidManifest
-from ckpipe.ranks.agreements import Agreements
+from ckpipe.ranks.agree import Agreements
 from ckpipe.ranks.awaiting import until_finished
 from ckpipe.save.context import Site
 from ckpipe.types import CheckpointInfo

@@ -27,11 +27,8 @@ from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.export import exported
 from ckpipe.load.load import LoadRequest
 from ckpipe.lock.lock import StateLock
-from ckpipe.ranks.appointments import Diary
-from ckpipe.ranks.cadence import Cadence
-from ckpipe.ranks.course import Course
-from ckpipe.ranks.meeting import arrange_meeting
-from ckpipe.ranks.preemption import Preemption
+from ckpipe.ranks.launch import Course, arrange_meeting
+from ckpipe.ranks.schedule import Cadence, Diary, Preemption
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.announcing import PATIENCE_SECONDS, Announcer
 from ckpipe.running.entering import enter, store_of

@@ -8,8 +8,7 @@ import anyio
 
 from ckpipe.backend import Backend
 from ckpipe.plan.check import choose_planner
-from ckpipe.ranks.attempts import Launch, draft_launch, unclaimed_attempt
-from ckpipe.ranks.meeting import Meeting
+from ckpipe.ranks.launch import Launch, Meeting, draft_launch, unclaimed_attempt
 from ckpipe.ranks.topology import Topology
 from ckpipe.save.context import block_size
 from ckpipe.settings import Settings

@@ -2,7 +2,7 @@
 
 Theory. With many ranks each verifies only what it reads, so that whether a checkpoint is whole is
 known when all have read. For each candidate they agree on a verdict
-(:mod:`ckpipe.ranks.agreements`). A rank that finds damage decides at once, for all: this one not,
+(:mod:`ckpipe.ranks.agree`). A rank that finds damage decides at once, for all: this one not,
 and that one next. The last rank to accept decides that it is whole. The first decision stands, and
 both cannot be proposed: a rank that found damage does not accept. Objects get their state only
 after the decision. Ranks wait for it for a bounded time, since one may have died.
@@ -39,9 +39,8 @@ from ckpipe.interpreter import gc_paused_at_first
 from ckpipe.load.chunks import Elsewhere
 from ckpipe.load.load import Hold, LoadRequest, ReadyLoad, read_all
 from ckpipe.load.reader import ReadTally
-from ckpipe.ranks.agreements import Agreements, ObjectAgreements, TorchAgreements
-from ckpipe.ranks.attempts import Launch
-from ckpipe.ranks.meeting import agreeing_store
+from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
+from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.choosing import common_choice, first_choice, older_ones
 from ckpipe.save.context import Site

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpipe.ranks.agreements import agree
-from ckpipe.ranks.course import Course
+from ckpipe.ranks.agree import agree
+from ckpipe.ranks.launch import Course
 from ckpipe.save.context import Site
 from ckpipe.types import CheckpointId
 

@@ -29,7 +29,7 @@ from ckpipe.format.manifest import Bundle, BundleKind, Part
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.ranks.agreements import agree
+from ckpipe.ranks.agree import agree
 from ckpipe.reports import size_text
 from ckpipe.save.delivery import B, Delivery, Depot, StoredFiles
 from ckpipe.store.retry import Tries, telling

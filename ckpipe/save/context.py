@@ -37,7 +37,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
 from ckpipe.plan.plan import RankPlan
-from ckpipe.ranks.agreements import agree
+from ckpipe.ranks.agree import agree
 from ckpipe.save.delivery import Depot
 from ckpipe.save.program import plan_blocks
 from ckpipe.save.record import CapturedState, Division, FilledBlock, Program, Save, SkipSave

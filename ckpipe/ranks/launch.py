@@ -1,0 +1,482 @@
+"""The launch that a process belongs to: its name, and the names of its checkpoints.
+
+The name is unique for each start and restart, and claimed before its first write. It is found at
+open by reading alone, and begins with a time that is later than that of every checkpoint there.
+Nothing of a launch lies on the store before its claim: a create-only object of each rank, so that
+an id that was used before is noticed before anything is written, and before an agreement of
+another launch is taken for one of this. Ranks that were given an id agree on the start by one more
+object, which the first of them creates before its claim.
+
+Ranks find the name by a handshake through a ``torch.distributed`` store. A store and the ids in a
+launcher's environment may survive a restart, so nothing in them proves that two processes belong
+to the same launch. A fresh random number does. Rank 0 writes a *call* that no process can have
+seen before. Every other rank answers the call with a random *hello* of its own, under a key that
+holds the call, so that no answer to an older call is taken for one to this. Rank 0 publishes the
+name of the attempt with the list of hellos it found, and a rank takes the name only from a list
+that has its own hello in its own place. A rank that read the call of an earlier launch finds a
+list without its own hello, or none, and waits until there is another call. No collective is used,
+and no process group.
+
+The newest checkpoint is the one with the greatest (attempt, step, count), so that a launch which
+resumes from step 500 makes the step 1000 of the launch before it an old one. The same must hold if
+one launch goes back, by a load, from step 1000 to step 500: what it saves from then on is what a
+restart has to find, and what retention has to keep. So from then on its attempt begins a
+millisecond later, under the same id. That needs no clock and no store, it is the same on all ranks
+that see it, and it is still earlier than whatever launch comes next, since that begins after all
+that it finds.
+
+Whether a save goes back is seen at its step: it lies before one that was saved, and something was
+loaded since. Steps that are saved in another order are not taken for it. A step that is saved
+again counts on. A run of many saves would collect a number for each of its steps, so only the
+greatest are remembered, and what comes among the others counts on from the most that any of these
+had: more than it need be, and never a name that was given before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import torch.distributed as dist
+
+from ckpipe.backend import Backend, PutMode
+from ckpipe.catalog.find import discover
+from ckpipe.errors import (
+    AttemptReused,
+    InvalidManifest,
+    ObjectExists,
+    ObjectNotFound,
+    SettingsError,
+    StoreError,
+    UnsupportedTopology,
+)
+from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
+from ckpipe.ranks.agree import Ballot
+from ckpipe.ranks.topology import Topology
+from ckpipe.types import CheckpointId, attempt_name, attempt_parts
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
+Store = Any
+"""A ``torch.distributed.Store``; torch's type hints lack parts of it."""
+
+_PREFIX = "ckpipe/meeting"
+_SLICE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.02
+_MOST_NAMED = 20
+
+
+def default_store() -> Store | None:
+    """The store of the default process group, with a connection of its own; None without one.
+
+    A request that waits holds its connection, which a process group may need at the same time.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def arrange_meeting(topology: Topology, settings: Settings) -> Meeting | None:
+    """How the ranks agree on an attempt; None if there is nothing to agree on. Blocking.
+
+    Raises:
+        UnsupportedTopology: If there are several ranks and they have no way to.
+    """
+    if topology.world_size == 1 or not _meets_at_open(settings):
+        return None
+    store = default_store()
+    if store is None:
+        raise UnsupportedTopology(
+            f"This program runs on {topology.world_size} ranks, and they have no way to agree on "
+            "a name for this launch",
+            rank=topology.rank,
+            hint="Call torch.distributed.init_process_group before opening the pipeline, or give "
+            "all ranks the same attempt_id, a new one for every launch. To save from one rank "
+            "alone, set solo=True there",
+        )
+    return Meeting(store, topology, settings.url or "", settings.meeting_timeout_seconds)
+
+
+def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Store | None:
+    """Find where ranks that load agree: a Store below a prefix that only this pipeline has.
+
+    Ranks that have not met at open, since they were given a name or need none, meet here. Blocking.
+
+    Returns:
+        The Store; None without ``torch.distributed``.
+
+    Raises:
+        UnsupportedTopology: If ranks did not come in time.
+    """
+    store = default_store()
+    if store is None:
+        return None
+    if not _meets_at_open(settings):
+        seconds, url = settings.meeting_timeout_seconds, f"{settings.url} load"
+        meeting = Meeting(store, topology, url, seconds, "load the newest checkpoint here")
+        if topology.rank:
+            attempt = meeting.join()
+        else:
+            attempt = secrets.token_hex(8)
+            meeting.host(attempt)
+    return _below(f"ckpipe/agreed/{attempt}", store)
+
+
+def _meets_at_open(settings: Settings) -> bool:
+    return settings.attempt_id is None and not settings.read_only
+
+
+def _below(prefix: str, store: Store) -> Store:
+    # Imported only here, where a Store proves that this torch has torch.distributed at all.
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)
+
+
+class Meeting:
+    """One handshake; its methods block, and every rank calls one of them.
+
+    Args:
+        store: What all ranks can reach.
+        topology: This rank and how many there are.
+        url: The root, spelt alike on all ranks, so that meetings for two roots stay apart.
+        timeout_seconds: How long to wait for the others.
+        what: What all ranks do alike, for errors.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        topology: Topology,
+        url: str,
+        timeout_seconds: float,
+        what: str = "open a pipeline here",
+    ) -> None:
+        topic = sha256(url.encode()).hexdigest()[:16]
+        self._store = _below(f"{_PREFIX}/{topic}", store)
+        self._rank, self._world_size = topology.rank, topology.world_size
+        self._seconds, self._what = timeout_seconds, what
+        self._until = time.monotonic() + timeout_seconds
+
+    def host(self, attempt: str) -> None:
+        """Gives all other ranks the name of the attempt; for rank 0.
+
+        Raises:
+            UnsupportedTopology: If ranks did not come in time; names them.
+        """
+        call = secrets.token_hex(8)
+        self._store.set("call", call)
+        others = range(1, self._world_size)
+        keys = [_hello_key(call, rank) for rank in others]
+        if not self._wait_for(keys):
+            missing = [rank for rank, key in zip(others, keys, strict=True) if not self._has(key)]
+            raise self._late(f"Ranks {_shown(missing)} did not {self._what}")
+        hellos = ["", *(self._store.get(key).decode() for key in keys)]
+        self._store.set(_list_key(call), json.dumps({"attempt": attempt, "hellos": hellos}))
+
+    def join(self) -> str:
+        """Gets the name of the attempt from rank 0; for all other ranks.
+
+        Raises:
+            UnsupportedTopology: If rank 0 did not publish one for this rank in time.
+        """
+        refused: set[str] = set()
+        while self._wait_for(["call"]):
+            call = self._store.get("call").decode()
+            if call not in refused:
+                attempt = self._answer(call)
+                if attempt is not None:
+                    return attempt
+                refused.add(call)
+            time.sleep(_PAUSE_SECONDS)
+            if self._left() <= 0:
+                break
+        raise self._late(f"Rank 0 did not {self._what}, or not together with this rank")
+
+    def _answer(self, call: str) -> str | None:
+        hello = secrets.token_hex(8)
+        self._store.set(_hello_key(call, self._rank), hello)
+        while not self._wait_for([_list_key(call)], _SLICE_SECONDS):
+            over = self._store.get("call").decode() != call
+            # Rank 0 may have opened one pipeline and called for the next since; the list of the
+            # first is there before it does.
+            if (over and not self._has(_list_key(call))) or self._left() <= 0:
+                return None
+        published = json.loads(self._store.get(_list_key(call)))
+        hellos = published["hellos"]
+        mine = self._rank < len(hellos) and hellos[self._rank] == hello
+        return str(published["attempt"]) if mine else None
+
+    def _wait_for(self, keys: Iterable[str], seconds: float | None = None) -> bool:
+        """Waits until all keys are there; False if they are not in time."""
+        limit = max(0.001, self._left() if seconds is None else min(seconds, self._left()))
+        wanted, began = list(keys), time.monotonic()
+        if not wanted:
+            return True
+        try:
+            self._store.wait(wanted, timedelta(seconds=limit))
+        except RuntimeError as error:
+            # Stores have no error of their own for a time that is over.
+            if time.monotonic() - began < 0.9 * limit - 0.01:
+                raise UnsupportedTopology(
+                    f"The ranks cannot agree on an attempt: {error}", rank=self._rank
+                ) from error
+            return all(self._has(key) for key in wanted)
+        return True
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _left(self) -> float:
+        return self._until - time.monotonic()
+
+    def _late(self, message: str) -> UnsupportedTopology:
+        return UnsupportedTopology(
+            f"{message} within {self._seconds:g} s",
+            rank=self._rank,
+            hint="Open the pipeline on every rank, with the same url, or on one with solo=True",
+        )
+
+
+def _hello_key(call: str, rank: int) -> str:
+    return f"{call}/hello/{rank}"
+
+
+def _list_key(call: str) -> str:
+    return f"{call}/list"
+
+
+def _shown(ranks: list[int]) -> str:
+    more = len(ranks) - _MOST_NAMED
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    return f"{named} and {more} more" if more > 0 else named
+
+
+_FORMAT = "%Y%m%dT%H%M%S%f"
+_MAX_BYTES = 4096
+_REMOVE_SECONDS = 5.0
+
+
+class Launch:
+    """The name of a launch, and the claim of one of its ranks.
+
+    Args:
+        backend: The store.
+        attempt: The name; its start may change with the claim.
+        topology: This rank, and how many there are.
+        shares_start: Whether the ranks agree on the start by an object.
+    """
+
+    def __init__(
+        self, backend: Backend, attempt: str, topology: Topology, *, shares_start: bool = False
+    ) -> None:
+        self.attempt = attempt
+        self.id = launch_id(attempt)
+        self.claimed = anyio.Event()
+        self._backend, self._topology, self._shares_start = backend, topology, shares_start
+        # One token for all tries, so that a claim whose answer was lost is known again.
+        self._claim = json.dumps({"token": secrets.token_hex(16)}).encode()
+        self._claiming = anyio.Lock()
+
+    async def claim(self) -> str:
+        """Claim the id for this rank, unless that is done; to be awaited before the first write.
+
+        Returns:
+            The name of the attempt, the same on all ranks from now on.
+
+        Raises:
+            AttemptReused: If this rank of an earlier launch has claimed the id.
+            StoreError: If the store failed, or is not fit; may be called again.
+        """
+        async with self._claiming:
+            if not self.claimed.is_set():
+                if self._shares_start:
+                    self.attempt = await _agree_on_start(self._backend, self.attempt)
+                await self._put_claim()
+                self.claimed.set()
+        return self.attempt
+
+    async def withdraw(self) -> None:
+        """Remove what the launch has written if none of its ranks has saved, as the last of them.
+
+        Each rank that closes without a save says so; the last removes everything, the claims at the
+        end, since an id is free without them. What a store refuses to delete stays.
+        """
+        if not self.claimed.is_set():
+            return
+        rank, world_size = self._topology.rank, self._topology.world_size
+        with anyio.move_on_after(_REMOVE_SECONDS, shield=True), contextlib.suppress(StoreError):
+            ballot = Ballot(self._backend, self.attempt, "unsaved", rank, world_size)
+            if await ballot.cast(0) is not None:
+                below = f"{ATTEMPTS}{self.id}/"
+                keys = [each.key async for each in self._backend.list(below)]
+                claims = [key for key in keys if key.startswith(f"{below}claim-")]
+                await self._backend.delete([key for key in keys if key not in set(claims)])
+                await self._backend.delete(claims)
+
+    async def _put_claim(self) -> None:
+        key = claim_key(self.id, self._topology.rank)
+        try:
+            await self._backend.put(key, self._claim, PutMode.CREATE)
+        except ObjectExists:
+            # It may be ours, if an answer was lost.
+            if await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
+                raise AttemptReused(
+                    f"The attempt id {self.id!r} was used here before",
+                    rank=self._topology.rank,
+                    hint="Give every launch and restart an id of its own, or none to have one "
+                    "made up",
+                ) from None
+
+
+async def draft_launch(
+    backend: Backend, attempt_id: str | None, topology: Topology, meeting: Meeting | None = None
+) -> Launch:
+    """Find the name of a launch by reading alone.
+
+    Its start is later than that of every attempt on the root, even if this machine's clock is
+    behind.
+
+    Args:
+        backend: The store.
+        attempt_id: The user's own id; None for a random one.
+        topology: This rank, and how many there are.
+        meeting: How several ranks that were given no id agree on one; rank 0 makes it up.
+
+    Raises:
+        SettingsError: If the id has characters that names cannot have.
+        UnsupportedTopology: If ranks did not come to the meeting in time.
+        StoreError: If the store failed.
+    """
+    if attempt_id is None and meeting is not None and topology.rank:
+        name = await anyio.to_thread.run_sync(meeting.join, abandon_on_cancel=True)
+        return Launch(backend, name, topology)
+    chosen = attempt_id or secrets.token_hex(4)
+    try:
+        attempt_name(datetime.now(UTC), chosen)
+    except ValueError as error:
+        raise SettingsError(f"attempt_id is no name: {error}") from error
+    name = attempt_name(await _after_all_others(backend), chosen)
+    if attempt_id is None and meeting is not None:
+        await anyio.to_thread.run_sync(meeting.host, name, abandon_on_cancel=True)
+    shares_start = attempt_id is not None and topology.world_size > 1
+    return Launch(backend, name, topology, shares_start=shares_start)
+
+
+def unclaimed_attempt() -> str:
+    """Name an attempt that never writes, and so is nowhere on the store."""
+    return attempt_name(datetime.now(UTC), secrets.token_hex(4))
+
+
+async def _start(backend: Backend, attempt_id: str) -> datetime | None:
+    key = attempt_start_key(attempt_id)
+    try:
+        data = await backend.get(key, max_bytes=_MAX_BYTES)
+    except ObjectNotFound:
+        return None
+    try:
+        return datetime.strptime(json.loads(data)["started"], _FORMAT).replace(tzinfo=UTC)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidManifest("The start of the attempt cannot be read", key=key) from error
+
+
+async def _agree_on_start(backend: Backend, attempt: str) -> str:
+    """Take the start that the first rank has written; the name with it."""
+    started, chosen = attempt_parts(attempt)
+    found = await _start(backend, chosen)
+    if found is None:
+        key = attempt_start_key(chosen)
+        body = json.dumps({"started": started.strftime(_FORMAT)}).encode()
+        with contextlib.suppress(ObjectExists):
+            await backend.put(key, body, PutMode.CREATE)
+            return attempt
+        found = await _start(backend, chosen)
+        if found is None:
+            raise InvalidManifest("The start of the attempt was deleted", key=key)
+    return attempt_name(found, chosen)
+
+
+async def _after_all_others(backend: Backend) -> datetime:
+    now = datetime.now(UTC)
+    for attempt in sorted({info.attempt for info in await discover(backend)}, reverse=True):
+        # What spells no date is not ckpipe's, and neither is what nothing can come after.
+        with contextlib.suppress(ValueError, OverflowError):
+            return max(now, attempt_parts(attempt)[0] + timedelta(milliseconds=1))
+    return now
+
+
+_REMEMBERED = 1024
+"""So many steps, at least, of which a course knows exactly how often they were saved."""
+
+
+class Course:
+    """Gives the checkpoints of a launch their names.
+
+    Args:
+        attempt: The name of the launch.
+    """
+
+    def __init__(self, attempt: str) -> None:
+        self._attempt = attempt
+        self._counts: dict[int, int] = {}
+        self._furthest = -1
+        self._forgotten, self._most_forgotten = -1, 0
+        self.rollbacks = 0
+        """How often the run has gone back."""
+        self.has_loaded = False
+        """Whether something was loaded since the last save began."""
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a save has begun."""
+        return self.rollbacks > 0 or self._furthest >= 0
+
+    def lies_back(self, step: int) -> bool:
+        """Whether a step lies before one that was saved since the run began or last went back."""
+        return step < self._furthest
+
+    def go_back(self) -> None:
+        """Makes what is saved from now on newer than all that was saved before."""
+        started, launch = attempt_parts(self._attempt)
+        self._attempt = attempt_name(started + timedelta(milliseconds=1), launch)
+        self._counts.clear()
+        self._furthest = -1
+        self._forgotten, self._most_forgotten = -1, 0
+        self.rollbacks += 1
+
+    def count(self, step: int) -> int:
+        """How often a step was saved since the run began or last went back.
+
+        Of one that may be forgotten, the most that it can be.
+        """
+        unknown = self._most_forgotten if step <= self._forgotten else 0
+        return self._counts.get(step, unknown)
+
+    def draft(self, step: int) -> CheckpointId:
+        """The name that the next save of a step would get."""
+        return CheckpointId(self._attempt, step, self.count(step))
+
+    def name(self, step: int) -> CheckpointId:
+        """The name of a save that begins now."""
+        id = self.draft(step)
+        self._counts[step] = id.count + 1
+        if len(self._counts) > 2 * _REMEMBERED:
+            self._forget()
+        self._furthest = max(self._furthest, step)
+        self.has_loaded = False
+        return id
+
+    def _forget(self) -> None:
+        for step in sorted(self._counts)[:-_REMEMBERED]:
+            self._forgotten = max(self._forgotten, step)
+            self._most_forgotten = max(self._most_forgotten, self._counts.pop(step))
