@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpipe.retention import KeepIf as KeepIf
     from ckpipe.retention import KeepLast as KeepLast
     from ckpipe.retention import KeepWithin as KeepWithin
-    from ckpipe.running.ledger import Statistics as Statistics
+    from ckpipe.running.statistics import Statistics as Statistics
     from ckpipe.settings import Settings as Settings
     from ckpipe.state.kinds import register_type as register_type
     from ckpipe.state_helpers import Progress as Progress
@@ -59,7 +59,7 @@ _HOMES = {
     "GlobalPlanner": "plan.global_plan",
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
-    "Statistics": "running.ledger",
+    "Statistics": "running.statistics",
     "StateLock": "lock.lock",
     "Pipeline": "pipeline",
     "LocalPlanner": "plan.plan",

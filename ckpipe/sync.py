@@ -15,11 +15,9 @@ from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.load.select import PerRankPolicy
 from ckpipe.loop_thread import Caller
-from ckpipe.pipeline import Pipeline
+from ckpipe.pipeline import Pipeline, PipelineBase
 from ckpipe.retention import Decision
-from ckpipe.running.call_arguments import Which, plain_step, which
-from ckpipe.running.pipeline_base import PipelineBase
-from ckpipe.running.unseen_failures import note_failures, raise_or_warn
+from ckpipe.running.calls import Which, note_failures, plain_step, raise_or_warn, which
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 

@@ -20,7 +20,7 @@ from ckpipe.catalog.find import NO_INDEX
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import ATTEMPTS, DIGESTS, launch_id
 from ckpipe.ranks.agree import agree, agreed
-from ckpipe.running.choosing import common_choice
+from ckpipe.running.choose import common_choice
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 

@@ -1,4 +1,4 @@
-"""What a pipeline does on its own event loop: saves under way and loads."""
+"""The work of a pipeline on its own event loop: saves under way and loads."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.export import exported
 from ckpipe.load.load import LoadRequest
 from ckpipe.lock.lock import StateLock
+from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import Course, arrange_meeting
 from ckpipe.ranks.schedule import Cadence, Diary, Preemption
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.announcing import PATIENCE_SECONDS, Announcer
-from ckpipe.running.entering import enter, store_of
+from ckpipe.running.choose import Loading, place_of
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
-from ckpipe.running.loading import Loading, place_of
-from ckpipe.running.rollbacks import name_at_once, next_name
-from ckpipe.running.site_making import make_site
+from ckpipe.running.opening import enter, make_site, store_of
 from ckpipe.save.context import Site, head_start
 from ckpipe.save.follow_up import Follower
 from ckpipe.save.record import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
@@ -468,3 +467,44 @@ class Engine(Housekeeping):
             return 0, 0, 0
         budget = self._site.budget
         return budget.used, budget.capacity, budget.waiting
+
+
+def name_at_once(site: Site, course: Course, step: int) -> CheckpointId | None:
+    """Names a save like :func:`next_name`; None if other ranks have to be asked.
+
+    Args:
+        site: Where it is saved.
+        course: What was saved before; changed, unless there is no name.
+        step: The step.
+    """
+    if course.lies_back(step):
+        if site.world_size > 1:
+            return None
+        if course.has_loaded:
+            course.go_back()
+    return course.name(step)
+
+
+async def next_name(site: Site, course: Course, step: int) -> CheckpointId:
+    """Names a save that begins now, newer than all others if the run went back for it.
+
+    Costs nothing, but for a save of several ranks whose step lies before an earlier one's: then the
+    first that comes to it decides whether the run went back, since perhaps only some have loaded.
+
+    Args:
+        site: Where it is saved.
+        course: What was saved before; changed.
+        step: The step.
+
+    Raises:
+        StoreError: If ranks have to agree and the store failed.
+    """
+    name = name_at_once(site, course, step)
+    if name is not None:
+        return name
+    before, went_back = course.rollbacks, course.has_loaded
+    question = f"back-{before}-{step}-{course.count(step)}"
+    went_back = bool(await agree(site.patient, site.attempt, question, went_back))
+    if went_back and course.rollbacks == before:
+        course.go_back()
+    return course.name(step)

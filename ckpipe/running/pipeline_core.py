@@ -32,16 +32,18 @@ from ckpipe.loop_thread import Caller, LoopThread, call_at_exit, this_loop
 from ckpipe.ranks.schedule import Preemption, SignalWatch
 from ckpipe.ranks.topology import ALONE, find_topology
 from ckpipe.running.announcing import END
-from ckpipe.running.call_arguments import (
+from ckpipe.running.calls import (
     check_load,
     check_until,
+    has_failed,
+    note_failures,
     plain_metadata,
     plain_metrics,
+    raise_or_warn,
 )
 from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
-from ckpipe.running.ledger import Ledger, Statistics
-from ckpipe.running.unseen_failures import has_failed, note_failures, raise_or_warn
+from ckpipe.running.statistics import Ledger, Statistics
 from ckpipe.save.record import FilledBlock, Save, SaveRequest
 from ckpipe.settings import Settings
 from ckpipe.worker.crossing import refuse_to_train_as_worker

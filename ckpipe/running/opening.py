@@ -1,21 +1,31 @@
-"""Entering a store: its backend, the name of this launch there, and the planner."""
+"""Open a store: its backend, the name of this launch there, its planner, and the saves' context."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import anyio
 
 from ckpipe.backend import Backend
+from ckpipe.events import EventBus
+from ckpipe.lock.lock import StateLock
+from ckpipe.memory.arena import Arena, Pinning
+from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.launch import Launch, Meeting, draft_launch, unclaimed_attempt
 from ckpipe.ranks.topology import Topology
-from ckpipe.save.context import block_size
+from ckpipe.save.context import Site, block_size, initial_budget
+from ckpipe.save.upload_pipeline import Here
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, create_reader, scheme_of
 from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy
 from ckpipe.types import Planner
-from ckpipe.worker.crossing import Surroundings, surroundings, uses_process
+from ckpipe.worker.crossing import Surroundings, make_hello, surroundings, uses_process
+from ckpipe.worker.uploader import WorkerCarrier
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +100,48 @@ def _max_file_bytes(settings: Settings, backend: Backend) -> int | None:
     return None if most is None else most * block_size(settings, backend.limits)
 
 
-__all__ = ["Entry", "enter", "store_of"]
+_PRUNE_DELAY_SECONDS = 0.1
+"""So long after a commit, so that both do not hit the same training step."""
+
+
+def make_site(
+    settings: Settings, entry: Entry, lock: StateLock, events: EventBus
+) -> tuple[Site, WorkerCarrier | None]:
+    """The site of a pipeline, and what starts its worker processes if it has any.
+
+    Args:
+        settings: The settings.
+        entry: The store that it has entered.
+        lock: Keeps trainers and copies apart.
+        events: Where events go.
+    """
+    around = entry.around
+    block = block_size(settings, entry.backend.limits)
+    site = Site(
+        backend=entry.backend,
+        patient=entry.patient,
+        settings=settings,
+        lock=lock,
+        events=events,
+        arena=Arena(block, Pinning(settings.staging.pinned), shared=around is not None),
+        budget=ByteBudget(initial_budget(settings, block)),
+        planner=entry.planner,
+        rank=entry.topology.rank,
+        world_size=entry.topology.world_size,
+        attempt=entry.launch.attempt,
+        carrier=Here(),
+        rule=settings.retention.rule,
+        block_bytes=block,
+        lanes=settings.upload.lanes,
+        retry=logging_policy(settings.upload),
+        sweep_after=settings.retention.sweep_after,
+        keep_reports=settings.keep_reports,
+        switch_interval=settings.switch_interval_seconds,
+        prune_delay=_PRUNE_DELAY_SECONDS,
+    )
+    if around is None:
+        return site, None
+    worker = WorkerCarrier(settings.worker, lambda: make_hello(settings, site, around), site)
+    site.carrier = worker
+    site.arena.on_drop = worker.drop
+    return site, worker

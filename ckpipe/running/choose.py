@@ -1,11 +1,15 @@
-"""A load from the choice of a checkpoint to its end, and falling back from one that is damaged.
+"""Choose a checkpoint to load, the same on all ranks, and fall back from one that is damaged.
 
 Theory. With many ranks each verifies only what it reads, so that whether a checkpoint is whole is
-known when all have read. For each candidate they agree on a verdict
-(:mod:`ckpipe.ranks.agree`). A rank that finds damage decides at once, for all: this one not,
-and that one next. The last rank to accept decides that it is whole. The first decision stands, and
-both cannot be proposed: a rank that found damage does not accept. Objects get their state only
-after the decision. Ranks wait for it for a bounded time, since one may have died.
+known when all have read. For each candidate they agree on a verdict (:mod:`ckpipe.ranks.agree`). A
+rank that finds damage decides at once, for all: this one not, and that one next. The last rank to
+accept decides that it is whole. The first decision stands, and both cannot be proposed: a rank
+that found damage does not accept. Objects get their state only after the decision. Ranks wait for
+it for a bounded time, since one may have died.
+
+A worker of a trainer that is gone may still be finishing a checkpoint, and holds a lease on it.
+That is waited for: a restart that loads the newest would else take the one before, and train again
+what is just being stored.
 """
 
 from __future__ import annotations
@@ -14,21 +18,23 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import anyio
 
-from ckpipe.backend import without_secrets
-from ckpipe.catalog.find import read_index
-from ckpipe.catalog.leases import Sure
+from ckpipe.backend import Backend, without_secrets
+from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
+from ckpipe.catalog.find import NO_INDEX, discover, read_index
+from ckpipe.catalog.leases import Sure, leased
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
     CheckpointIncomplete,
     CorruptCheckpoint,
     InvalidManifest,
     PipelineClosed,
+    StoreError,
     StoreUnavailable,
     UnsupportedTopology,
 )
@@ -42,7 +48,6 @@ from ckpipe.load.reader import ReadTally
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.topology import Topology
-from ckpipe.running.choosing import common_choice, first_choice, older_ones
 from ckpipe.save.context import Site
 from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
@@ -410,4 +415,138 @@ def _none_is_whole(
     return first
 
 
-__all__ = ["Loading", "place_of"]
+async def first_choice(
+    site: Site, which: int | str | None, *, again: bool = False
+) -> CheckpointInfo | None:
+    """Find the checkpoint to load; None if none was named and there is none.
+
+    Args:
+        site: Where to look.
+        which: The step or id that was named; None for the newest.
+        again: Whether the first choice was one that is being deleted.
+
+    Raises:
+        CheckpointNotFound: If the one named is absent or incomplete.
+        StoreError: If the store failed.
+    """
+    if site.world_size == 1 and which is None and not again:
+        await until_finished(site.patient, None, site.settings.worker.resume_wait_seconds)
+        return await newest_likely(site.patient)
+    return await _found(site, which)
+
+
+async def common_choice(
+    site: Site, which: int | str | None, agreements: Agreements, question: str
+) -> CheckpointInfo | None:
+    """Find the checkpoint to load, the same on all ranks; None if there is none.
+
+    The first rank that looks decides for all, so that a checkpoint that becomes complete between
+    the looks of two ranks does not part them.
+
+    Args:
+        site: Where to look.
+        which: The step or id that was named; None for the newest.
+        agreements: Where the ranks agree.
+        question: The name of what they agree on.
+
+    Raises:
+        CheckpointNotFound: If the one named is absent or incomplete, or the one that the ranks
+            agreed on is gone.
+        AttemptReused: If ranks agree by objects, and ``attempt_id`` was used before.
+        UnsupportedTopology: If the ranks cannot agree.
+        StoreError: If the store failed.
+    """
+
+    async def is_decided() -> bool:
+        return await agreements.decided(question) is not None
+
+    decided = await agreements.decided(question)
+    if decided is None:
+        found = await _found(site, which, is_decided)
+        proposal = None if found is None else found.id
+        decided = (await agreements.decide(question, proposal),)
+    (name,) = decided
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
+    try:
+        return await find_repaired(site.patient, name)
+    except CheckpointIncomplete as error:
+        error.hint = "Another process has deleted it since; load again on all ranks"
+        raise
+
+
+async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
+    """The complete checkpoints that are older than one, the newest first.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    return [each for each in await discover(site.patient) if each.complete and each.key < info.key]
+
+
+async def _found(
+    site: Site,
+    which: int | str | None,
+    decided: Callable[[], Awaitable[bool]] | None = None,
+) -> CheckpointInfo | None:
+    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds, decided)
+    if which is None:
+        return await newest_repaired(site.patient)
+    return await find_repaired(site.patient, which)
+
+
+_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
+
+
+async def until_finished(
+    backend: Backend,
+    which: int | str | None,
+    seconds: float,
+    decided: Callable[[], Awaitable[bool]] | None = None,
+) -> None:
+    """Waits until nobody is finishing a checkpoint that a load might take.
+
+    Costs one list if nobody holds a lease on anything. Where leases cannot be told from old ones,
+    because the store is full, failing or may not be written to, nothing is waited for: a load goes
+    before what it might miss.
+
+    Args:
+        backend: The store.
+        which: The step or id to be loaded; None for the newest.
+        seconds: How long to wait at most.
+        decided: Tells whether another rank has decided meanwhile what all load.
+    """
+    until, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
+    told = False
+    while names := await _unfinished(backend, which):
+        if decided is not None and await decided():
+            return
+        left = until - time.monotonic()
+        if left <= 0:
+            logger.warning("Not waited for longer: %s", ", ".join(names))
+            return
+        if not told:
+            logger.info("Workers of an earlier launch still finish %s", ", ".join(names))
+            told = True
+        await anyio.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+
+
+async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
+    try:
+        held = {CheckpointId.parse(subject) for subject in await leased(backend)} - {None}
+        known = await discover(backend) if held else []
+    except StoreError as error:
+        logger.warning("Whether somebody finishes a newer checkpoint is not known: %s", error)
+        return []
+    settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
+    newest = max((info.key for info in known if info.complete), default=None)
+    # Of what is only staged, nothing may be on the store yet but the lease.
+    open_ones = [id for id in held if id is not None and id not in settled]
+    if which is None:
+        return [str(id) for id in open_ones if newest is None or id > newest]
+    if any(info.complete for info in known if which in (info.id, info.step)):
+        return []
+    return [str(id) for id in open_ones if which in (str(id), id.step)]

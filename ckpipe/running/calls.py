@@ -1,15 +1,21 @@
-"""What a user's call may be given: checked on the caller's thread, before anything happens."""
+"""Check the arguments of a user's call, and report failures that no call waited for.
+
+Arguments are checked on the caller's thread, before anything happens.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import operator
 import os
+import warnings
 from collections.abc import Mapping
-from typing import Any, SupportsIndex
+from concurrent.futures import Future
+from typing import Any, Literal, SupportsIndex
 
-from ckpipe.errors import UsageError
+from ckpipe.errors import PipelineClosed, UsageError, first_error
 from ckpipe.format.keys import encode_float
 from ckpipe.types import CheckpointInfo
 
@@ -156,3 +162,48 @@ def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"two of them are called {name!r:.100}")
         found[name] = value
     return found
+
+
+logger = logging.getLogger("ckpipe")
+
+
+def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
+    """Brings failures of the background before the user."""
+    if on_error == "warn":
+        for each in failures:
+            text = "\n".join([f"A checkpoint failed: {each}", *getattr(each, "__notes__", ())])
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return
+    if failures:
+        error = failures[0]
+        for other in failures[1:]:
+            error.add_note(f"Besides: {other!r}")
+        raise error
+
+
+def note_failures(failures: list[Exception], error: BaseException) -> None:
+    """Note on the exception that ends the program which saves failed or were given up.
+
+    They are logged as well, since they are not raised themselves.
+    """
+    for each in failures:
+        if each is not error:
+            logger.error("A checkpoint failed: %s", each)
+            error.add_note(f"Besides, a checkpoint failed: {each}")
+
+
+def has_failed(served: Future[None]) -> PipelineClosed:
+    """What whoever goes on using a pipeline is told once something has ended its event loop.
+
+    Args:
+        served: What the loop was there for.
+    """
+    error = served.exception() if served.done() and not served.cancelled() else None
+    first = first_error(error) if isinstance(error, Exception) else error
+    why = "" if first is None else f": {first!r}"
+    closed = PipelineClosed(
+        f"The pipeline has failed{why}",
+        hint="Leave its (async) with block, which raises all that went wrong, and open another one",
+    )
+    closed.__cause__ = error
+    return closed

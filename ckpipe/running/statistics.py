@@ -163,6 +163,3 @@ class Ledger:
         if sums.bytes:
             counts.append(size_text(sums.bytes))
         return ", ".join(counts)
-
-
-__all__ = ["Ledger", "Statistics"]
