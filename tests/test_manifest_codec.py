@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pickle
 import random
@@ -22,7 +21,7 @@ from ckpipe.errors import (
     TruncatedObject,
     UnsupportedState,
 )
-from ckpipe.format.checksummed_json import PLAIN_BYTES, Pressed, opened, pressed, seal, unseal
+from ckpipe.format.checksummed_json import opened, seal, unseal
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import Bundle, Structure, TensorRow
 from ckpipe.format.merge import merge
@@ -171,36 +170,6 @@ def test_sixty_four_bytes_for_each_shard() -> None:
 def test_sealed_json_is_ordinary_json() -> None:
     assert json.loads(seal({"a": "ü"}))["a"] == "ü"
     assert unseal(seal({"a": [1.5, None]}), LIMIT) == {"a": [1.5, None]}
-
-
-@functools.cache
-def text_of(size: int, seed: int) -> str:
-    """A JSON text that repeats what other such texts hold, too."""
-    return json.dumps("".join(random.Random(seed % 3).choices("abc0123", k=size)))
-
-
-SIZES = st.sampled_from((0, 1, 900, PLAIN_BYTES - 3, PLAIN_BYTES - 2, PLAIN_BYTES - 1, 150_000))
-
-
-@given(st.lists(st.tuples(SIZES, st.integers(0, 5)), max_size=6), SIZES)
-def test_elements_that_are_compressed_already_make_one_zlib_stream(
-    elements: list[tuple[int, int]], size: int
-) -> None:
-    texts = [text_of(*each) for each in elements]
-    before, after = text_of(size, 1), text_of(900, 2)
-    data = seal({"before": before, "some": map(pressed, texts), "after": after})
-    document = {"before": before, "some": [json.loads(each) for each in texts], "after": after}
-    assert unseal(data, LIMIT) == document
-    assert opened(data, LIMIT) == opened(seal(document), LIMIT)
-    if data[:1] != b"{":
-        assert json.loads(zlib.decompress(data[:-4]))["some"] == document["some"]
-
-
-def test_only_a_long_element_is_compressed_by_itself() -> None:
-    assert isinstance(pressed(text_of(PLAIN_BYTES - 2, 0)), str)
-    long = pressed(text_of(PLAIN_BYTES - 1, 0))
-    assert isinstance(long, Pressed)
-    assert len(long.data) < long.size == PLAIN_BYTES + 1
 
 
 def test_wrong_checksum_is_told_from_a_wrong_manifest() -> None:

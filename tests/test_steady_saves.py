@@ -9,55 +9,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from bundles import manifest_of
-from hypothesis import given
-from hypothesis import strategies as st
 from sampling import EVERY, SEED
 
 import ckpipe
-from ckpipe.format import checksummed_json
-from ckpipe.format.checksummed_json import PLAIN_BYTES
-from ckpipe.format.codec import SteadyTexts, decode_bundle, encode_bundle
-from ckpipe.format.manifest import Bundle
-from ckpipe.format.merge import merge
+from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.types import CheckpointId
 
 SAVES = 60 if EVERY else 14
-
-
-def _bundles() -> list[Bundle]:
-    """Manifests and indexes: of one structure, of equal ones, and of ones that only look equal."""
-    states: list[dict[Any, Any]] = [
-        {"w": torch.ones(2), "n": 1},
-        {"w": torch.ones(2), "n": 2},
-        {"w": torch.ones(2), 1: "one"},
-        {"w": torch.ones(2), True: "one"},
-        {"v": torch.ones(2), "n": 1},
-    ]
-    manifests = [manifest_of(state)[0] for state in states]
-    several = [manifest_of({"w": torch.ones(rank)}, rank, 2)[0] for rank in (0, 1)]
-    return [*manifests, *(merge([each], "index") for each in manifests), merge(several, "index")]
-
-
-@pytest.mark.parametrize("long", [PLAIN_BYTES, 100])
-@given(st.lists(st.integers(0, 10), max_size=30))
-def test_kept_texts_change_no_byte(long: int, order: list[int]) -> None:
-    bundles, texts = _bundles(), SteadyTexts()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksummed_json, "PLAIN_BYTES", long)
-        for step, number in enumerate(order):
-            id = replace(bundles[number].id, step=step)
-            bundle = replace(bundles[number], id=id)
-            data = encode_bundle(bundle, texts)
-            assert data == encode_bundle(bundle)
-            assert decode_bundle(data, key="", id=id, kind=bundle.kind).id == id
-
-
-def test_texts_of_one_structure_are_made_once() -> None:
-    texts, bundle = SteadyTexts(), _bundles()[0]
-    first = [*texts.structures(bundle), *texts.layouts(bundle)]
-    again = [*texts.structures(bundle), *texts.layouts(bundle)]
-    assert all(one is other for one, other in zip(first, again, strict=True))
 
 
 _CHANGES = 6

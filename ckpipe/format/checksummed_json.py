@@ -4,11 +4,6 @@ Every bit of a sealed object is covered. The plain form ends with a member that 
 of all bytes before it and whose own spelling is fixed. A zlib stream has padding bits that its own
 checksum does not see, so the compressed form ends with the CRC-32C of the stream.
 
-An element of an array that is long is compressed by itself, so that who writes the same one again
-need not compress it again. Deflate (RFC 1951) allows that: a piece that refers to nothing before it
-and ends on a byte may stand between any two others, and a zlib stream (RFC 1950) is such pieces
-between two bytes of head and the Adler-32 of what they hold.
-
 Deflate packs up to a thousand to one, and a JSON value of two characters takes 64 bytes once
 parsed. So text and values are counted while they are unpacked, before any is kept, and both are
 bounded by the stored size. A writer whose object packs better stores empty deflate blocks with it.
@@ -21,7 +16,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from json import JSONDecodeError
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpipe.errors import (
     ChecksumMismatch,
@@ -30,7 +25,7 @@ from ckpipe.errors import (
     OversizedMetadata,
     TruncatedObject,
 )
-from ckpipe.format.checksum import combine, crc32c
+from ckpipe.format.checksum import crc32c
 from ckpipe.format.keys import Json
 
 PLAIN_BYTES = 64 << 10
@@ -41,8 +36,8 @@ _END = b'"}'
 _TAIL_BYTES = len(_MARK) + 8 + len(_END)
 _SUM_BYTES = 4
 _LEVEL = 2
-_ZLIB_HEAD = b"\x78\x5e"
-"""Deflate with a window of 32 KiB, at a fast level, without a dictionary; by RFC 1950."""
+_ZLIB_METHOD = 0x78
+"""The first byte of a zlib stream: deflate with a window of 32 KiB, by RFC 1950."""
 
 TEXT_BYTES_PER_BYTE = 64
 """Bytes of text that one stored byte may unpack to; indexes of models unpack to 6 to 10."""
@@ -63,51 +58,9 @@ _EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"
 _SLICE_BYTES = 4 << 10
 """Stored bytes that are unpacked at once: at most 4 MiB come of them."""
 
-_ADLER_OF_NOTHING = 1
-_ADLER_BASE = 65521
-
-
-class Pressed(NamedTuple):
-    """A long JSON text that was compressed by itself.
-
-    Args:
-        data: A piece of a deflate stream that refers to nothing before it and ends on a byte.
-        size: The length of the text, in bytes.
-        signs: How many signs it has.
-        crc: Its CRC-32C.
-        adler: Its Adler-32.
-    """
-
-    data: bytes
-    size: int
-    signs: int
-    crc: int
-    adler: int
-
-
-def pressed(text: str) -> str | Pressed:
-    """An element of an array as :func:`seal` takes it, to be kept if it is sealed often."""
-    if len(text) <= PLAIN_BYTES:
-        return text
-    data = text.encode("ascii")
-    stream = _deflate()
-    piece = stream.compress(data) + stream.flush(zlib.Z_FULL_FLUSH)
-    return Pressed(piece, len(data), _signs(data), crc32c(data), zlib.adler32(data))
-
 
 def _signs(text: bytes) -> int:
     return len(text) - len(text.translate(None, _SIGNS))
-
-
-def _deflate() -> Any:
-    return zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
-
-
-def _joined_adler(first: int, second: int, second_bytes: int) -> int:
-    """The Adler-32 of two pieces joined, as RFC 1950 defines it, from the sums of both."""
-    low = (first & 0xFFFF) + (second & 0xFFFF) - 1
-    high = (first >> 16) + (second >> 16) + second_bytes * ((first & 0xFFFF) - 1)
-    return (high % _ADLER_BASE) << 16 | low % _ADLER_BASE
 
 
 def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
@@ -115,7 +68,7 @@ def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
 
     Args:
         document: The object. A member may be an iterator over the JSON texts of an array's
-            elements, or what :func:`pressed` made of them, which are then never in memory together.
+            elements, which are then never in memory together.
         max_bytes: The longest JSON that may be made; None for any.
 
     Raises:
@@ -125,15 +78,12 @@ def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
     """
     packed = _Packed(PLAIN_BYTES, max_bytes)
     for piece in _pieces(document):
-        if isinstance(piece, Pressed):
-            packed.add_pressed(piece)
-        else:
-            packed.add(piece.encode("ascii"))
+        packed.add(piece.encode("ascii"))
     packed.add(b"%s%08x%s" % (_MARK, packed.crc, _END))
     return packed.finished()
 
 
-def _pieces(document: dict[str, Any]) -> Iterator[str | Pressed]:
+def _pieces(document: dict[str, Any]) -> Iterator[str]:
     head = "{"
     for name, value in document.items():
         yield f"{head}{_text(name)}:"
@@ -161,42 +111,25 @@ class _Packed:
         self._plain: list[bytes] = []
         self._stream: Any = None
         self._packed: list[bytes] = []
-        self._adler = _ADLER_OF_NOTHING
         self.size = self.signs = self.crc = 0
 
     def add(self, piece: bytes) -> None:
         self.crc = crc32c(piece, self.crc)
-        self._adler = zlib.adler32(piece, self._adler)
-        self._count(len(piece), _signs(piece))
-        if self._stream is not None:
-            self._packed.append(self._stream.compress(piece))
-            return
-        self._plain.append(piece)
-        if self.size > self._plain_bytes:
-            self._compress()
-
-    def add_pressed(self, piece: Pressed) -> None:
-        self.crc = combine(self.crc, piece.crc, piece.size)
-        self._adler = _joined_adler(self._adler, piece.adler, piece.size)
-        self._count(piece.size, piece.signs)
-        if self._stream is None:
-            self._compress()
-        # What comes behind the piece must not refer to what stands before it either.
-        self._packed += [self._stream.flush(zlib.Z_FULL_FLUSH), piece.data]
-
-    def _compress(self) -> None:
-        self._stream = _deflate()
-        self._packed = [_ZLIB_HEAD, *map(self._stream.compress, self._plain)]
-        self._plain = []
-
-    def _count(self, nbytes: int, signs: int) -> None:
-        self.size += nbytes
-        self.signs += signs
+        self.size += len(piece)
+        self.signs += _signs(piece)
         if self._max_bytes is not None and self.size > self._max_bytes:
             raise OversizedMetadata(
                 f"The metadata of the checkpoint has more than {self._max_bytes} bytes",
                 hint="Save fewer tensors, or from fewer ranks",
             )
+        if self._stream is not None:
+            self._packed.append(self._stream.compress(piece))
+            return
+        self._plain.append(piece)
+        if self.size > self._plain_bytes:
+            self._stream = zlib.compressobj(_LEVEL)
+            self._packed = [self._stream.compress(each) for each in self._plain]
+            self._plain = []
 
     def finished(self) -> bytes:
         if self._stream is None:
@@ -204,8 +137,7 @@ class _Packed:
         self._packed.append(self._stream.flush(zlib.Z_FULL_FLUSH))
         lacking = _least_stored(self.size, self.signs) - sum(map(len, self._packed))
         padding = _EMPTY_BLOCK * -(-lacking // len(_EMPTY_BLOCK))
-        adler = self._adler.to_bytes(_SUM_BYTES, "big")
-        stream = b"".join([*self._packed, padding, self._stream.flush(), adler])
+        stream = b"".join([*self._packed, padding, self._stream.flush()])
         return stream + crc32c(stream).to_bytes(_SUM_BYTES, "big")
 
 
@@ -325,7 +257,7 @@ def opened(data: bytes, max_bytes: int) -> bytes:
     """
     if not data:
         raise TruncatedObject("The object is empty")
-    if data[0] == _ZLIB_HEAD[0]:
+    if data[0] == _ZLIB_METHOD:
         return _decompressed(memoryview(data), max_bytes)
     if data[:1] != b"{":
         raise InvalidManifest("The object is neither JSON nor compressed JSON")

@@ -3,10 +3,6 @@
 What several ranks have in common is written once: structures and layouts, which a bundle numbers
 anyway, and lists of inline values, writers, metadata and metrics, which are numbered here. Two
 such values are the same if their JSON is the same text; Python's ``==`` would take True for 1.
-
-The texts of structures and layouts are nearly all of a manifest, and from one save of a structure
-to the next they are the same. Such saves have the same objects, so the texts of the last ones are
-kept with them, compressed: another object has another text, whatever it is equal to.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
 )
 from ckpipe.format.check import check_bundle, check_dtypes
-from ckpipe.format.checksummed_json import Element, Pressed, pressed, seal, unseal
+from ckpipe.format.checksummed_json import Element, seal, unseal
 from ckpipe.format.keys import Json, Numbering, canonical
 from ckpipe.format.layouts import (
     ChunkColumns,
@@ -66,12 +62,11 @@ MOST_ROWS = 1 << 18
 """Of how many entries and chunks rows are made at once when a bundle is read."""
 
 
-def encode_bundle(bundle: Bundle, texts: Texts | None = None) -> bytes:
+def encode_bundle(bundle: Bundle) -> bytes:
     """The stored form of a bundle: equal bundles make equal bytes.
 
     Args:
         bundle: The bundle.
-        texts: Makes, or knows, the texts of structures and layouts.
 
     Raises:
         OversizedMetadata: If it is more than a reader accepts.
@@ -89,9 +84,9 @@ def encode_bundle(bundle: Bundle, texts: Texts | None = None) -> bytes:
     }
     if bundle.group is not None:
         document["group"] = bundle.group
-    texts = texts or Texts()
-    document["structures"] = texts.structures(bundle)
-    document["layouts"] = texts.layouts(bundle)
+    # One by one, so that their texts are never in memory together.
+    document["structures"] = (canonical(structure_form(each)) for each in bundle.structures)
+    document["layouts"] = _layout_texts(bundle)
     try:
         document.update(_encode_parts(bundle.parts))
         if bundle.kind == "index":
@@ -107,6 +102,20 @@ def encode_bundle(bundle: Bundle, texts: Texts | None = None) -> bytes:
         raise UnsupportedState(
             "The state is nested too deeply", step=bundle.id.step, hint="Flatten it"
         ) from None
+
+
+def _layout_texts(bundle: Bundle) -> Iterator[str]:
+    """The JSON of its layouts, in order, each with the number of its structure."""
+    structure_of: dict[int, int] = {}
+    for part in bundle.parts:
+        structure_of.setdefault(part.layout, part.structure)
+    labels_of = [tuple(row.label for row in each.tensors) for each in bundle.structures]
+    numbers_of = [{label: n for n, label in enumerate(labels)} for labels in labels_of]
+    for number, layout in enumerate(bundle.layouts):
+        structure = structure_of.get(number, 0)
+        labels = labels_of[structure] if labels_of else ()
+        numbers = numbers_of[structure] if numbers_of else {}
+        yield with_structure(layout_text(layout, numbers, labels), structure)
 
 
 def _encode_parts(parts: tuple[Part, ...]) -> dict[str, Json]:
@@ -370,72 +379,3 @@ def _member(data: Json, name: str, kind: type) -> Any:
     if type(found) is not kind:
         raise InvalidManifest(f"The member {name} is missing or not of type {kind.__name__}")
     return found
-
-
-class Texts:
-    """Makes the texts of a bundle, one by one, so that they are never in memory together."""
-
-    def structures(self, bundle: Bundle) -> Iterator[str | Pressed]:
-        """The texts of its structures, in order.
-
-        Raises:
-            RecursionError: If a tree is nested too deeply.
-        """
-        return (pressed(canonical(structure_form(each))) for each in bundle.structures)
-
-    def layouts(self, bundle: Bundle) -> Iterator[str | Pressed]:
-        """The texts of its layouts, in order, each with the number of its structure."""
-        structure_of: dict[int, int] = {}
-        for part in bundle.parts:
-            structure_of.setdefault(part.layout, part.structure)
-        labels_of = [tuple(row.label for row in each.tensors) for each in bundle.structures]
-        numbers_of = [{label: n for n, label in enumerate(labels)} for labels in labels_of]
-        for number, layout in enumerate(bundle.layouts):
-            structure = structure_of.get(number, 0)
-            labels = labels_of[structure] if labels_of else ()
-            numbers = numbers_of[structure] if numbers_of else {}
-            yield pressed(with_structure(layout_text(layout, numbers, labels), structure))
-
-
-class _Known(NamedTuple):
-    """A structure, a layout and their texts; as they are kept, no other object takes their ids."""
-
-    structure: Structure
-    layout: Layout
-    structure_text: str | Pressed
-    layout_text: str | Pressed
-
-
-class SteadyTexts(Texts):
-    """Keeps the texts of the last bundle of one structure and one layout; for any thread.
-
-    The trees and rows of structures and layouts must not be changed once they were in a bundle.
-    """
-
-    def __init__(self) -> None:
-        self._last: _Known | None = None
-
-    def structures(self, bundle: Bundle) -> Iterator[str | Pressed]:
-        """See :meth:`Texts.structures`."""
-        if self._is_single(bundle):
-            yield self._known(bundle).structure_text
-        else:
-            yield from super().structures(bundle)
-
-    def layouts(self, bundle: Bundle) -> Iterator[str | Pressed]:
-        """See :meth:`Texts.layouts`."""
-        if self._is_single(bundle):
-            yield self._known(bundle).layout_text
-        else:
-            yield from super().layouts(bundle)
-
-    def _is_single(self, bundle: Bundle) -> bool:
-        return len(bundle.structures) == len(bundle.layouts) == 1
-
-    def _known(self, bundle: Bundle) -> _Known:
-        (structure,), (layout,) = bundle.structures, bundle.layouts
-        last = self._last
-        if last is None or last.structure is not structure or last.layout is not layout:
-            (structure_text,), (layout_text,) = super().structures(bundle), super().layouts(bundle)
-            last = self._last = _Known(structure, layout, structure_text, layout_text)
-        return last

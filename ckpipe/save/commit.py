@@ -167,7 +167,7 @@ def _drawn_up(
         report=report,
     )  # fmt: skip
     with gc_paused():
-        return bundle, encode_bundle(bundle, depot.texts)
+        return bundle, encode_bundle(bundle)
 
 
 async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> None:

@@ -34,7 +34,6 @@ from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
-from ckpipe.format.codec import SteadyTexts
 from ckpipe.format.data_file import BlockPlace, Cargo
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
@@ -194,7 +193,6 @@ class Depot:
         switch_interval: The switch interval of the GIL while a save is brought to the store, in
             seconds; None leaves it alone.
         limiter: Admits writes of blocks, of all saves together.
-        texts: What manifests said last that did not change from the one before.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
         told_copies: Whether it was said already that ranks write the same bytes.
         told_links: Checkpoints that cannot be deleted through links, as was said already.
@@ -223,7 +221,6 @@ class Depot:
     retired: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
-    texts: SteadyTexts = field(default_factory=SteadyTexts)
     told_missing: set[str] = field(default_factory=set)
     told_copies: bool = False
     told_links: set[str] = field(default_factory=set)
