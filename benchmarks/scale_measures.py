@@ -30,7 +30,7 @@ from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
@@ -261,7 +261,7 @@ def load(ranks: int) -> Figures:
     }
 
 
-def _read_back(bundle: Bundle) -> Bundle:
+def _read_back(bundle: ManifestDocument) -> ManifestDocument:
     return decode_bundle(encode_bundle(bundle), key="manifest", id=ID, kind="manifest")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.data_file import file_rows
-from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
@@ -70,20 +70,20 @@ class World:
         """The plan of a rank, made from nothing."""
         return LocalPlanner().plan(self.captured(rank), rank=rank, world_size=self.ranks)
 
-    def manifest(self, rank: int) -> Bundle:
+    def manifest(self, rank: int) -> ManifestDocument:
         """What a rank commits; its checksums are as random as those of real bytes."""
         captured = self.captured(rank)
         plan = LocalPlanner().plan(captured, rank=rank, world_size=self.ranks)
         count = sum(chunk_count(entry.nbytes) for entry in plan.layout.entries)
         rows = tuple(_row(leaf) for leaf in captured.tensors)
-        part = Part(
+        part = RankManifest(
             rank=rank, structure=0, layout=0, values=(),
             files=file_rows(plan.files, list(_sums(rank, len(plan.files)))),
             checksums=tuple(_sums(rank + self.ranks, count)), token=f"{rank:032x}",
             started="2026-11-21T03:42:05.123+00:00", writer={"ckpipe": "0.1.0"},
         )  # fmt: skip
         structure = Structure(captured.tree, rows, 0)
-        return Bundle("manifest", ID, self.ranks, (structure,), (plan.layout,), (part,))
+        return ManifestDocument("manifest", ID, self.ranks, (structure,), (plan.layout,), (part,))
 
 
 def _row(leaf: TensorLeaf) -> TensorRow:
@@ -96,7 +96,7 @@ def _sums(seed: int, count: int) -> Iterator[int]:
     return iter(drawn)
 
 
-def shard_count(bundle: Bundle) -> int:
+def shard_count(bundle: ManifestDocument) -> int:
     """How many shards the parts of a bundle hold."""
     sizes = [len(layout.chunks) for layout in bundle.layouts]
     return sum(sizes[part.layout] for part in bundle.parts)

@@ -36,10 +36,10 @@ from ckpipe.format.checksum import crc32c
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import Bundle, TensorRow
+from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.load.load import LoadRequest, read_tensors, restore
 from ckpipe.memory.arena import Arena
-from ckpipe.save.context import Site
+from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.save.record import Save
 from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
@@ -105,7 +105,7 @@ class _Named:
 
 async def export(
     backend: Backend,
-    bundle: Bundle,
+    bundle: ManifestDocument,
     arena: Arena,
     settings: ExportSettings,
     target: Backend | None = None,
@@ -135,7 +135,7 @@ class _Exporting:
     def __init__(
         self,
         backend: Backend,
-        bundle: Bundle,
+        bundle: ManifestDocument,
         arena: Arena,
         settings: ExportSettings,
         target: Backend,
@@ -257,7 +257,7 @@ def _save(state: Any, file: Any) -> None:
     torch.save(state, file)
 
 
-def named_tensors(bundle: Bundle, part: str | None) -> list[_Named]:
+def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
     """The tensors to export with their names, those with the widest items first.
 
     Args:
@@ -460,7 +460,7 @@ class ExportFile:
 
 
 @asynccontextmanager
-async def exported(site: Site, save: Save) -> AsyncIterator[None]:
+async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
     """Exports a save that is made inside, if it is final and the settings ask for that.
 
     Of several ranks, the first does. Meanwhile no retention removes the checkpoint, neither that of
@@ -488,7 +488,7 @@ async def exported(site: Site, save: Save) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _protected(site: Site, name: str) -> AsyncIterator[None]:
+async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
     """Keeps retention away from a checkpoint that may not be there yet."""
     lease = Lease(site.patient, name + EXPORTING)
     site.loading[name] += 1  # also where no lease can be written
@@ -504,7 +504,7 @@ async def _protected(site: Site, name: str) -> AsyncIterator[None]:
             await lease.release()
 
 
-async def _export(site: Site, save: Save, form: Literal["torch", "hf"]) -> Exported:
+async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
     settings = site.settings
     chosen = ExportSettings(
         form,

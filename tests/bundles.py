@@ -10,7 +10,7 @@ import torch
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe.format.data_file import encode_header, file_rows
-from ckpipe.format.manifest import Bundle, ChunkRow, Part, Structure, TensorRow
+from ckpipe.format.manifest import Chunk, ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
 from ckpipe.state.flatten import Captured, capture
 from ckpipe.types import CheckpointId
@@ -53,7 +53,7 @@ def manifest_of(
     *,
     foreign: dict[str, Foreign] | None = None,
     **fields: Any,
-) -> tuple[Bundle, dict[str, bytes]]:
+) -> tuple[ManifestDocument, dict[str, bytes]]:
     """The manifest of a rank, and its data files by name.
 
     Args:
@@ -73,10 +73,10 @@ def manifest_of(
         for chunk in plan.layout.chunks
     ]
     chunks += [
-        ChunkRow(numbers[label], each.entry, owner=each.owner) for label, each in foreign.items()
+        Chunk(numbers[label], each.entry, owner=each.owner) for label, each in foreign.items()
     ]
     images = images_of(written, plan)
-    part = Part(
+    part = RankManifest(
         rank=rank,
         structure=0,
         layout=0,
@@ -89,10 +89,12 @@ def manifest_of(
         **fields,
     )
     layout = replace(plan.layout, chunks=tuple(chunks))
-    return Bundle("manifest", ID, world_size, (structure,), (layout,), (part,)), images
+    return ManifestDocument("manifest", ID, world_size, (structure,), (layout,), (part,)), images
 
 
-def as_shard(bundle: Bundle, label: str, dimension_size: int, first: int) -> Bundle:
+def as_shard(
+    bundle: ManifestDocument, label: str, dimension_size: int, first: int
+) -> ManifestDocument:
     """Makes a whole tensor of a manifest one block of rows of a larger one."""
     (structure,), (layout,) = bundle.structures, bundle.layouts
     number = next(n for n, row in enumerate(structure.tensors) if row.label == label)

@@ -16,7 +16,7 @@ from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
-from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, FileRow, Layout, Part
+from ckpipe.format.manifest import Chunk, Entry, FileRow, Layout, ManifestDocument, RankManifest
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, data_file_name
 from ckpipe.load.fill import boxed
@@ -30,7 +30,7 @@ Held = Sequence[tuple[Box, int]]
 
 async def store_ranks(
     backend: Backend, states: Sequence[Any], held: Sequence[Mapping[str, Held]] | None = None
-) -> Bundle:
+) -> ManifestDocument:
     """Writes the data files of several ranks and returns their index, as it is read back.
 
     Args:
@@ -51,34 +51,34 @@ async def store_ranks(
     return merged(manifests)
 
 
-def _read_back(bundle: Bundle) -> Bundle:
+def _read_back(bundle: ManifestDocument) -> ManifestDocument:
     return decode_bundle(encode_bundle(bundle), key="index", id=bundle.id, kind=bundle.kind)
 
 
 def _rank(
     rank: int, world_size: int, state: Any, boxes: Mapping[str, Held]
-) -> tuple[Bundle, bytes]:
+) -> tuple[ManifestDocument, bytes]:
     structure, captured = structure_of(state)
-    entries: list[EntryRow] = []
-    chunks: list[ChunkRow] = []
+    entries: list[Entry] = []
+    chunks: list[Chunk] = []
     data = bytearray()
     order = sorted(range(len(structure.tensors)), key=lambda n: -captured.tensors[n].itemsize)
     rows = {}
     for number in order:
         row, tensor = structure.tensors[number], captured.memory[number]
-        own: list[ChunkRow] = []
+        own: list[Chunk] = []
         parts: Sequence[tuple[Box | None, int]] = boxes.get(row.label, [(None, rank)])
         for box, owner in parts:
             if owner != rank:
-                own.append(ChunkRow(number, None, box=box, owner=owner))
+                own.append(Chunk(number, None, box=box, owner=owner))
                 continue
             piece = tensor if box is None else boxed(tensor, box)
             content = piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             dtype = stored_dtype(DTYPES[row.dtype])
             shape = tuple(piece.shape) if dtype else (len(content),)
             name = row.label if box is None else f"{row.label}@{_bounds(box)}"
-            own.append(ChunkRow(number, len(entries), box=box))
-            entries.append(EntryRow(name, dtype or "U8", shape, 0, len(data), len(content)))
+            own.append(Chunk(number, len(entries), box=box))
+            entries.append(Entry(name, dtype or "U8", shape, 0, len(data), len(content)))
             data += content
         rows[number] = own
     for number in range(len(structure.tensors)):
@@ -87,13 +87,13 @@ def _rank(
     files = (
         FileRow(data_file_name(rank, 0), len(header) + len(data), len(header), crc32c(header)),
     )
-    part = Part(
+    part = RankManifest(
         rank=rank, structure=0, layout=0, values=tuple(captured.values),
         files=files if entries else (), checksums=_sums(entries, bytes(data)),
         token=f"{rank:032x}", started="2026-11-21T03:42:05.123+00:00", writer=WRITER,
     )  # fmt: skip
     layout = Layout(tuple(entries), tuple(chunks))
-    bundle = Bundle("manifest", ID, world_size, (structure,), (layout,), (part,))
+    bundle = ManifestDocument("manifest", ID, world_size, (structure,), (layout,), (part,))
     return bundle, header + bytes(data) if entries else b""
 
 
@@ -101,7 +101,7 @@ def _bounds(box: Box) -> str:
     return ":".join(",".join(map(str, side)) for side in box)
 
 
-def _sums(entries: Sequence[EntryRow], data: bytes) -> tuple[int, ...]:
+def _sums(entries: Sequence[Entry], data: bytes) -> tuple[int, ...]:
     return tuple(
         crc32c(data[lo : min(lo + CHUNK_BYTES, row.offset + row.nbytes)])
         for row in entries
@@ -110,7 +110,7 @@ def _sums(entries: Sequence[EntryRow], data: bytes) -> tuple[int, ...]:
 
 
 async def load_as(
-    backend: Backend, bundle: Bundle, rank: int, world_size: int, request: LoadRequest
+    backend: Backend, bundle: ManifestDocument, rank: int, world_size: int, request: LoadRequest
 ) -> LoadResult:
     """Loads as one rank of a world, with two lanes and blocks of 2 MiB."""
     arena = Arena(2 << 20)
@@ -119,7 +119,7 @@ async def load_as(
 
 async def store_planned(
     backend: Backend, make_state: Callable[[int], Any], world_size: int
-) -> Bundle:
+) -> ManifestDocument:
     """Saves as each rank of a world would, with what ckpipe plans for it; returns the index.
 
     Args:
@@ -136,6 +136,6 @@ async def store_planned(
     return merged(manifests)
 
 
-def merged(manifests: Sequence[Bundle]) -> Bundle:
+def merged(manifests: Sequence[ManifestDocument]) -> ManifestDocument:
     """The index of manifests, as it is read back."""
     return _read_back(merge([_read_back(each) for each in manifests], "index"))

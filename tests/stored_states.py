@@ -12,7 +12,7 @@ from ckpipe.backend import Backend
 from ckpipe.format.checksum import ChunkSums, SumTable, crc32c
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import Bundle, BundleKind, Part, Structure, TensorRow
+from ckpipe.format.manifest import BundleKind, ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.names import data_file_key
 from ckpipe.load.load import LoadRequest, restore
 from ckpipe.memory.arena import Arena
@@ -29,7 +29,7 @@ BLOCK_BYTES = 2 << 20
 
 async def store(
     state: Any, backend: Backend, *, pickling: bool = False, rank: int = 0, world_size: int = 1
-) -> Bundle:
+) -> ManifestDocument:
     """Writes the data files of a rank's state and returns what its manifest would say."""
     captured = capture(state, pickling=pickling)
     plan = LocalPlanner().plan(captured, rank=rank, world_size=world_size)
@@ -61,7 +61,7 @@ def _images(captured: Captured, plan: RankPlan, sums: ChunkSums) -> list[bytearr
 
 def _bundle(
     captured: Captured, plan: RankPlan, sums: ChunkSums, rank: int, world_size: int
-) -> Bundle:
+) -> ManifestDocument:
     rows = tuple(
         TensorRow(
             leaf.label, leaf.dtype, leaf.full_shape, torch.device(leaf.device).type, leaf.kind,
@@ -69,7 +69,7 @@ def _bundle(
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    part = Part(
+    part = RankManifest(
         rank=rank,
         structure=0,
         layout=0,
@@ -82,7 +82,7 @@ def _bundle(
     )
     structure = Structure(captured.tree, rows, len(captured.values))
     kind: BundleKind = "index" if world_size == 1 else "manifest"
-    return Bundle(kind, ID, world_size, (structure,), (plan.layout,), (part,))
+    return ManifestDocument(kind, ID, world_size, (structure,), (plan.layout,), (part,))
 
 
 def request(into: Any = None, **changes: Any) -> LoadRequest:
@@ -91,7 +91,9 @@ def request(into: Any = None, **changes: Any) -> LoadRequest:
     return dataclasses.replace(plain, **changes)
 
 
-async def load(backend: Backend, bundle: Bundle, into: Any = None, **changes: Any) -> LoadResult:
+async def load(
+    backend: Backend, bundle: ManifestDocument, into: Any = None, **changes: Any
+) -> LoadResult:
     """Loads with two lanes and blocks of 2 MiB."""
     arena = Arena(BLOCK_BYTES)
     try:

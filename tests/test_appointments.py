@@ -17,7 +17,7 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.schedule import Diary, Pace
+from ckpipe.ranks.schedule import Pace, SaveStepAgreement
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
@@ -176,7 +176,7 @@ def test_nobody_asks_the_store_while_nothing_is_near(store: Stores) -> None:
 
 
 def test_a_trainer_waits_at_its_bound_until_it_is_decided() -> None:
-    diary = Diary(patience=30)
+    diary = SaveStepAgreement(patience=30)
     assert diary.ask(7) == frozenset()
     bound = diary.promise("end", 10)
     assert bound == 8
@@ -195,7 +195,7 @@ def test_a_trainer_waits_at_its_bound_until_it_is_decided() -> None:
 
 
 def test_a_trainer_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
-    diary = Diary(patience=0.01)
+    diary = SaveStepAgreement(patience=0.01)
     diary.promise("end", 10)
     assert diary.ask(0) == frozenset()
     assert "did not agree" in caplog.text
@@ -225,7 +225,7 @@ def test_no_rank_has_passed_what_is_decided(
     moves: list[tuple[int, float, int]], ahead: float
 ) -> None:
     now = 0.0
-    diaries = [Diary(0, clock=lambda: now) for _ in range(4)]
+    diaries = [SaveStepAgreement(0, clock=lambda: now) for _ in range(4)]
     steps, bounds = [0] * 4, dict[int, int]()
     for rank, seconds, by in [*moves, *((rank, 1, 0) for rank in range(4))]:
         now += seconds

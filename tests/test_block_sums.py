@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import ckpipe
 from ckpipe.backend import Upload
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
-from ckpipe.format.manifest import EntryRow, Layout
+from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
+from ckpipe.format.manifest import Entry, Layout
 from ckpipe.save.block_sums import BlockSums, block_checksum, compute, joined
 from ckpipe.testing import MemoryBackend
 
@@ -23,7 +23,7 @@ from ckpipe.testing import MemoryBackend
 class Filled:
     """A block in memory of its own."""
 
-    plan: BlockPlace
+    plan: BlockRange
     data: memoryview
     sums: BlockSums = field(default_factory=BlockSums)
 
@@ -36,20 +36,20 @@ def block(parts: list[tuple[int, int, int]]) -> Filled:
     """
     spans, at = [], 0
     for entry, (gap, lo, size) in enumerate(parts):
-        spans.append(Span(entry, lo, lo + size, at + gap))
+        spans.append(EntryRange(entry, lo, lo + size, at + gap))
         at += gap + size
     at += 3
     data = bytes((7 * number + number // 251) % 256 for number in range(at))
-    return Filled(BlockPlace(0, 0, at, tuple(spans)), memoryview(data))
+    return Filled(BlockRange(0, 0, at, tuple(spans)), memoryview(data))
 
 
-def cargo_of(*blocks: Filled) -> Cargo:
+def cargo_of(*blocks: Filled) -> DataFiles:
     """What blocks are of whose pieces end their entries."""
     sizes = {span.entry: span.hi for filled in blocks for span in filled.plan.spans}
-    entries = [EntryRow(f"{n}", "U8", (size,), 0, 0, size) for n, size in sorted(sizes.items())]
+    entries = [Entry(f"{n}", "U8", (size,), 0, 0, size) for n, size in sorted(sizes.items())]
     size = sum(filled.plan.nbytes for filled in blocks)
-    file = FilePlan("rank-00000.safetensors", b"", range(len(entries)), size)
-    return Cargo((file,), Layout(tuple(entries), ()), tuple(filled.plan for filled in blocks))
+    file = DataFile("rank-00000.safetensors", b"", range(len(entries)), size)
+    return DataFiles((file,), Layout(tuple(entries), ()), tuple(filled.plan for filled in blocks))
 
 
 near_a_chunk = st.integers(CHUNK_BYTES - 40, CHUNK_BYTES + 5)
@@ -94,7 +94,7 @@ async def test_only_what_is_not_known_is_computed(
 async def test_pieces_in_another_order_do_as_well() -> None:
     filled = block([(1, 0, 20), (2, 0, 30)])
     plan = filled.plan
-    turned = Filled(BlockPlace(0, 0, plan.nbytes, plan.spans[::-1]), filled.data)
+    turned = Filled(BlockRange(0, 0, plan.nbytes, plan.spans[::-1]), filled.data)
     cargo = cargo_of(turned)
     await compute(cargo, [turned])
     assert joined(cargo, turned) == crc32c(filled.data)

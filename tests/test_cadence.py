@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.schedule import Cadence
+from ckpipe.ranks.schedule import SaveSchedule
 
 
 def saved_at(asked: list[int], every: int, begin: int = 0) -> list[int]:
-    cadence = Cadence(every, None)
+    cadence = SaveSchedule(every, None)
     cadence.begin_at(begin)
     saves = []
     for step in asked:
@@ -40,7 +40,7 @@ def test_a_mark_passed_is_made_up_for_once_at_the_next_step(asked: set[int], eve
 
 
 def test_asking_changes_nothing_and_a_save_stays_due() -> None:
-    cadence = Cadence(10, None)
+    cadence = SaveSchedule(10, None)
     assert [cadence.due(step) for step in (9, 10, 10, 11, 9)] == [False, True, True, True, False]
     cadence.begin_at(11)
     assert not cadence.due(12)
@@ -48,7 +48,7 @@ def test_asking_changes_nothing_and_a_save_stays_due() -> None:
 
 def test_seconds_count_from_the_last_save() -> None:
     now = 100.0
-    cadence = Cadence(None, 60, clock=lambda: now)
+    cadence = SaveSchedule(None, 60, clock=lambda: now)
     now = 159.9
     assert not cadence.due(1)
     now = 160.0

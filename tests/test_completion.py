@@ -18,17 +18,17 @@ from ckpipe.catalog.find import NO_INDEX, discover, read_index
 from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, ObjectExists
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import group_key, index_key, manifest_key, tombstone_key
 from ckpipe.testing import FaultyBackend, MemoryBackend
 
 
-def manifests(size: int) -> list[Bundle]:
+def manifests(size: int) -> list[ManifestDocument]:
     return [manifest_of({"t": torch.tensor([rank])}, rank, size)[0] for rank in range(size)]
 
 
-async def commit(backend: Backend, manifest: Bundle) -> None:
+async def commit(backend: Backend, manifest: ManifestDocument) -> None:
     key = manifest_key(ID, manifest.parts[0].rank)
     await backend.put(key, encode_bundle(manifest), PutMode.CREATE)
 
@@ -76,7 +76,7 @@ def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataO
         asyncio.run(_race(every, dead, [waves[n : n + width] for n in range(0, size, width)]))
 
 
-async def _race(every: list[Bundle], dead: set[int], waves: list[list[int]]) -> None:
+async def _race(every: list[ManifestDocument], dead: set[int], waves: list[list[int]]) -> None:
     backend, size = MemoryBackend(), len(every)
 
     async def save(rank: int) -> bool:

@@ -24,7 +24,7 @@ from ckpipe.errors import CheckpointNotFound
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.keys import encode_float
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.metrics_sidecar import (
     MOST_PIECES,
     MetricsSidecar,
@@ -162,7 +162,7 @@ def saved(states: Sequence[State]) -> st.SearchStrategy[list[Saved]]:
 TEMPLATE, _ = manifest_of({"t": torch.tensor([1])})
 
 
-def index_of(step: int, each: Saved) -> Bundle:
+def index_of(step: int, each: Saved) -> ManifestDocument:
     (part,) = TEMPLATE.parts
     part = replace(part, metrics={"loss": encode_float(each.loss)}, final=each.final)
     id = CheckpointId(ATTEMPT, step, 0)

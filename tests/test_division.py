@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box, box_shape
-from ckpipe.format.manifest import ChunkRow
+from ckpipe.format.manifest import Chunk
 from ckpipe.plan import division
 from ckpipe.plan.plan import LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.flatten import Captured, capture
@@ -157,7 +157,7 @@ def test_rows_that_do_not_suffice_are_cut_along_another_dimension(
 def test_tensor_that_is_spread_over_one_rank_keeps_its_name() -> None:
     plan = planned(0, 1, [Tensor("w", on(mesh(1), (4, 3), 0))])
     assert [entry.name for entry in plan.layout.entries] == ["w"]
-    assert plan.layout.chunks == (ChunkRow(0, 0),)
+    assert plan.layout.chunks == (Chunk(0, 0),)
 
 
 def test_globs_name_what_is_replicated_besides() -> None:
@@ -192,7 +192,7 @@ def test_replicated_views_of_one_memory_are_one_window_of_one_rank() -> None:
     assert [entry.name for entry in winner.layout.entries] == ["low~window"]
     assert [(row.entry, row.offset) for row in winner.layout.chunks] == [(0, 0), (0, 32)]
     others = [plan.layout.chunks for plan in plans if plan is not winner]
-    assert others == [tuple(ChunkRow(n, None, owner=winner.rank) for n in range(2))] * 2
+    assert others == [tuple(Chunk(n, None, owner=winner.rank) for n in range(2))] * 2
 
 
 def test_mesh_with_ranks_that_do_not_save_is_refused() -> None:

@@ -22,7 +22,7 @@ from ckpipe import errors, events
 from ckpipe.format import names as object_names
 from ckpipe.format.names import ATTEMPTS
 from ckpipe.ranks import agree
-from ckpipe.ranks.agree import Ballot
+from ckpipe.ranks.agree import Vote
 from ckpipe.testing import Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 
@@ -192,7 +192,7 @@ async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -
         patch.setattr(agree, "GROUP_SIZE", 3)
         seen = []
         for rank in order:
-            ballot = Ballot(backend, "s-Z-a", "question", rank, size)
+            ballot = Vote(backend, "s-Z-a", "question", rank, size)
             seen.append(await ballot.cast(votes[rank]))
             assert (await ballot.votes())[rank] == votes[rank]
         assert seen == [None] * (size - 1) + [max(votes)]

@@ -29,7 +29,7 @@ from bundles import ID, LIMIT, Foreign, as_shard, document_of, manifest_of
 from ckpipe.format.checksummed_json import opened
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.data_file import decode_header
-from ckpipe.format.manifest import Bundle, BundleKind
+from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import (
     data_file_key,
@@ -82,7 +82,7 @@ def rank_state(rank: int) -> dict[Any, Any]:
     }
 
 
-def manifests(world_size: int) -> list[Bundle]:
+def manifests(world_size: int) -> list[ManifestDocument]:
     """The manifests of all ranks."""
     if world_size == 1:
         return [rich()[0]]
@@ -97,7 +97,7 @@ def manifests(world_size: int) -> list[Bundle]:
     return found
 
 
-def rich() -> tuple[Bundle, dict[str, bytes]]:
+def rich() -> tuple[ManifestDocument, dict[str, bytes]]:
     """The manifest and the data file of the world of one rank."""
     return manifest_of(
         rich_state(),

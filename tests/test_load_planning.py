@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
-from ckpipe.format.manifest import EntryRow, FileRow, Layout, Part
+from ckpipe.format.manifest import Entry, FileRow, Layout, RankManifest
 from ckpipe.load.chunks import Piece
 from ckpipe.load.entries import Need, PartData
 from ckpipe.load.read_plan import ALLOWANCE_BYTES, Read, ReadLimits, batched, plan_reads
@@ -20,16 +20,16 @@ HEADER_BYTES = 4096
 
 def part_data(sizes: list[list[int]]) -> PartData:
     """Files that hold entries of these sizes; a chunk's checksum is its number."""
-    entries: list[EntryRow] = []
+    entries: list[Entry] = []
     files: list[FileRow] = []
     for number, file in enumerate(sizes):
         offset = 0
         for size in file:
-            entries.append(EntryRow(str(len(entries)), "U8", (size,), number, offset, size))
+            entries.append(Entry(str(len(entries)), "U8", (size,), number, offset, size))
             offset += size
         files.append(FileRow(f"rank-00000.{number}", HEADER_BYTES + offset, HEADER_BYTES, 0))
     sums = tuple(range(sum(chunk_count(row.nbytes) for row in entries)))
-    part = Part(0, 0, 0, (), tuple(files), sums, "", "", {})
+    part = RankManifest(0, 0, 0, (), tuple(files), sums, "", "", {})
     return PartData(part, Layout(tuple(entries), ()))
 
 

@@ -23,7 +23,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.checksummed_json import opened, seal, unseal
 from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.manifest import Bundle, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import merge
 
 KEY = "some/key.json"
@@ -41,15 +41,15 @@ def state() -> dict[Any, Any]:
     }
 
 
-def manifest() -> Bundle:
+def manifest() -> ManifestDocument:
     return manifest_of(state(), metadata={"a": [1, {"b": None}]}, metrics={"loss": "nan"})[0]
 
 
-def read(data: bytes, kind: Any = "manifest", **options: Any) -> Bundle:
+def read(data: bytes, kind: Any = "manifest", **options: Any) -> ManifestDocument:
     return decode_bundle(data, key=KEY, id=ID, kind=kind, **options)
 
 
-def large_manifest() -> Bundle:
+def large_manifest() -> ManifestDocument:
     return manifest_of({f"tensor-{n}": torch.full((1,), n) for n in range(1500)})[0]
 
 

@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.ranks.launch import Meeting
+from ckpipe.ranks.launch import Rendezvous
 from ckpipe.ranks.topology import ALONE, Topology, find_topology
 
 Make = Callable[[], Any]
@@ -33,8 +33,10 @@ def clones(store: Any, count: int) -> list[Any]:
     return [store.clone() for _ in range(count)]
 
 
-def meeting(store: Any, rank: int, size: int = 3, seconds: float = 20, url: str = "u") -> Meeting:
-    return Meeting(store, Topology(rank, size), url, seconds)
+def meeting(
+    store: Any, rank: int, size: int = 3, seconds: float = 20, url: str = "u"
+) -> Rendezvous:
+    return Rendezvous(store, Topology(rank, size), url, seconds)
 
 
 def launch(connect: Make, name: str, order: list[int], url: str = "u") -> list[str]:

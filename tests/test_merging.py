@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpipe.errors import InvalidManifest, WrongWorldSize
 from ckpipe.format import names
 from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.manifest import Bundle, PerRank
+from ckpipe.format.manifest import ManifestDocument, PerRank
 from ckpipe.format.merge import merge
 from ckpipe.format.names import group_ranks, level_sizes, members, merged_into
 from ckpipe.types import CheckpointId
@@ -32,7 +32,7 @@ def state(rank: int) -> dict[Any, Any]:
     }
 
 
-def world(size: int, pipeline_stages: int = 1) -> list[Bundle]:
+def world(size: int, pipeline_stages: int = 1) -> list[ManifestDocument]:
     return [
         manifest_of(
             state(rank) | {f"stage{rank % pipeline_stages}": torch.ones(2)}, rank, size,
@@ -42,7 +42,7 @@ def world(size: int, pipeline_stages: int = 1) -> list[Bundle]:
     ]  # fmt: skip
 
 
-def names_of(index: Bundle, structure: int = 0) -> list[str]:
+def names_of(index: ManifestDocument, structure: int = 0) -> list[str]:
     rows = index.structures[structure].tensors
     return [rows[number].label for number in index.per_rank[structure].tensors]
 
@@ -77,7 +77,7 @@ def test_grouping_does_not_matter(data: st.DataObject) -> None:
         assert encode_bundle(merge(below, "index")) == expected
 
 
-def _stored(bundle: Bundle) -> Bundle:
+def _stored(bundle: ManifestDocument) -> ManifestDocument:
     return decode_bundle(encode_bundle(bundle), key="key", id=ID, kind=bundle.kind)
 
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.save.program import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
-from ckpipe.save.record import Program, divide
+from ckpipe.save.record import CopyProgram, divide
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf
@@ -218,7 +218,7 @@ def test_a_division_serves_until_something_changes(
     trail, captured = capture_cache_of(walked, LabelFilter()), walked.captured
     assert trail is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
-    program = Program(plan, (), Cargo(plan.files, plan.layout, ()), "")
+    program = CopyProgram(plan, (), DataFiles(plan.files, plan.layout, ()), "")
     division = divide(captured, program, [optimizer])
     again = trail.follow(state, LabelFilter())
     assert again is not None

@@ -16,7 +16,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.errors import InvalidManifest
-from ckpipe.format.data_file import BlockPlace
+from ckpipe.format.data_file import BlockRange
 from ckpipe.reports import (
     MAX_BLOCKS,
     BlockReport,
@@ -28,7 +28,7 @@ from ckpipe.reports import (
     save_report_from_data,
     size_text,
 )
-from ckpipe.save.delivery import StageClock
+from ckpipe.save.delivery import StageTimings
 
 times = st.integers(0, 10**9).map(lambda micros: micros / 1e6)
 spans = st.none() | st.tuples(times, times)
@@ -218,8 +218,8 @@ def _active(pipeline: ckpipe.SyncPipeline) -> list[Any]:
 
 
 def test_what_one_process_has_noted_another_takes_over() -> None:
-    plans = [BlockPlace(0, 0, 10, ()), BlockPlace(0, 4096, 20, ())]
-    one, two = StageClock(5.0), StageClock(6.0)
+    plans = [BlockRange(0, 0, 10, ()), BlockRange(0, 4096, 20, ())]
+    one, two = StageTimings(5.0), StageTimings(6.0)
     with one.timing("lock"):
         one.copied(plans[0], one.zero + 1, one.zero + 2, thread=7)
         one.copied(plans[1], one.zero + 2, one.zero + 3, thread=8)
@@ -239,8 +239,8 @@ def test_what_one_process_has_noted_another_takes_over() -> None:
 
 
 def test_blocks_that_are_written_together_share_the_time_of_the_call() -> None:
-    clock = StageClock(0.0)
-    plans = [BlockPlace(0, 0, 30, ()), BlockPlace(0, 4096, 10, ())]
+    clock = StageTimings(0.0)
+    plans = [BlockRange(0, 0, 30, ()), BlockRange(0, 4096, 10, ())]
     with clock.uploading(plans, lane=3):
         pass
     first, second = clock.blocks()
@@ -255,8 +255,8 @@ def test_blocks_that_are_written_together_share_the_time_of_the_call() -> None:
 
 
 def test_blocks_are_remembered_in_little_memory() -> None:
-    clock = StageClock(5.0)
-    plans = [BlockPlace(0, 4096 * number, 4096, ()) for number in range(5000)]
+    clock = StageTimings(5.0)
+    plans = [BlockRange(0, 4096 * number, 4096, ()) for number in range(5000)]
     for plan in plans:
         clock.copied(plan, 1.0, 2.0, thread=1)
         with clock.uploading([plan], lane=1):

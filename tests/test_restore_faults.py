@@ -22,7 +22,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     TruncatedObject,
 )
-from ckpipe.format.manifest import Bundle, ChunkRow, Layout
+from ckpipe.format.manifest import Chunk, Layout, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.load import reader as reading_module
 from ckpipe.load.reader import verify
@@ -133,7 +133,7 @@ async def damage(backend: MemoryBackend, at: int) -> None:
     await backend.put(KEY, bytes(data), PutMode.OVERWRITE)
 
 
-async def verified(backend: Backend, bundle: Bundle) -> VerifyResult:
+async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
     arena = Arena(BLOCK_BYTES)
     try:
         return await verify(backend, bundle, arena, lanes=2)
@@ -346,32 +346,32 @@ async def test_a_thread_that_fails_to_read_has_it_tried_again_where_that_may_hel
     assert (caught.value.step, caught.value.rank, caught.value.key) == (7, 0, KEY)
 
 
-def with_chunks(bundle: Bundle, chunks: tuple[ChunkRow, ...]) -> Bundle:
+def with_chunks(bundle: ManifestDocument, chunks: tuple[Chunk, ...]) -> ManifestDocument:
     (layout,) = bundle.layouts
     changed = Layout(layout.entries, chunks)
-    return Bundle(bundle.kind, bundle.id, 1, bundle.structures, (changed,), bundle.parts)
+    return ManifestDocument(bundle.kind, bundle.id, 1, bundle.structures, (changed,), bundle.parts)
 
 
 @pytest.mark.parametrize(
     "chunks",
     [
         (),
-        (ChunkRow(0, 0, box=((0, 0), (2, 3))),),
-        (ChunkRow(0, 0, box=((0, 0), (3, 3))), ChunkRow(0, 0, 36, box=((2, 0), (4, 3)))),
-        (ChunkRow(0, 0, box=((0, 0), (5, 3))),),
-        (ChunkRow(0, 0, offset=4),),
-        (ChunkRow(0, 1),),
-        (ChunkRow(0, 0, offset=-4),),
-        (ChunkRow(0, 0, stride=(4, 1)),),
-        (ChunkRow(0, 0, stride=(3,)),),
-        (ChunkRow(0, 0, original_stride=(0, 1)),),
-        (ChunkRow(0, 0, original_stride=(1 << 50, 1)),),
-        (ChunkRow(0, 0, owner=1),),
+        (Chunk(0, 0, box=((0, 0), (2, 3))),),
+        (Chunk(0, 0, box=((0, 0), (3, 3))), Chunk(0, 0, 36, box=((2, 0), (4, 3)))),
+        (Chunk(0, 0, box=((0, 0), (5, 3))),),
+        (Chunk(0, 0, offset=4),),
+        (Chunk(0, 1),),
+        (Chunk(0, 0, offset=-4),),
+        (Chunk(0, 0, stride=(4, 1)),),
+        (Chunk(0, 0, stride=(3,)),),
+        (Chunk(0, 0, original_stride=(0, 1)),),
+        (Chunk(0, 0, original_stride=(1 << 50, 1)),),
+        (Chunk(0, 0, owner=1),),
     ],
 )
 @pytest.mark.parametrize("fresh", [True, False])
 async def test_elements_without_bytes_are_found_before_the_first_write(
-    chunks: tuple[ChunkRow, ...], fresh: bool
+    chunks: tuple[Chunk, ...], fresh: bool
 ) -> None:
     backend = MemoryBackend()
     bundle = await store({"x": torch.ones(4, 3)}, backend)
@@ -388,7 +388,7 @@ async def test_a_tensor_in_several_boxes_is_put_together() -> None:
     backend = MemoryBackend()
     saved = torch.arange(12.0).reshape(4, 3)
     bundle = await store({"x": saved}, backend)
-    chunks = (ChunkRow(0, 0, box=((0, 0), (1, 3))), ChunkRow(0, 0, 12, box=((1, 0), (4, 3))))
+    chunks = (Chunk(0, 0, box=((0, 0), (1, 3))), Chunk(0, 0, 12, box=((1, 0), (4, 3))))
     target = {"x": torch.zeros(3, 4).t()}
     await load(backend, with_chunks(bundle, chunks), target)
     assert torch.equal(target["x"], saved)

@@ -29,7 +29,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.boxes import Box
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.load.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
@@ -51,7 +51,7 @@ def rows(n: int, world_size: int, *inner: int) -> list[Held]:
     ]
 
 
-async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -> Bundle:
+async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -> ManifestDocument:
     """A checkpoint of one tensor ``w`` of which each rank wrote a block of rows."""
     held = rows(full.shape[0], world_size, *full.shape[1:])
     return await store_ranks(backend, [{"w": full}] * world_size, [{"w": boxes} for boxes in held])
@@ -361,7 +361,7 @@ async def test_tensors_that_were_cut_alike_from_shared_bytes_share_them_again() 
         assert torch.equal(tied.to_local(), full[2:])
 
 
-def _tied(bundle: Bundle) -> Bundle:
+def _tied(bundle: ManifestDocument) -> ManifestDocument:
     """Lets the chunks of the second tensor point to the entries of the first."""
     layouts = []
     for layout in bundle.layouts:

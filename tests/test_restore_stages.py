@@ -14,7 +14,7 @@ from stored_states import request
 from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch
-from ckpipe.format.manifest import Bundle, Structure
+from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.load.saved_state import Member, MergedTree, paths
 from ckpipe.state.flatten import capture
 from ckpipe.testing import MemoryBackend
@@ -41,7 +41,7 @@ def blank(*layers: int, **more: Any) -> dict[str, Any]:
     return {**state, "norm": torch.zeros(2), "lr": 0.0}
 
 
-async def stored(*states: Any) -> tuple[MemoryBackend, Bundle]:
+async def stored(*states: Any) -> tuple[MemoryBackend, ManifestDocument]:
     backend = MemoryBackend()
     return backend, await store_ranks(backend, states)
 

@@ -27,7 +27,7 @@ from ckpipe.catalog.prune import decide_on, pin, prune, remove, unpin
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.keys import encode_float
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import index_key, manifest_key, pin_key, prefix, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
@@ -50,7 +50,7 @@ class Crash(BaseException):
     """What ends a process; nobody handles it."""
 
 
-def manifest(id: CheckpointId, rank: int, loss: float) -> Bundle:
+def manifest(id: CheckpointId, rank: int, loss: float) -> ManifestDocument:
     bundle, _ = manifest_of({"t": torch.tensor([rank])}, rank, 2)
     (part,) = bundle.parts
     return replace(bundle, id=id, parts=(replace(part, metrics={"loss": encode_float(loss)}),))

@@ -17,7 +17,7 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.ranks import launch as courses
-from ckpipe.ranks.launch import Course, draft_launch
+from ckpipe.ranks.launch import CheckpointNames, draft_launch
 from ckpipe.ranks.topology import ALONE
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation
@@ -48,7 +48,7 @@ MOVES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30)
 @given(MOVES)
 @example([(step, False) for step in (4, 5, 6, 7, 8, 0, 1, 2, 5)])
 def test_few_steps_are_remembered_and_names_are_still_unique(moves: list[tuple[int, bool]]) -> None:
-    course = Course("20261121T235959999Z-run")
+    course = CheckpointNames("20261121T235959999Z-run")
     names: list[CheckpointId] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(courses, "_REMEMBERED", 2)
@@ -65,7 +65,7 @@ def test_few_steps_are_remembered_and_names_are_still_unique(moves: list[tuple[i
 
 
 def test_steps_that_go_on_are_counted_from_zero_however_many_there_are() -> None:
-    course = Course("20261121T235959999Z-run")
+    course = CheckpointNames("20261121T235959999Z-run")
     for step in range(0, 50_000, 10):
         assert [course.name(step).count for _ in range(2)] == [0, 1]
         assert len(course._counts) <= 2 * courses._REMEMBERED
@@ -73,7 +73,7 @@ def test_steps_that_go_on_are_counted_from_zero_however_many_there_are() -> None
 
 @given(MOVES)
 def test_names_are_unique_and_all_after_going_back_are_newer(moves: list[tuple[int, bool]]) -> None:
-    course = Course("20261121T235959999Z-run")
+    course = CheckpointNames("20261121T235959999Z-run")
     names: list[list[CheckpointId]] = [[]]
     for step, back in moves:
         if back and course.lies_back(step):

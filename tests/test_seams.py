@@ -13,8 +13,8 @@ from ckpipe.backend import PutMode
 from ckpipe.errors import ChecksumMismatch
 from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.format.names import data_file_key
-from ckpipe.load.read_plan import Fragment, Piece
-from ckpipe.load.reader import Seams
+from ckpipe.load.read_plan import PartialChunk, Piece
+from ckpipe.load.reader import ChunkAssembler
 from ckpipe.memory.native import address_of
 from ckpipe.testing import MemoryBackend
 
@@ -23,10 +23,14 @@ MIB = 1 << 20
 
 
 def test_a_chunk_comes_with_its_last_fragment_whatever_their_order() -> None:
-    seams = Seams()
+    seams = ChunkAssembler()
     data = memoryview(bytes(range(200)))
     piece = Piece(3, 0, 200, 0, 0)
-    parts = [Fragment(piece, 150, 0, 50), Fragment(piece, 0, 0, 70), Fragment(piece, 70, 0, 80)]
+    parts = [
+        PartialChunk(piece, 150, 0, 50),
+        PartialChunk(piece, 0, 0, 70),
+        PartialChunk(piece, 70, 0, 80),
+    ]
     at = address_of(data)
     assert seams.add(parts[0], at + 150) is None
     assert seams.add(parts[1], at) is None
@@ -36,13 +40,13 @@ def test_a_chunk_comes_with_its_last_fragment_whatever_their_order() -> None:
 
 
 def test_memory_is_used_again_and_chunks_are_kept_apart() -> None:
-    seams = Seams()
+    seams = ChunkAssembler()
     found = []
     for number in range(20):
         data = memoryview(bytes([number]) * 1000)
         piece = Piece(number, 0, 1000, 0, 0)
-        assert seams.add(Fragment(piece, 0, 0, 400), address_of(data)) is None
-        chunk = seams.add(Fragment(piece, 400, 0, 600), address_of(data) + 400)
+        assert seams.add(PartialChunk(piece, 0, 0, 400), address_of(data)) is None
+        chunk = seams.add(PartialChunk(piece, 400, 0, 600), address_of(data) + 400)
         assert chunk is not None
         assert bytes(chunk) == bytes(data)
         found.append(address_of(chunk))
@@ -51,13 +55,13 @@ def test_memory_is_used_again_and_chunks_are_kept_apart() -> None:
 
 
 def test_threads_that_bring_both_ends_at_once_make_one_chunk_of_them() -> None:
-    seams, meeting = Seams(), threading.Barrier(2)
+    seams, meeting = ChunkAssembler(), threading.Barrier(2)
     data = memoryview(bytes(range(256)) * (CHUNK_BYTES // 256))
     half = CHUNK_BYTES // 2
 
     def bring(number: int, begin: int) -> memoryview | None:
         meeting.wait()
-        fragment = Fragment(Piece(number, 0, CHUNK_BYTES, 0, 0), begin, 0, half)
+        fragment = PartialChunk(Piece(number, 0, CHUNK_BYTES, 0, 0), begin, 0, half)
         return seams.add(fragment, address_of(data) + begin)
 
     with ThreadPoolExecutor(2) as threads:

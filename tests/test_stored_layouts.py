@@ -10,11 +10,11 @@ from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, Ove
 from ckpipe.format.checksummed_json import seal
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.layouts import text_of
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 
 
-def index() -> Bundle:
+def index() -> ManifestDocument:
     """Ranks of two structures, one of which leaves a tensor to another rank."""
     small, large = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(40)}
     return merge(
@@ -27,7 +27,7 @@ def index() -> Bundle:
     )
 
 
-def read(data: bytes, most_rows: int) -> Bundle:
+def read(data: bytes, most_rows: int) -> ManifestDocument:
     return decode_bundle(data, key="key", id=ID, kind="index", most_rows=most_rows)
 
 

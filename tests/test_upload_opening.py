@@ -10,11 +10,11 @@ from anyio import create_memory_object_stream
 
 from ckpipe.backend import Upload
 from ckpipe.events import EventBus
-from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan
+from ckpipe.format.data_file import BlockRange, DataFile, DataFiles
 from ckpipe.format.manifest import Layout
 from ckpipe.save import upload
 from ckpipe.save.block_sums import BlockSums
-from ckpipe.save.delivery import Contents, Delivery, Depot, StoredFiles
+from ckpipe.save.delivery import Delivery, ManifestFields, StoreContext, StoredFiles
 from ckpipe.store.retry import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -25,7 +25,7 @@ SIZE = 8192
 class Held:
     """A block of zeros."""
 
-    plan = BlockPlace(0, 0, SIZE, ())
+    plan = BlockRange(0, 0, SIZE, ())
     data = memoryview(bytes(SIZE))
     sums = BlockSums()
 
@@ -36,7 +36,7 @@ class Planned(Delivery[Held]):
     def release(self, filled: Held) -> None:
         return
 
-    def contents(self) -> Contents:
+    def contents(self) -> ManifestFields:
         raise AssertionError("nothing is committed here")
 
     def settle(self, info: CheckpointInfo) -> None:
@@ -55,8 +55,8 @@ class Telling(MemoryBackend):
         return await super().open_upload(key, size=size, block_bytes=block_bytes)
 
 
-def depot(backend: MemoryBackend) -> Depot:
-    return Depot(
+def depot(backend: MemoryBackend) -> StoreContext:
+    return StoreContext(
         backend=backend, patient=backend, events=EventBus(), rank=0, world_size=1,
         block_bytes=SIZE, lanes=2, retry=RetryPolicy(1, 0.0, 0.0, 1.0),
         sweep_after=timedelta(days=1),
@@ -65,8 +65,8 @@ def depot(backend: MemoryBackend) -> Depot:
 
 def planned() -> Planned:
     save = Planned(CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0), 0, 0.0, "token")
-    file = FilePlan("rank-00000.safetensors", b"{}", range(0), SIZE)
-    save.cargo = Cargo((file,), Layout((), ()), (Held.plan,))
+    file = DataFile("rank-00000.safetensors", b"{}", range(0), SIZE)
+    save.cargo = DataFiles((file,), Layout((), ()), (Held.plan,))
     return save
 
 

@@ -34,21 +34,21 @@ from ckpipe._worker.protocol import (
     unpack_error,
 )
 from ckpipe.events import Completed, IncompleteCheckpoint
-from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
-from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
+from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
+from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 from ckpipe.worker.process import LOOKS, HangJudge, ProcessState, parse_state, process_state
 
 ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
 INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))
 LAYOUT = Layout(
-    (EntryRow("weight", "F32", (2, 3), 0, 0, 24),),
-    (ChunkRow(0, 0, 0, (3, 1), None, ((0, 0), (2, 3)), None), ChunkRow(1, None, owner=3)),
+    (Entry("weight", "F32", (2, 3), 0, 0, 24),),
+    (Chunk(0, 0, 0, (3, 1), None, ((0, 0), (2, 3)), None), Chunk(1, None, owner=3)),
 )
-CARGO = Cargo(
-    (FilePlan("rank-00000.safetensors", b"header", range(1), 4120),),
+CARGO = DataFiles(
+    (DataFile("rank-00000.safetensors", b"header", range(1), 4120),),
     LAYOUT,
-    (BlockPlace(0, 0, 4120, (Span(0, 0, 24, 4096),)),),
+    (BlockRange(0, 0, 4120, (EntryRange(0, 0, 24, 4096),)),),
 )
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

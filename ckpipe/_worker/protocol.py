@@ -27,9 +27,9 @@ from typing import Any, Generic, Literal, TypeVar
 from ckpipe import errors, events
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
-from ckpipe.format.data_file import BlockPlace, Cargo, FilePlan, Span
+from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
 from ckpipe.format.keys import Json
-from ckpipe.format.manifest import ChunkRow, EntryRow, Layout, Structure, TensorRow
+from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 T = TypeVar("T")
@@ -106,12 +106,12 @@ TIME: Part = (datetime.isoformat, datetime.fromisoformat)
 ID = Form(CheckpointId)
 INFO = Form(CheckpointInfo, saved_at=optional(TIME))
 STRUCTURE = Form(Structure, tensors=Form(TensorRow).rows)
-LAYOUT = Form(Layout, entries=Form(EntryRow).rows, chunks=Form(ChunkRow).rows)
+LAYOUT = Form(Layout, entries=Form(Entry).rows, chunks=Form(Chunk).rows)
 CARGO = Form(
-    Cargo,
-    files=Form(FilePlan, entries=ENTRIES).rows,
+    DataFiles,
+    files=Form(DataFile, entries=ENTRIES).rows,
     layout=LAYOUT.part,
-    blocks=Form(BlockPlace, spans=Form(Span).rows).rows,
+    blocks=Form(BlockRange, spans=Form(EntryRange).rows).rows,
 )
 
 _EVENTS: dict[str, Form[Any]] = {
@@ -276,7 +276,7 @@ class NewCargo:
     """What saves are to store from now on that name this number."""
 
     number: int
-    cargo: Cargo
+    cargo: DataFiles
 
 
 @dataclass(frozen=True, slots=True)

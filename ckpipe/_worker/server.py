@@ -54,13 +54,13 @@ from ckpipe.catalog.leases import Lease
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.format.checksum import prepare
-from ckpipe.format.data_file import BlockPlace, Cargo
+from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.memory.mapping import map_to_read
 from ckpipe.retention import from_data
 from ckpipe.save.block_sums import BlockSums
-from ckpipe.save.delivery import Contents, Delivery, Depot
+from ckpipe.save.delivery import Delivery, ManifestFields, StoreContext
 from ckpipe.save.upload_pipeline import run_delivery
 from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
@@ -109,7 +109,7 @@ class SharedBlock:
     """
 
     number: int
-    plan: BlockPlace
+    plan: BlockRange
     data: memoryview
     users: int = 2
     sums: BlockSums = field(default_factory=BlockSums)
@@ -125,12 +125,12 @@ class Job(Delivery[SharedBlock]):
         channel: Where the trainer is told how it goes.
     """
 
-    def __init__(self, begin: Begin, cargo: Cargo, rank: int, channel: Channel) -> None:
+    def __init__(self, begin: Begin, cargo: DataFiles, rank: int, channel: Channel) -> None:
         super().__init__(begin.id, rank, begin.began, begin.token)
         self.again = begin.again
         self.number, self.cargo, self._channel = begin.save, cargo, channel
         self._waits = begin.waits
-        self._contents: Contents | None = None
+        self._contents: ManifestFields | None = None
         self._blocks: dict[int, SharedBlock] = {}
         self._unsummed, self._sums = create_memory_object_stream[SharedBlock](math.inf)
         self._filled, self._uploads = create_memory_object_stream[SharedBlock](math.inf)
@@ -158,7 +158,7 @@ class Job(Delivery[SharedBlock]):
         self.clock.absorb(handed.clock)
         self.replanned = handed.planned
         self.captured_seconds, self.staged_seconds = handed.captured_seconds, handed.staged_seconds
-        self._contents = Contents(
+        self._contents = ManifestFields(
             structure, handed.values, handed.started, handed.writer, handed.metadata,
             handed.metrics, handed.final,
         )  # fmt: skip
@@ -180,7 +180,7 @@ class Job(Delivery[SharedBlock]):
             else:
                 self._channel.post_soon(free, NOTICE_SECONDS)
 
-    def contents(self) -> Contents:
+    def contents(self) -> ManifestFields:
         """See :class:`~ckpipe.save.delivery.Delivery`."""
         assert self._contents is not None
         return self._contents
@@ -194,7 +194,7 @@ class Job(Delivery[SharedBlock]):
         clock = self.clock.to_data()
         self._channel.post(Settled(self.number, info, self.durable_seconds, unsettled, clock))
 
-    async def run(self, depot: Depot) -> None:
+    async def run(self, depot: StoreContext) -> None:
         """Runs the stages, and says how they ended.
 
         If it is cancelled because the worker as a whole fails, it says nothing: the end of the
@@ -230,7 +230,7 @@ class Service:
     def __init__(self, channel: Channel, hello: Hello) -> None:
         self._channel, self._hello = channel, hello
         self._memory = SharedMemory()
-        self._cargoes: dict[int, Cargo] = {}
+        self._cargoes: dict[int, DataFiles] = {}
         self._structure: Structure | None = None
         self._jobs: dict[int, Job] = {}
         self._listening = anyio.CancelScope()
@@ -267,12 +267,12 @@ class Service:
             await self._channel.flush()
             return None
 
-    def _make_depot(self, backend: Backend) -> Depot:
+    def _make_depot(self, backend: Backend) -> StoreContext:
         hello = self._hello
         policy = RetryPolicy(*hello.retry, on_retry=RetryLog())
         events = EventBus()
         events.add(self._tell)
-        return Depot(
+        return StoreContext(
             backend=backend,
             patient=RetryingBackend(backend, policy),
             events=events,

@@ -47,7 +47,7 @@ from ckpipe.errors import (
 from ckpipe.format import names
 from ckpipe.format.check import check_owners, known_facts
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
-from ckpipe.format.manifest import Bundle, BundleKind
+from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import (
     GROUP_SIZE,
@@ -82,7 +82,7 @@ class Outcome:
     """
 
     complete: bool
-    index: Bundle | None = None
+    index: ManifestDocument | None = None
     deleted: bool = False
     absent: tuple[int, ...] = ()
 
@@ -208,9 +208,9 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
 
 async def _read(
     backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
-) -> list[Bundle] | None:
+) -> list[ManifestDocument] | None:
     """The members of a full directory; None if the checkpoint is being deleted."""
-    found: dict[int, Bundle] = {}
+    found: dict[int, ManifestDocument] = {}
     limiter = anyio.CapacityLimiter(_READS)
 
     async def read(number: int) -> None:
@@ -231,7 +231,7 @@ async def _read(
 
 async def read_member(
     backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
-) -> tuple[Bundle, int]:
+) -> tuple[ManifestDocument, int]:
     """Reads and validates a manifest, which is a member of level 0, or a group object.
 
     Returns:
@@ -264,13 +264,17 @@ async def read_member(
     return bundle, size
 
 
-def _decoded(key: str, id: CheckpointId, kind: BundleKind, data: bytes) -> tuple[Bundle, int]:
+def _decoded(
+    key: str, id: CheckpointId, kind: BundleKind, data: bytes
+) -> tuple[ManifestDocument, int]:
     with gc_paused():
         # Its layouts are merged as they stand, so that no rows are needed.
         return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0), len(data)
 
 
-def _merged(bundles: list[Bundle], group: tuple[int, int] | None) -> tuple[Bundle, bytes]:
+def _merged(
+    bundles: list[ManifestDocument], group: tuple[int, int] | None
+) -> tuple[ManifestDocument, bytes]:
     with gc_paused():
         merged = merge(bundles, "group" if group else "index", group)
         if group is None:

@@ -45,7 +45,7 @@ from ckpipe.format.checksum import (
     crc32c,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
 from ckpipe.load.entries import PartData
 from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
@@ -136,7 +136,7 @@ async def copy_checkpoint(
     return report
 
 
-def _decoded(id: CheckpointId, data: bytes) -> tuple[Bundle, bytes]:
+def _decoded(id: CheckpointId, data: bytes) -> tuple[ManifestDocument, bytes]:
     return decode_bundle(data, key=index_key(id), id=id, kind="index"), data
 
 

@@ -24,7 +24,7 @@ from ckpipe.errors import (
     ObjectNotFound,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.metrics_sidecar import (
     MetricsSidecar,
     read_sidecars,
@@ -284,7 +284,7 @@ def _deleted(id: CheckpointId) -> CheckpointIncomplete:
     )
 
 
-async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
+async def read_index(backend: Backend, id: CheckpointId) -> ManifestDocument:
     """Reads and validates the index of a checkpoint.
 
     Raises:
@@ -300,7 +300,7 @@ async def read_index(backend: Backend, id: CheckpointId) -> Bundle:
         raise MissingObject("The index is gone", step=id.step, key=key) from error
 
 
-def _decode(key: str, id: CheckpointId, data: bytes) -> Bundle:
+def _decode(key: str, id: CheckpointId, data: bytes) -> ManifestDocument:
     with gc_paused():
         return decode_bundle(data, key=key, id=id, kind="index")
 
@@ -321,7 +321,7 @@ async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidec
         logger.info("%s goes without a digest, its index tells as well: %s", id, error)
 
 
-async def write_sidecar_of(backend: Backend, index: Bundle | None) -> None:
+async def write_sidecar_of(backend: Backend, index: ManifestDocument | None) -> None:
     """The same for an index that was created just now; None if another process has created it."""
     if index is None:
         return

@@ -15,7 +15,7 @@ from typing import Literal
 from ckpipe.errors import UsageError
 from ckpipe.format.data_file import item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
-from ckpipe.format.manifest import Bundle, Layout, Part, TensorRow
+from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
 from ckpipe.format.tree import Node, children_of
 from ckpipe.reports import size_text
 
@@ -108,7 +108,7 @@ class Description:
     values: tuple[ValueDescription, ...]
 
 
-def describe(bundle: Bundle, select: LabelFilter | None = None) -> Description:
+def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Description:
     """Describe an index, for people and for other programs.
 
     Args:
@@ -134,7 +134,7 @@ def describe(bundle: Bundle, select: LabelFilter | None = None) -> Description:
     )
 
 
-def data_bytes(bundle: Bundle) -> int:
+def data_bytes(bundle: ManifestDocument) -> int:
     """The size of all data files of a bundle's parts."""
     return sum(file.size for part in bundle.parts for file in part.files)
 
@@ -149,7 +149,7 @@ _EXPANSION, _ALWAYS_BYTES = 4, 1 << 30
 
 
 def check_expansion(
-    work: str, bundles: Sequence[Bundle], nbytes: int, sizes: Mapping[str, int]
+    work: str, bundles: Sequence[ManifestDocument], nbytes: int, sizes: Mapping[str, int]
 ) -> None:
     """Refuse work on far more bytes than checkpoints store.
 
@@ -178,7 +178,7 @@ def check_expansion(
     )
 
 
-def _tensors(bundle: Bundle) -> Iterator[TensorDescription]:
+def _tensors(bundle: ManifestDocument) -> Iterator[TensorDescription]:
     rows: dict[str, TensorRow] = {}
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     boxes: defaultdict[str, set[Json]] = defaultdict(set)
@@ -204,7 +204,7 @@ def _tensors(bundle: Bundle) -> Iterator[TensorDescription]:
         )  # fmt: skip
 
 
-def _other_labels(bundle: Bundle) -> defaultdict[str, dict[str, None]]:
+def _other_labels(bundle: ManifestDocument) -> defaultdict[str, dict[str, None]]:
     found: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for structure in bundle.structures:
         seen: set[int] = set()
@@ -224,7 +224,7 @@ def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
     yield from (list(group) for group in groups.values() if len(group) > 1)
 
 
-def labels_per_rank(bundle: Bundle) -> set[str]:
+def labels_per_rank(bundle: ManifestDocument) -> set[str]:
     """The labels of tensors that each rank holds whole and for itself, not alike."""
     return {
         bundle.structures[number].tensors[tensor].label
@@ -234,7 +234,7 @@ def labels_per_rank(bundle: Bundle) -> set[str]:
     }
 
 
-def _values(bundle: Bundle) -> Iterator[ValueDescription]:
+def _values(bundle: ManifestDocument) -> Iterator[ValueDescription]:
     found: dict[str, str] = {}
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     differing: set[str] = set()
@@ -254,7 +254,7 @@ def leaf_labels(tree: Node, kind: Literal["tensor", "value"]) -> Iterator[tuple[
     return ((label, number) for label, _, number in _leaves(tree, kind))
 
 
-def key_paths(bundle: Bundle) -> dict[str, tuple[str, ...]]:
+def key_paths(bundle: ManifestDocument) -> dict[str, tuple[str, ...]]:
     """The keys that the label of each tensor and value is made of, which may have dots themselves.
 
     Where a tensor and a value have one label, the keys are those of the value.
@@ -290,6 +290,6 @@ def _leaves(
             pending += reversed(inner)
 
 
-def _preview(part: Part, number: int) -> str:
+def _preview(part: RankManifest, number: int) -> str:
     text = json.dumps(part.values[number], ensure_ascii=True)
     return text if len(text) <= _LONGEST_PREVIEW else f"{text[: _LONGEST_PREVIEW - 1]}…"

@@ -19,7 +19,7 @@ from ckpipe import threads
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import read_member
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import gathered
 from ckpipe.format.names import GROUP_SIZE, group_ranks, level_sizes
 from ckpipe.interpreter import gc_paused
@@ -90,7 +90,7 @@ _READS = 8
 
 async def read_near(
     backend: Backend, id: CheckpointId, rank: int, world_size: int
-) -> Bundle | None:
+) -> ManifestDocument | None:
     """The part of a rank in a complete checkpoint, with those of the ranks that it leans on.
 
     Rank 0 is always among them, since its metadata and metrics are those of the checkpoint.
@@ -122,7 +122,7 @@ async def read_near(
         return None
 
 
-def _others(own: Bundle, rank: int, size: int) -> tuple[Member, ...] | None:
+def _others(own: ManifestDocument, rank: int, size: int) -> tuple[Member, ...] | None:
     (layout,) = own.layouts
     owners = {0, *(chunk.owner for chunk in layout.chunks if chunk.owner is not None)}
     return nearest(own.world_size, owners - {rank}, size)
@@ -130,8 +130,8 @@ def _others(own: Bundle, rank: int, size: int) -> tuple[Member, ...] | None:
 
 async def _read(
     backend: Backend, id: CheckpointId, members: tuple[Member, ...], world_size: int
-) -> list[Bundle]:
-    found: dict[Member, Bundle] = {}
+) -> list[ManifestDocument]:
+    found: dict[Member, ManifestDocument] = {}
     limiter = anyio.CapacityLimiter(_READS)
 
     async def read(member: Member) -> None:
@@ -147,6 +147,6 @@ async def _read(
     return [found[member] for member in members]
 
 
-def _gathered(bundles: list[Bundle]) -> Bundle:
+def _gathered(bundles: list[ManifestDocument]) -> ManifestDocument:
     with gc_paused():
         return gathered(bundles)

@@ -21,7 +21,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.find import list_sidecars, read_index
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import Json
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.metrics_sidecar import MetricsSidecar, sidecar_of
 from ckpipe.retention import Candidate
 from ckpipe.threads import run_lanes
@@ -47,7 +47,7 @@ class MetadataSummary(NamedTuple):
     metadata: Mapping[str, Json] | None = None
 
 
-def summary_of(index: Bundle) -> MetadataSummary:
+def summary_of(index: ManifestDocument) -> MetadataSummary:
     """Summarise an index.
 
     Raises:

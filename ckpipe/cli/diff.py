@@ -19,7 +19,7 @@ from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Screen, SubProgress, one_line, table
 from ckpipe.format.keys import Json, LabelFilter, label_filter, unique_label
-from ckpipe.format.manifest import Bundle, TensorRow
+from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, children_of
 from ckpipe.load.load import read_tensors
 from ckpipe.memory.arena import Arena
@@ -30,7 +30,7 @@ from ckpipe.threads import in_thread
 BATCH_BYTES = 128 << 20
 """How many bytes of each checkpoint are held in memory, unless a single tensor is larger."""
 
-Side = tuple[Backend, Bundle]
+Side = tuple[Backend, ManifestDocument]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class StructureDifference:
     common: tuple[str, ...]
 
 
-def compare_structures(first: Bundle, second: Bundle) -> StructureDifference:
+def compare_structures(first: ManifestDocument, second: ManifestDocument) -> StructureDifference:
     """Compares what two indexes say of names, shapes, dtypes and inline values.
 
     Where the ranks of a checkpoint have different inline values, all of them are compared.
@@ -285,17 +285,17 @@ def compare_structures(first: Bundle, second: Bundle) -> StructureDifference:
     )
 
 
-def labels_of(bundle: Bundle) -> set[str]:
+def labels_of(bundle: ManifestDocument) -> set[str]:
     """The labels of all tensors and values of a checkpoint that are compared."""
     return {*_tensors(bundle), *_values(bundle)}
 
 
-def sizes_of(bundle: Bundle) -> dict[str, int]:
+def sizes_of(bundle: ManifestDocument) -> dict[str, int]:
     """The bytes of each tensor of a checkpoint, by its label."""
     return {label: tensor_bytes(row) for label, row in _tensors(bundle).items()}
 
 
-def batches(bundle: Bundle, labels: Iterable[str], nbytes: int) -> Iterator[list[str]]:
+def batches(bundle: ManifestDocument, labels: Iterable[str], nbytes: int) -> Iterator[list[str]]:
     """Groups tensors so that each group has about so many bytes, or is one tensor alone.
 
     Args:
@@ -399,7 +399,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _tensors(bundle: Bundle) -> dict[str, TensorRow]:
+def _tensors(bundle: ManifestDocument) -> dict[str, TensorRow]:
     rows: dict[str, TensorRow] = {}
     for part in bundle.parts:
         for row in bundle.structures[part.structure].tensors:
@@ -411,7 +411,7 @@ def _tensor_text(row: TensorRow) -> str:
     return f"{row.dtype}{list(row.shape)}"
 
 
-def _values(bundle: Bundle) -> dict[str, str]:
+def _values(bundle: ManifestDocument) -> dict[str, str]:
     """The inline values of a checkpoint as text, those of all ranks where they differ."""
     found: dict[str, list[str]] = {}
     for part in bundle.parts:

@@ -28,7 +28,7 @@ from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import CkpipeError, MissingObject, ObjectNotFound, UsageError
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import manifest_key
 from ckpipe.reports import (
     BlockReport,
@@ -156,7 +156,7 @@ async def read_reports(
     return [found[rank] for rank in chosen], world_size
 
 
-async def _read_manifest(backend: Backend, id: CheckpointId, rank: int) -> Bundle:
+async def _read_manifest(backend: Backend, id: CheckpointId, rank: int) -> ManifestDocument:
     key = manifest_key(id, rank)
     decode = partial(decode_bundle, key=key, id=id, kind="manifest")
     try:
@@ -165,7 +165,7 @@ async def _read_manifest(backend: Backend, id: CheckpointId, rank: int) -> Bundl
         raise MissingObject("A manifest is gone", step=id.step, rank=rank, key=key) from error
 
 
-def _report(bundle: Bundle) -> RankReport:
+def _report(bundle: ManifestDocument) -> RankReport:
     part = bundle.parts[0]
     try:
         report = None if bundle.report is None else save_report_from_data(bundle.report)

@@ -25,7 +25,7 @@ from ckpipe.format.layouts import (
     facts_of,
     own_identities,
 )
-from ckpipe.format.manifest import MAX_NUMBER, Bundle, Part, Structure, TensorRow
+from ckpipe.format.manifest import MAX_NUMBER, ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.names import data_file_name, group_ranks
 from ckpipe.format.tree import check_tree
 
@@ -38,7 +38,7 @@ Facts = Mapping[tuple[int, int], LayoutFacts]
 """What is known of layouts, by the numbers of a structure and a layout."""
 
 
-def check_bundle(bundle: Bundle, known: Facts | None = None) -> None:
+def check_bundle(bundle: ManifestDocument, known: Facts | None = None) -> None:
     """Checks that a bundle agrees with itself and with the format.
 
     Args:
@@ -67,7 +67,7 @@ def check_bundle(bundle: Bundle, known: Facts | None = None) -> None:
     _check_per_rank(bundle)
 
 
-def known_facts(bundle: Bundle, known: Facts) -> Facts:
+def known_facts(bundle: ManifestDocument, known: Facts) -> Facts:
     """Collect the facts of a bundle's layouts; each is checked, unless it was when it was read.
 
     Args:
@@ -97,7 +97,7 @@ def check_structure(structure: Structure) -> None:
     check_tree(structure)
 
 
-def check_ranks(bundle: Bundle) -> None:
+def check_ranks(bundle: ManifestDocument) -> None:
     """Checks that a bundle holds all ranks that its kind asks for, in order, and no other.
 
     Raises:
@@ -147,7 +147,7 @@ def check_dtypes(rows: Sequence[TensorRow]) -> dict[str, int]:
     return {dtype: size for dtype, size in sizes.items() if size}
 
 
-def _check_part(bundle: Bundle, part: Part) -> None:
+def _check_part(bundle: ManifestDocument, part: RankManifest) -> None:
     if part.structure >= len(bundle.structures) or part.layout >= len(bundle.layouts):
         raise InvalidManifest(
             "A part points to a structure or layout that is not there", rank=part.rank
@@ -156,7 +156,7 @@ def _check_part(bundle: Bundle, part: Part) -> None:
         raise InvalidManifest("A part has another number of values than its tree", rank=part.rank)
 
 
-def _check_files(part: Part, data_bytes: Sequence[int]) -> None:
+def _check_files(part: RankManifest, data_bytes: Sequence[int]) -> None:
     if len(part.files) != len(data_bytes):
         raise InvalidManifest("A part has another number of files than its entries", rank=part.rank)
     for number, (file, nbytes) in enumerate(zip(part.files, data_bytes, strict=True)):
@@ -178,14 +178,14 @@ def _check_files(part: Part, data_bytes: Sequence[int]) -> None:
             )
 
 
-def _check_checksums(part: Part, expected: int) -> None:
+def _check_checksums(part: RankManifest, expected: int) -> None:
     if len(part.checksums) != expected or max(part.checksums, default=0) > _MAX_CRC:
         raise InvalidManifest(
             f"A part has {len(part.checksums)} checksums instead of {expected}", rank=part.rank
         )
 
 
-def _check_foreign(bundle: Bundle, facts: Facts) -> None:
+def _check_foreign(bundle: ManifestDocument, facts: Facts) -> None:
     """Checks that what ranks say of the entries of others is so, as far as those are here."""
     layout_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
     for (structure, number), known in facts.items():
@@ -201,7 +201,7 @@ def _check_foreign(bundle: Bundle, facts: Facts) -> None:
                 check_in_entry(entry, end, facts[place].sizes, label)
 
 
-def check_owners(bundle: Bundle, facts: Facts) -> None:
+def check_owners(bundle: ManifestDocument, facts: Facts) -> None:
     """Checks that ranks have written what others, which do not know where, leave to them.
 
     Of ranks that are not in the bundle nothing is asked.
@@ -232,7 +232,7 @@ def check_owners(bundle: Bundle, facts: Facts) -> None:
                 raise _not_written(bundle, facts[place], place, owner, written)
 
 
-def _written(bundle: Bundle, facts: Facts, place: tuple[int, int]) -> set[int]:
+def _written(bundle: ManifestDocument, facts: Facts, place: tuple[int, int]) -> set[int]:
     own = facts[place].own
     if own is None:
         tensors = bundle.structures[place[0]].tensors
@@ -241,7 +241,11 @@ def _written(bundle: Bundle, facts: Facts, place: tuple[int, int]) -> set[int]:
 
 
 def _not_written(
-    bundle: Bundle, facts: LayoutFacts, place: tuple[int, int], owner: int, written: set[int]
+    bundle: ManifestDocument,
+    facts: LayoutFacts,
+    place: tuple[int, int],
+    owner: int,
+    written: set[int],
 ) -> InvalidManifest:
     foreign = facts.foreign
     chunk = next(
@@ -263,7 +267,7 @@ def _not_written(
     )
 
 
-def _check_per_rank(bundle: Bundle) -> None:
+def _check_per_rank(bundle: ManifestDocument) -> None:
     if bundle.kind != "index":
         return
     if len(bundle.per_rank) != len(bundle.structures):

@@ -41,11 +41,11 @@ from ckpipe.format.manifest import (
     PARTS,
     SHARED,
     TENSORS,
-    Bundle,
     BundleKind,
     Layout,
-    Part,
+    ManifestDocument,
     PerRank,
+    RankManifest,
     Structure,
     make_rows,
     number_lists,
@@ -62,7 +62,7 @@ MOST_ROWS = 1 << 18
 """Of how many entries and chunks rows are made at once when a bundle is read."""
 
 
-def encode_bundle(bundle: Bundle) -> bytes:
+def encode_bundle(bundle: ManifestDocument) -> bytes:
     """The stored form of a bundle: equal bundles make equal bytes.
 
     Args:
@@ -104,7 +104,7 @@ def encode_bundle(bundle: Bundle) -> bytes:
         ) from None
 
 
-def _layout_texts(bundle: Bundle) -> Iterator[str]:
+def _layout_texts(bundle: ManifestDocument) -> Iterator[str]:
     """The JSON of its layouts, in order, each with the number of its structure."""
     structure_of: dict[int, int] = {}
     for part in bundle.parts:
@@ -118,7 +118,7 @@ def _layout_texts(bundle: Bundle) -> Iterator[str]:
         yield with_structure(layout_text(layout, numbers, labels), structure)
 
 
-def _encode_parts(parts: tuple[Part, ...]) -> dict[str, Json]:
+def _encode_parts(parts: tuple[RankManifest, ...]) -> dict[str, Json]:
     table = PARTS.encode(parts)
     data: dict[str, Json] = {}
     for name in SHARED:
@@ -144,7 +144,7 @@ def decode_bundle(
     kind: BundleKind,
     max_bytes: int = MAX_STORED_BYTES,
     most_rows: int = MOST_ROWS,
-) -> Bundle:
+) -> ManifestDocument:
     """Read and validate a bundle, which may be hostile.
 
     Args:
@@ -284,10 +284,10 @@ def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: Bundle
 
 def _decode(
     document: Mapping[str, Json], reading: _Reading, id: CheckpointId, kind: BundleKind
-) -> Bundle:
+) -> ManifestDocument:
     structures, layouts = _list(document, "structures"), _list(document, "layouts")
     reading.check()
-    return Bundle(
+    return ManifestDocument(
         kind,
         id,
         _number(document, "world_size"),
@@ -300,13 +300,13 @@ def _decode(
     )
 
 
-def _decode_parts(document: Mapping[str, Json]) -> tuple[Part, ...]:
+def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
     columns = PARTS.columns_of(document.get("parts"))
     for place, column in enumerate(PARTS.columns):
         if column.name in SHARED:
             items = [_SHARED_FORMS[column.name](item) for item in _list(document, column.name)]
             columns[place] = _pick(items, columns[place], column.name)
-    return make_rows(Part, [each.name for each in PARTS.columns], columns)
+    return make_rows(RankManifest, [each.name for each in PARTS.columns], columns)
 
 
 def _pick(items: list[Any], cells: Iterable[int], name: str) -> list[Any]:

@@ -272,7 +272,7 @@ def _check_extents(entries: list[HeaderEntry], data_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class FilePlan:
+class DataFile:
     """One data file.
 
     Args:
@@ -289,7 +289,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class EntryRange:
     """A part of an entry that lies in a block.
 
     Args:
@@ -306,7 +306,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlace:
+class BlockRange:
     """The place of one block.
 
     Args:
@@ -319,11 +319,11 @@ class BlockPlace:
     file: int
     offset: int
     nbytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[EntryRange, ...]
 
 
 @dataclass(frozen=True)
-class Cargo:
+class DataFiles:
     """All that one rank stores in a save; the same for every save of one structure.
 
     What follows from it alone is worked out once, and kept for as long as the cargo is.
@@ -334,9 +334,9 @@ class Cargo:
         blocks: What they are cut into.
     """
 
-    files: tuple[FilePlan, ...]
+    files: tuple[DataFile, ...]
     layout: Layout
-    blocks: Sequence[BlockPlace]
+    blocks: Sequence[BlockRange]
 
     @cached_property
     def size(self) -> int:
@@ -357,7 +357,7 @@ class Cargo:
     def _cuts(self) -> dict[tuple[int, int], BlockCuts]:
         return {}
 
-    def cuts(self, block: BlockPlace) -> BlockCuts:
+    def cuts(self, block: BlockRange) -> BlockCuts:
         """How one of its blocks is checksummed; for any thread."""
         known = self._cuts.get((block.file, block.offset))
         if known is None:
@@ -366,7 +366,7 @@ class Cargo:
         return known
 
 
-def file_rows(files: Sequence[FilePlan], header_sums: list[int]) -> tuple[FileRow, ...]:
+def file_rows(files: Sequence[DataFile], header_sums: list[int]) -> tuple[FileRow, ...]:
     """Data files as their manifest has them."""
     return tuple(
         FileRow(file.name, file.size, len(file.header), value)

@@ -27,8 +27,8 @@ from ckpipe.format.manifest import (
     CHUNKS,
     ENTRIES,
     MAX_NUMBER,
-    ChunkRow,
-    EntryRow,
+    Chunk,
+    Entry,
     Layout,
     TensorRow,
     make_rows,
@@ -39,7 +39,7 @@ Place = tuple[tuple[Any, ...], slice]
 
 
 class EntryColumns(NamedTuple):
-    """The entries of a layout, column by column; see :class:`ckpipe.format.manifest.EntryRow`."""
+    """The entries of a layout, column by column; see :class:`ckpipe.format.manifest.Entry`."""
 
     name: Sequence[str]
     dtype: Sequence[str]
@@ -50,7 +50,7 @@ class EntryColumns(NamedTuple):
 
 
 class ChunkColumns(NamedTuple):
-    """The chunks of a layout, column by column; see :class:`ckpipe.format.manifest.ChunkRow`."""
+    """The chunks of a layout, column by column; see :class:`ckpipe.format.manifest.Chunk`."""
 
     tensor: Sequence[int]
     entry: Sequence[int | None]
@@ -344,12 +344,12 @@ class LayoutText:
         found: dict[str, Json] = json.loads("{" + self.text[1:])
         return found
 
-    def entries(self) -> tuple[EntryRow, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         """Its entries."""
         columns = read_entries(self.parsed()["entries"])
         return entry_rows(with_names(columns, self.labels))
 
-    def chunks(self) -> tuple[ChunkRow, ...]:
+    def chunks(self) -> tuple[Chunk, ...]:
         """Its chunks."""
         return chunk_rows(ChunkColumns(*CHUNKS.columns_of(self.parsed()["chunks"])))
 
@@ -518,14 +518,14 @@ def _columns_at_hand(rows: Sequence[Any]) -> Any:
     return rows.columns if isinstance(rows, ColumnRows) else None
 
 
-def entry_rows(columns: EntryColumns) -> tuple[EntryRow, ...]:
+def entry_rows(columns: EntryColumns) -> tuple[Entry, ...]:
     """The entries that columns are of."""
-    return make_rows(EntryRow, _ENTRY_ATTRIBUTES, [list(each) for each in columns])
+    return make_rows(Entry, _ENTRY_ATTRIBUTES, [list(each) for each in columns])
 
 
-def chunk_rows(columns: ChunkColumns) -> tuple[ChunkRow, ...]:
+def chunk_rows(columns: ChunkColumns) -> tuple[Chunk, ...]:
     """The chunks that columns are of."""
-    return make_rows(ChunkRow, _CHUNK_ATTRIBUTES, [list(each) for each in columns])
+    return make_rows(Chunk, _CHUNK_ATTRIBUTES, [list(each) for each in columns])
 
 
 def read_entries(data: Json) -> list[list[Any]]:

@@ -72,7 +72,7 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True)
-class EntryRow:
+class Entry:
     """One entry of a data file.
 
     Args:
@@ -93,7 +93,7 @@ class EntryRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRow:
+class Chunk:
     """The place of the bytes of one box of one tensor.
 
     Args:
@@ -127,8 +127,8 @@ class Layout:
         chunks: What the rank holds, whoever wrote it.
     """
 
-    entries: Sequence[EntryRow]
-    chunks: Sequence[ChunkRow]
+    entries: Sequence[Entry]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankManifest:
     """The manifest of one rank.
 
     Args:
@@ -197,7 +197,7 @@ class PerRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class ManifestDocument:
     """A manifest, group object or index.
 
     Args:
@@ -218,7 +218,7 @@ class Bundle:
     world_size: int
     structures: tuple[Structure, ...]
     layouts: tuple[Layout, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RankManifest, ...]
     group: tuple[int, int] | None = None
     per_rank: tuple[PerRank, ...] = ()
     report: Mapping[str, Any] | None = None
@@ -426,7 +426,7 @@ ENTRIES = Table(
         Column("file", numbers, 0),
         Column("offset", numbers),
     ),
-    EntryRow,
+    Entry,
 )
 
 CHUNKS = Table(
@@ -440,7 +440,7 @@ CHUNKS = Table(
         Column("box", optional(boxes), None),
         Column("owner", optional(numbers), None),
     ),
-    ChunkRow,
+    Chunk,
 )
 
 FILES = Table(
@@ -471,7 +471,7 @@ PARTS = Table(
         Column("resumed_from", optional(texts), None),
         Column("final", flags, False),
     ),
-    Part,
+    RankManifest,
 )
 
 SHARED = ("values", "writer", "metadata", "metrics")

@@ -16,19 +16,19 @@ from ckpipe.format.check import check_ranks, known_facts
 from ckpipe.format.keys import Json, Numbering, canonical
 from ckpipe.format.layouts import Place, digest, facts_of, layout_text
 from ckpipe.format.manifest import (
-    Bundle,
     BundleKind,
     Layout,
-    Part,
+    ManifestDocument,
     PerRank,
+    RankManifest,
     Structure,
     structure_form,
 )
 
 
 def merge(
-    bundles: Iterable[Bundle], kind: BundleKind, group: tuple[int, int] | None = None
-) -> Bundle:
+    bundles: Iterable[ManifestDocument], kind: BundleKind, group: tuple[int, int] | None = None
+) -> ManifestDocument:
     """The group object or index of manifests, or of group objects, of one checkpoint.
 
     Args:
@@ -46,7 +46,7 @@ def merge(
     return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
 
 
-def gathered(bundles: Iterable[Bundle]) -> Bundle:
+def gathered(bundles: Iterable[ManifestDocument]) -> ManifestDocument:
     """The parts of some ranks of one checkpoint, each once, as a bundle that has no place in it.
 
     Args:
@@ -59,7 +59,9 @@ def gathered(bundles: Iterable[Bundle]) -> Bundle:
     return _joined(list(bundles), "group", None)
 
 
-def _joined(found: list[Bundle], kind: BundleKind, group: tuple[int, int] | None) -> Bundle:
+def _joined(
+    found: list[ManifestDocument], kind: BundleKind, group: tuple[int, int] | None
+) -> ManifestDocument:
     first = found[0]
     if any(each.id != first.id for each in found):
         raise InvalidManifest("Manifests of different checkpoints cannot be merged")
@@ -76,7 +78,7 @@ def _joined(found: list[Bundle], kind: BundleKind, group: tuple[int, int] | None
         layout = layouts.number(source.layouts[part.layout], own)
         shared = values.items[values.number(part.values)]
         parts.append(replace(part, structure=structure, layout=layout, values=shared))
-    return Bundle(
+    return ManifestDocument(
         kind, first.id, first.world_size, tuple(structures.items), tuple(layouts.items),
         tuple(parts), group,
     )  # fmt: skip
@@ -121,8 +123,8 @@ class _Labels(NamedTuple):
     digest: bytes
 
 
-def _per_rank(bundle: Bundle) -> tuple[PerRank, ...]:
-    members: list[list[Part]] = [[] for _ in bundle.structures]
+def _per_rank(bundle: ManifestDocument) -> tuple[PerRank, ...]:
+    members: list[list[RankManifest]] = [[] for _ in bundle.structures]
     for part in bundle.parts:
         members[part.structure].append(part)
     private = {layout: facts.private for (_, layout), facts in known_facts(bundle, {}).items()}
@@ -131,7 +133,7 @@ def _per_rank(bundle: Bundle) -> tuple[PerRank, ...]:
     )
 
 
-def _differing_values(parts: Sequence[Part]) -> tuple[int, ...]:
+def _differing_values(parts: Sequence[RankManifest]) -> tuple[int, ...]:
     distinct: dict[int, tuple[Json, ...]] = {id(part.values): part.values for part in parts}
     if len(distinct) < 2:
         return ()
@@ -143,7 +145,7 @@ def _differing_values(parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def _differing_tensors(
-    parts: Sequence[Part], private: Mapping[int, Mapping[int, Place]]
+    parts: Sequence[RankManifest], private: Mapping[int, Mapping[int, Place]]
 ) -> tuple[int, ...]:
     first, *others = parts
     if not others:
@@ -160,7 +162,7 @@ def _differing_tensors(
     return tuple(sorted(differing))
 
 
-def differ_privately(bundle: Bundle, holders: Sequence[tuple[int, int]]) -> bool:
+def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]]) -> bool:
     """Tell whether parts hold a tensor of one label each for itself, and not alike.
 
     Args:

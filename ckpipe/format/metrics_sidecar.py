@@ -30,7 +30,7 @@ from ckpipe.format.checksum import crc32c
 from ckpipe.format.data_file import STORED_ITEM_BYTES
 from ckpipe.format.keys import canonical, decode_float, encode_float
 from ckpipe.format.layouts import private_of
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import DIGESTS, LONGEST_NAME
 from ckpipe.types import CheckpointId
 
@@ -75,7 +75,7 @@ class MetricsSidecar:
         return canonical([_VERSION, self.bytes, self.world_size, self.final, metrics, *copied])
 
 
-def sidecar_of(bundle: Bundle) -> MetricsSidecar:
+def sidecar_of(bundle: ManifestDocument) -> MetricsSidecar:
     """The digest of an index.
 
     Raises:
@@ -199,7 +199,7 @@ REMEDY = (
 """How to write the bytes once, as a sentence without its full stop."""
 
 
-def copied_bytes(index: Bundle) -> int:
+def copied_bytes(index: ManifestDocument) -> int:
     """Count the bytes that would not be there if equal tensors of all ranks were written once.
 
     Counted are tensors that every rank of a structure holds whole and has written itself, and whose

@@ -33,25 +33,25 @@ import torch
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, decode_key, join
-from ckpipe.format.manifest import Bundle, TensorRow
+from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of
 from ckpipe.load.chunks import StoredTensor
 from ckpipe.load.fill import normal_tensors
 from ckpipe.load.live_tensors import FILLABLE, has_shape, misfit, writable_view
 from ckpipe.load.saved_state import SavedState
 from ckpipe.load.select import PerRankItems, PerRankPolicy, any_selected
-from ckpipe.load.stateful import Hint
+from ckpipe.load.stateful import LiveCounterpart
 from ckpipe.load.targets import Targets
 from ckpipe.state.kinds import FACTORIES, registered_as
 from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
 from ckpipe.state.values import decode_value, plain_numpy_dtype, resolve_class
 from ckpipe.state_helpers import derived_generators
 
-Make = Callable[[], Any]
+Factory = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Changeable:
+class MutableFactory:
     """Makes a container in two steps, between which it can be referred to.
 
     Args:
@@ -59,7 +59,7 @@ class Changeable:
         fill: Fills it.
     """
 
-    shell: Make
+    shell: Factory
     fill: Callable[[Any], None]
 
     def __call__(self) -> Any:
@@ -73,7 +73,7 @@ def same(obj: Any) -> Any:
     return obj
 
 
-def stays(make: Make, obj: Any) -> bool:
+def stays(make: Factory, obj: Any) -> bool:
     """Whether an object is known to make itself."""
     return type(make) is partial and make.func is same and make.args[0] is obj
 
@@ -155,7 +155,7 @@ def check_attributes(cls: Any, names: list[str], label: str) -> None:
 
 
 def keep_generators_apart(
-    saved: SavedState, bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy
+    saved: SavedState, bundle: ManifestDocument, rank: int, world_size: int, policy: PerRankPolicy
 ) -> SavedState:
     """Mark the random generators of a saved state that another rank may get as well.
 
@@ -274,13 +274,13 @@ class Rebuild:
         self._values, self._targets, self.definitions = values, targets, definitions
         self.per_rank, self._combine = per_rank, per_rank.combine
         self._pickling, self._distributed = pickling, distributed
-        self._objects: dict[int, Make] = {}
-        self._planned: dict[int, Make] = {}
+        self._objects: dict[int, Factory] = {}
+        self._planned: dict[int, Factory] = {}
         self._built: dict[int, Any] = {}
         self._building: set[int] = set()
-        self._late: defaultdict[int, list[Make]] = defaultdict(list)
+        self._late: defaultdict[int, list[Factory]] = defaultdict(list)
 
-    def plan(self, node: Node, label: str, hint: Hint | None = None) -> Make:
+    def plan(self, node: Node, label: str, hint: LiveCounterpart | None = None) -> Factory:
         """Checks everything about a node that can be checked now.
 
         Args:
@@ -324,7 +324,7 @@ class Rebuild:
 
     # Tensors
 
-    def plan_tensor(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_tensor(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         number = node[1]
         live = None if hint is None else hint.live
         if number in self.per_rank.tensors:
@@ -338,7 +338,7 @@ class Rebuild:
                 raise error
         return self._fresh_tensor(number)
 
-    def _fresh_tensor(self, number: int) -> Make:
+    def _fresh_tensor(self, number: int) -> Factory:
         if number in self._objects:
             return self._objects[number]
         stored = self._targets.stored[number]
@@ -352,14 +352,14 @@ class Rebuild:
                 "ckpipe.distributed.training_state, or from a single process",
             )
         obj = self._tensor_object(row, stored)
-        make: Make = partial(same, obj)
+        make: Factory = partial(same, obj)
         self._objects[number] = make
         if row.attributes:
             attributes = self.plan(row.attributes, join(row.label, "__dict__"))
             make = self._objects[number] = self._with_attributes(obj, attributes)
         return make
 
-    def combined(self, number: int, live: Any, label: str) -> Make:
+    def combined(self, number: int, live: Any, label: str) -> Factory:
         """The same for a tensor of which each rank had its own.
 
         Args:
@@ -391,7 +391,7 @@ class Rebuild:
         with normal_tensors():
             return tensor_object(row, self._targets.filling.fresh(stored))
 
-    def _with_attributes(self, obj: Any, attributes: Make) -> Make:
+    def _with_attributes(self, obj: Any, attributes: Factory) -> Factory:
         pending = [attributes]
 
         def make() -> Any:
@@ -403,19 +403,19 @@ class Rebuild:
 
     # Leaves
 
-    def plan_value(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_value(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         return partial(same, self.value(node, label))
 
-    def plan_set(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_set(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         kind = set if node[0] == "set" else frozenset
         return partial(kind, [decode_key(key) for key in node[1]])
 
-    def plan_absent(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_absent(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         return partial(same, None if hint is None else hint.live)
 
     # Containers that can be changed
 
-    def plan_mapping(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_mapping(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         if self.derives(node):
             return self._plan_derived(node, label, hint)
         items = self._items(node, label, hint)
@@ -429,13 +429,13 @@ class Rebuild:
             if attributes is not None:
                 self._put(vars(made).update, attributes, {})
 
-        return Changeable(empty_mapping(node), fill)
+        return MutableFactory(empty_mapping(node), fill)
 
     def derives(self, node: Node) -> bool:
         """Whether a node is random generators, of which this rank gets derived ones."""
         return self.per_rank.derive is not None and is_generators(node)
 
-    def _plan_derived(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def _plan_derived(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         per_rank, self.per_rank = self.per_rank, PerRankItems()
         try:
             make = self.plan_mapping(node, label, hint)
@@ -445,7 +445,9 @@ class Rebuild:
         derive = per_rank.derive
         return lambda: derive(make())
 
-    def _items(self, node: Node, label: str, hint: Hint | None) -> list[tuple[Any, Make]]:
+    def _items(
+        self, node: Node, label: str, hint: LiveCounterpart | None
+    ) -> list[tuple[Any, Factory]]:
         children = children_of(node, label)
         if hint is None:
             return [(key, self.plan(child, where)) for key, child, where in children]
@@ -459,9 +461,9 @@ class Rebuild:
             ]
         return items
 
-    def plan_sequence(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_sequence(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         makers = self._elements(node, label, hint)
-        shell: Make = list
+        shell: Factory = list
         if node[0] == "deque":
             if node[2] is not None and node[2] < len(makers):
                 raise InvalidManifest("A deque has more elements than it may have", key=label)
@@ -472,15 +474,15 @@ class Rebuild:
             for index, each in enumerate(makers):
                 self._put(partial(setitem, made, index), each)
 
-        return Changeable(shell, fill)
+        return MutableFactory(shell, fill)
 
-    def _elements(self, node: Node, label: str, hint: Hint | None) -> list[Make]:
+    def _elements(self, node: Node, label: str, hint: LiveCounterpart | None) -> list[Factory]:
         return [
             self.plan(child, where, None if hint is None else hint.at(key))
             for key, child, where in children_of(node, label)
         ]
 
-    def plan_dataclass(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_dataclass(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         cls, names = resolve_class(node[1], object), node[2]
         check_attributes(cls, names, label)
         makers = self._elements(node, label, hint)
@@ -490,15 +492,15 @@ class Rebuild:
                 self._put(partial(object.__setattr__, made, name), each)
 
         # No constructor runs: the attributes are what it, and all that came after it, left.
-        return Changeable(partial(object.__new__, cls), fill)
+        return MutableFactory(partial(object.__new__, cls), fill)
 
     # Containers that cannot
 
-    def plan_tuple(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_tuple(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         makers = self._elements(node, label, hint)
         return lambda: tuple([make() for make in makers])
 
-    def plan_named_tuple(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_named_tuple(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         cls = resolve_class(node[1], tuple)
         if list(getattr(cls, "_fields", ())) != node[2]:
             raise StructureMismatch(
@@ -509,10 +511,10 @@ class Rebuild:
         makers = self._elements(node, label, hint)
         return lambda: tuple.__new__(cls, [make() for make in makers])
 
-    def plan_stateful(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_stateful(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         return self.plan(node[1], label, hint)
 
-    def plan_registered(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_registered(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         known = registered_as(node[1])
         if known is None:
             raise StructureMismatch(
@@ -525,28 +527,30 @@ class Rebuild:
 
     # Containers that stand in several places
 
-    def plan_shared(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_shared(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         return self._plan_once(node[1], node[2], label, hint)
 
-    def plan_ref(self, node: Node, label: str, hint: Hint | None) -> Make:
+    def plan_ref(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
         number = node[1]
         if number not in self._planned:
             # The place of the container itself is in a live target, and was not planned here.
             self._plan_once(number, self.definitions[number], label, hint)
         return lambda: self._planned[number]()
 
-    def _plan_once(self, number: int, node: Node, label: str, hint: Hint | None) -> Make:
+    def _plan_once(
+        self, number: int, node: Node, label: str, hint: LiveCounterpart | None
+    ) -> Factory:
         self._planned[number] = _never
         make = self.plan(node, label, hint)
         planned = self._planned[number] = partial(self._make_once, number, make)
         return planned
 
-    def _make_once(self, number: int, make: Make) -> Any:
+    def _make_once(self, number: int, make: Factory) -> Any:
         if number in self._built:
             return self._built[number]
         if number in self._building:
             raise _Unfinished(number)
-        if isinstance(make, Changeable):
+        if isinstance(make, MutableFactory):
             made = self._built[number] = make.shell()
             make.fill(made)
             return made
@@ -559,7 +563,7 @@ class Rebuild:
             late()
         return made
 
-    def _put(self, assign: Callable[[Any], object], make: Make, meanwhile: Any = None) -> None:
+    def _put(self, assign: Callable[[Any], object], make: Factory, meanwhile: Any = None) -> None:
         try:
             value = make()
         except _Unfinished as unfinished:
@@ -569,7 +573,7 @@ class Rebuild:
             assign(value)
 
 
-_Plan = Callable[[Rebuild, Node, str, Hint | None], Make]
+_Plan = Callable[[Rebuild, Node, str, LiveCounterpart | None], Factory]
 
 _PLANS: dict[str, _Plan] = {
     "tensor": Rebuild.plan_tensor,

@@ -26,17 +26,17 @@ from ckpipe.format.boxes import Box, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.layouts import ChunkColumns, chunk_columns_at_hand
-from ckpipe.format.manifest import Bundle, ChunkRow, Layout, TensorRow
+from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
 from ckpipe.load.entries import EntryTable, Need
 from ckpipe.state.tensors import overlaps_itself
 
-Candidate = tuple[int, ChunkRow]
+ChunkRef = tuple[int, Chunk]
 """The number of the part whose entries a chunk points into, and the chunk."""
 
 _Key = tuple[str, tuple[int, ...], str]
 
 
-class Elsewhere(Exception):
+class NeedsFullIndex(Exception):
     """What is looked for may be in parts that were not read: the index has all."""
 
 
@@ -47,14 +47,14 @@ class Sources:
         bundle: The checkpoint, or some of its parts. In an index, a part's number is its rank.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: ManifestDocument) -> None:
         self._bundle = bundle
-        self._held: dict[int, Held] = {}
-        self._by_part: dict[int, Held] = {}
+        self._held: dict[int, RankChunks] = {}
+        self._by_part: dict[int, RankChunks] = {}
         self._numbers: dict[int, dict[str, int]] = {}
-        self._everything: dict[_Key, list[Candidate]] | None = None
+        self._everything: dict[_Key, list[ChunkRef]] | None = None
 
-    def named_by(self, part: int, tensor: int) -> list[Candidate]:
+    def named_by(self, part: int, tensor: int) -> list[ChunkRef]:
         """The chunks that a part lists of a tensor, each where it was written.
 
         What cannot be followed is left out, so that the elements are missing.
@@ -64,13 +64,13 @@ class Sources:
             tensor: The number of the tensor in its structure.
 
         Raises:
-            Elsewhere: If another rank's part, which is not here, says where it is.
+            NeedsFullIndex: If another rank's part, which is not here, says where it is.
         """
         held = self._by_part.get(part) or self.held(part)
         rows = held.by_tensor.get(tensor, ())
         if len(rows) == 1 and (chunk := rows[0]).owner is None:
             return [(part, chunk)]
-        found: list[Candidate] = []
+        found: list[ChunkRef] = []
         for chunk in rows:
             if chunk.owner is None:
                 found.append((part, chunk))
@@ -78,25 +78,25 @@ class Sources:
                 found += self._written(chunk.owner, chunk, self.row(part, tensor))
         return found
 
-    def everywhere(self, row: TensorRow) -> list[Candidate]:
+    def everywhere(self, row: TensorRow) -> list[ChunkRef]:
         """All chunks that any rank wrote of the tensor of a label, shape and dtype.
 
         Raises:
-            Elsewhere: If not all parts are here.
+            NeedsFullIndex: If not all parts are here.
         """
         if not self._bundle.whole:
-            raise Elsewhere
+            raise NeedsFullIndex
         if self._everything is None:
             self._everything = self._gathered()
         return self._everything.get(_key(row), [])
 
-    def held(self, part: int) -> Held:
+    def held(self, part: int) -> RankChunks:
         """The chunks of a part, by tensor."""
         found = self._by_part.get(part)
         if found is None:
             layout = self._bundle.parts[part].layout
             if layout not in self._held:
-                self._held[layout] = Held(self._bundle.layouts[layout])
+                self._held[layout] = RankChunks(self._bundle.layouts[layout])
             found = self._by_part[part] = self._held[layout]
         return found
 
@@ -113,13 +113,13 @@ class Sources:
         number = self._numbers[structure].get(row.label)
         return number if number is not None and _key(rows[number]) == _key(row) else None
 
-    def _written(self, owner: int, chunk: ChunkRow, row: TensorRow) -> list[Candidate]:
+    def _written(self, owner: int, chunk: Chunk, row: TensorRow) -> list[ChunkRef]:
         """The chunk of the owner that another rank's chunk stands for."""
         part = self._bundle.number_of(owner)
         if part is None:
             if self._bundle.whole:
                 return []
-            raise Elsewhere
+            raise NeedsFullIndex
         if chunk.entry is not None:
             return [(part, chunk)]
         number = self.number_in(part, row)
@@ -128,9 +128,9 @@ class Sources:
         own = (each for each in rows if each.owner is None)
         return [(part, each) for each in own if chunk_box(each, row.shape) == wanted][:1]
 
-    def _gathered(self) -> dict[_Key, list[Candidate]]:
-        found: defaultdict[_Key, list[Candidate]] = defaultdict(list)
-        told: list[tuple[Callable[[Candidate], object], Candidate]] = []
+    def _gathered(self) -> dict[_Key, list[ChunkRef]]:
+        found: defaultdict[_Key, list[ChunkRef]] = defaultdict(list)
+        told: list[tuple[Callable[[ChunkRef], object], ChunkRef]] = []
         lists = [[found[_key(row)] for row in each.tensors] for each in self._bundle.structures]
         for number, part in enumerate(self._bundle.parts):
             by_tensor = lists[part.structure]
@@ -145,7 +145,7 @@ class Sources:
         return found
 
 
-class Held:
+class RankChunks:
     """The chunks of a layout by tensor.
 
     Args:
@@ -162,13 +162,13 @@ class Held:
         self.entry_count = len(layout.entries)
         self.shared: set[int] = set()
         self._layout = layout
-        self._by_tensor: Mapping[int, Sequence[ChunkRow]] | None = None
+        self._by_tensor: Mapping[int, Sequence[Chunk]] | None = None
         columns = chunk_columns_at_hand(layout)
         plain = None if columns is None else self._all_plain(columns)
         self.plain = self._find() if plain is None else plain
 
     @property
-    def by_tensor(self) -> Mapping[int, Sequence[ChunkRow]]:
+    def by_tensor(self) -> Mapping[int, Sequence[Chunk]]:
         """The chunks of each tensor that has some."""
         found = self._by_tensor
         if found is None:
@@ -189,7 +189,7 @@ class Held:
 
     def _find(self) -> dict[int, int]:
         """Looks at chunks one by one; returns those that are plain."""
-        by_tensor: defaultdict[int, list[ChunkRow]] = defaultdict(list)
+        by_tensor: defaultdict[int, list[Chunk]] = defaultdict(list)
         for chunk in self._layout.chunks:
             by_tensor[chunk.tensor].append(chunk)
         self._by_tensor = by_tensor
@@ -211,7 +211,7 @@ class Held:
             and self._is_plain(chunk)
         }
 
-    def _is_plain(self, chunk: ChunkRow) -> bool:
+    def _is_plain(self, chunk: Chunk) -> bool:
         """Whether a chunk that is the rank's own says of itself what is said of plain ones."""
         return (
             chunk.box is None
@@ -223,7 +223,7 @@ class Held:
         )
 
 
-def chunk_box(chunk: ChunkRow, shape: Sequence[int]) -> Box:
+def chunk_box(chunk: Chunk, shape: Sequence[int]) -> Box:
     """Which part of a tensor a chunk is."""
     return whole(shape) if chunk.box is None else chunk.box
 
@@ -302,7 +302,7 @@ class StoredTensor:
     row: TensorRow
     dtype: torch.dtype
     fresh_stride: tuple[int, ...] | None
-    near: list[Candidate]
+    near: list[ChunkRef]
     whole: tuple[Piece, ...] | None = None
     parts: dict[tuple[Region, ...], tuple[Piece, ...]] | None = None
 
@@ -340,7 +340,7 @@ class StoredTensors:
         self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
         self._first_wins = first_wins
         self._known: dict[int, StoredTensor] = {}
-        self._bases: dict[int, tuple[int, Held]] = {}
+        self._bases: dict[int, tuple[int, RankChunks]] = {}
         self._plain: dict[int, tuple[int, Mapping[int, int]]] = {}
 
     def plain(self, number: int) -> PlainTensor | None:
@@ -462,12 +462,12 @@ class StoredTensors:
             )
         return self._parts(stored, found)
 
-    def _check_copies(self, stored: StoredTensor, candidates: list[Candidate]) -> None:
+    def _check_copies(self, stored: StoredTensor, candidates: list[ChunkRef]) -> None:
         """Proves that parts which several ranks wrote, each for itself, are the same.
 
         One name on several meshes may mean copies of one tensor, or a tensor of each mesh's own.
         """
-        first: dict[Box | None, Candidate] = {}
+        first: dict[Box | None, ChunkRef] = {}
         for candidate in candidates:
             if candidate[1].owner is None:
                 other = first.setdefault(candidate[1].box, candidate)
@@ -480,7 +480,7 @@ class StoredTensors:
                         'exclude, or pass per_rank="rank0" to take that of the lowest rank',
                     )
 
-    def _differ(self, *candidates: Candidate) -> bool:
+    def _differ(self, *candidates: ChunkRef) -> bool:
         """Whether chunks that fill entries of their own are known to have different bytes."""
         contents = []
         for part, chunk in candidates:
@@ -494,8 +494,8 @@ class StoredTensors:
         return len(set(contents)) > 1
 
     def _covered(
-        self, stored: StoredTensor, candidates: list[Candidate], regions: tuple[Region, ...]
-    ) -> tuple[list[tuple[Candidate, Box, Box]], list[Box]]:
+        self, stored: StoredTensor, candidates: list[ChunkRef], regions: tuple[Region, ...]
+    ) -> tuple[list[tuple[ChunkRef, Box, Box]], list[Box]]:
         """Chunks with the part of each that is wanted, and where it goes; and what is missing."""
         dims = len(stored.shape)
         everything = whole(stored.shape)
@@ -503,7 +503,7 @@ class StoredTensors:
         if not set(map(len, chain.from_iterable(boxes))) <= {dims}:
             raise InvalidExtent("A box of it has a wrong number of dimensions", key=stored.label)
         index = BoxIndex(boxes)
-        found: list[tuple[Candidate, Box, Box]] = []
+        found: list[tuple[ChunkRef, Box, Box]] = []
         missing: list[Box] = []
         for region in regions:
             parts, holes = index.cover(region.box)
@@ -516,7 +516,7 @@ class StoredTensors:
         return found, missing
 
     def _parts(
-        self, stored: StoredTensor, found: list[tuple[Candidate, Box, Box]]
+        self, stored: StoredTensor, found: list[tuple[ChunkRef, Box, Box]]
     ) -> tuple[Piece, ...]:
         """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
         everything = whole(stored.row.shape)
@@ -537,7 +537,7 @@ class StoredTensors:
         self,
         stored: StoredTensor,
         part: int,
-        chunk: ChunkRow,
+        chunk: Chunk,
         shape: tuple[int, ...],
         fills: Box | None,
     ) -> Piece | None:
@@ -552,7 +552,7 @@ class StoredTensors:
             raise _outside(stored, start, stop)
         return _new_piece((place, start, stop, None, shape, None, fills, entry in held.shared))
 
-    def _base(self, part: int) -> tuple[int, Held]:
+    def _base(self, part: int) -> tuple[int, RankChunks]:
         """The number of a part's first entry in the table of entries, and its chunks."""
         found = self._bases[part] = (self.data.number(part, 0), self._sources.held(part))
         return found
@@ -561,7 +561,7 @@ class StoredTensors:
         self,
         stored: StoredTensor,
         part: int,
-        chunk: ChunkRow,
+        chunk: Chunk,
         shape: tuple[int, ...],
         inside: Box | None,
         target: Box | None,

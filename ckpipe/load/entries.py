@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.layouts import entry_columns
-from ckpipe.format.manifest import Bundle, EntryRow, FileRow, Layout, Part
+from ckpipe.format.manifest import Entry, FileRow, Layout, ManifestDocument, RankManifest
 
 
 class Need(NamedTuple):
@@ -46,7 +46,7 @@ class EntryTable:
 
     files: Sequence[FileRow]
     ranks: Sequence[int]
-    entries: Sequence[EntryRow]
+    entries: Sequence[Entry]
     sizes: Sequence[int]
     entry_files: Sequence[int]
     begins: Sequence[int]
@@ -66,7 +66,7 @@ class PartData(EntryTable):
         layout: Its layout.
     """
 
-    def __init__(self, part: Part, layout: Layout) -> None:
+    def __init__(self, part: RankManifest, layout: Layout) -> None:
         self.files = part.files
         self.ranks = [part.rank] * len(part.files)
         self.entries = layout.entries
@@ -98,11 +98,11 @@ class JoinedData(EntryTable):
         bundle: The bundle that has the parts.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: ManifestDocument) -> None:
         self._bundle = bundle
         self.files: list[FileRow] = []
         self.ranks: list[int] = []
-        self.entries: list[EntryRow] = []
+        self.entries: list[Entry] = []
         self.sizes: list[int] = []
         self.entry_files: list[int] = []
         self.begins: list[int] = []
@@ -131,7 +131,7 @@ class JoinedData(EntryTable):
         return base
 
 
-def entry_table(bundle: Bundle) -> EntryTable:
+def entry_table(bundle: ManifestDocument) -> EntryTable:
     """The entries of all parts of a bundle."""
     if len(bundle.parts) > 1:
         return JoinedData(bundle)

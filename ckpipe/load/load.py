@@ -19,11 +19,11 @@ import torch
 from ckpipe.backend import Backend
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.format.keys import LabelFilter, decode_float
-from ckpipe.format.manifest import Bundle, Structure
+from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
-from ckpipe.load.build import Make, Rebuild, keep_generators_apart
-from ckpipe.load.chunks import Elsewhere, Sources, StoredTensors
+from ckpipe.load.build import Factory, Rebuild, keep_generators_apart
+from ckpipe.load.chunks import NeedsFullIndex, Sources, StoredTensors
 from ckpipe.load.entries import EntryTable, entry_table
 from ckpipe.load.match import Matching
 from ckpipe.load.reader import Reader, ReadTally, lane_buffers
@@ -36,7 +36,7 @@ from ckpipe.reports import LoadReport, StageReport
 from ckpipe.types import LoadResult
 
 
-class Hold(Protocol):
+class TargetLock(Protocol):
     """A hold on the target of one load, to be used on one event loop."""
 
     @property
@@ -57,11 +57,11 @@ class Hold(Protocol):
         ...
 
 
-class NoHold:
+class NoTargetLock:
     """For a load whose target nobody else knows."""
 
     is_pending = False
-    """See :class:`Hold`."""
+    """See :class:`TargetLock`."""
 
     async def take(self) -> None:
         """Does nothing."""
@@ -101,7 +101,7 @@ class LoadRequest:
     cast: bool
     pickling: bool
     per_rank: PerRankPolicy = "raise"
-    hold: Hold = field(default_factory=NoHold)
+    hold: TargetLock = field(default_factory=NoTargetLock)
     caller: Caller | None = None
     switch_interval: float | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -112,7 +112,7 @@ class _Matched:
     """A load that was found to fit: where bytes go, and what to do once they are there."""
 
     targets: Targets
-    make: Make
+    make: Factory
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -131,7 +131,7 @@ class ReadyLoad:
         started: When the load began.
     """
 
-    bundle: Bundle
+    bundle: ManifestDocument
     request: LoadRequest
     rank: int
     matched: _Matched
@@ -156,7 +156,7 @@ class ReadyLoad:
 
 async def restore(
     backend: Backend,
-    bundle: Bundle,
+    bundle: ManifestDocument,
     request: LoadRequest,
     arena: Arena,
     *,
@@ -173,7 +173,7 @@ async def restore(
 
 async def read_all(
     backend: Backend,
-    bundle: Bundle,
+    bundle: ManifestDocument,
     request: LoadRequest,
     arena: Arena,
     *,
@@ -200,7 +200,7 @@ async def read_all(
         tally: Counts what is read, for whoever looks meanwhile.
 
     Raises:
-        Elsewhere: If the parts do not suffice.
+        NeedsFullIndex: If the parts do not suffice.
         TargetMismatch: If the target does not fit.
         PerRankValue: If the target wants what each rank had for itself, and the number of ranks
             is another now.
@@ -230,7 +230,7 @@ async def read_all(
 
 
 @contextmanager
-def _located(bundle: Bundle, rank: int) -> Iterator[None]:
+def _located(bundle: ManifestDocument, rank: int) -> Iterator[None]:
     try:
         yield
     except CkpipeError as error:
@@ -239,14 +239,14 @@ def _located(bundle: Bundle, rank: int) -> Iterator[None]:
 
 
 def _match(
-    bundle: Bundle, data: EntryTable, request: LoadRequest, rank: int, world_size: int
+    bundle: ManifestDocument, data: EntryTable, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     try:
         with gc_paused(), request.hold.here():
             return _match_all(bundle, data, request, rank, world_size)
     except CkpipeError:
         if not bundle.whole:
-            raise Elsewhere from None  # The parts of all ranks may fit, or tell what is wrong.
+            raise NeedsFullIndex from None  # The parts of all ranks may fit, or tell what is wrong.
         raise
     except RecursionError:
         raise UsageError(
@@ -256,7 +256,7 @@ def _match(
 
 
 def _match_all(
-    bundle: Bundle, data: EntryTable, request: LoadRequest, rank: int, world_size: int
+    bundle: ManifestDocument, data: EntryTable, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
@@ -289,14 +289,14 @@ def _match_all(
         missing = [*missing, *matching.missing]
         unexpected = matching.unexpected
         if not bundle.whole and (missing or unexpected or _lack(matching)):
-            raise Elsewhere
+            raise NeedsFullIndex
         missing += matching.kept
         unexpected = [*unexpected, *matching.left]
     targets.settle()
     return _Matched(targets, make, tuple(missing), tuple(unexpected))
 
 
-def _named_in_vain(bundle: Bundle, request: LoadRequest) -> list[str]:
+def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
     """What ``include`` names and no rank has saved, if the request is not strict.
 
     Raises:
@@ -305,7 +305,7 @@ def _named_in_vain(bundle: Bundle, request: LoadRequest) -> list[str]:
     trees = [each.tree for each in bundle.structures]
     absent = unmatched(request.select, trees)
     if absent and not bundle.whole:
-        raise Elsewhere
+        raise NeedsFullIndex
     if absent and request.strict:
         held = sorted({label for tree in trees for _, _, label in children_of(tree, "")})
         shown = ", ".join(held[:_MOST_NAMED]) + (", …" * (len(held) > _MOST_NAMED))
@@ -341,13 +341,15 @@ def _touching(tally: ReadTally, *, in_place: bool) -> Iterator[None]:
         raise
 
 
-def _apply(matched: _Matched, hold: Hold) -> Any:
+def _apply(matched: _Matched, hold: TargetLock) -> Any:
     with hold.here():
         matched.targets.finish()
         return matched.make()
 
 
-def _result(bundle: Bundle, matched: _Matched, state: Any, report: LoadReport) -> LoadResult:
+def _result(
+    bundle: ManifestDocument, matched: _Matched, state: Any, report: LoadReport
+) -> LoadResult:
     part = bundle.parts[0]
     return LoadResult(
         id=str(bundle.id),
@@ -367,7 +369,7 @@ def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 async def read_tensors(
     backend: Backend,
-    bundle: Bundle,
+    bundle: ManifestDocument,
     labels: Collection[str],
     arena: Arena,
     *,

@@ -22,7 +22,7 @@ import torch
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
-from ckpipe.load.build import Make, Rebuild, same, stays
+from ckpipe.load.build import Factory, Rebuild, same, stays
 from ckpipe.load.live_tensors import FILLABLE, PLAIN, misfit
 from ckpipe.load.select import any_selected
 from ckpipe.load.stateful import (
@@ -68,8 +68,8 @@ class Matching:
         self._rebuild, self._targets, self._common = rebuild, targets, common
         self._own_of_ranks = rebuild.per_rank.tensors
         self._select, self._strict = select, strict
-        self._known: dict[tuple[int, int], Make] = {}
-        self._loaded: dict[int, Make] = {}
+        self._known: dict[tuple[int, int], Factory] = {}
+        self._loaded: dict[int, Factory] = {}
         # Objects that the walk compares by identity must not die before it ends.
         self._alive: list[Any] = []
         self.missing: list[str] = []
@@ -79,7 +79,7 @@ class Matching:
         self._offered: dict[int, Any] = {}
         self.objects: list[tuple[Node, Any]] = []
 
-    def plan(self, target: Any, tree: Node) -> Make:
+    def plan(self, target: Any, tree: Node) -> Factory:
         """Checks a target against a tree.
 
         Returns:
@@ -97,7 +97,7 @@ class Matching:
             )
         return make
 
-    def match(self, target: Any, node: Node, label: str) -> Make:
+    def match(self, target: Any, node: Node, label: str) -> Factory:
         """Matches one object with one node."""
         tag = node[0]
         if tag == "tensor" and target is not None:
@@ -116,7 +116,7 @@ class Matching:
             return self._match_stateful(target, node, label)
         return _MATCHES[tag](self, target, node, label)
 
-    def _left_out(self, target: Any, label: str) -> Make:
+    def _left_out(self, target: Any, label: str) -> Factory:
         self._note_missing(target, label)
         return partial(same, target)
 
@@ -126,7 +126,7 @@ class Matching:
 
     # Leaves
 
-    def match_tensor(self, target: Any, node: Node, label: str) -> Make:
+    def match_tensor(self, target: Any, node: Node, label: str) -> Factory:
         if not isinstance(target, FILLABLE):
             raise _wrong_kind("a tensor", target, label)
         number, targets = node[1], self._targets
@@ -144,19 +144,19 @@ class Matching:
         attributes = self._rebuild.plan(stored.row.attributes, join(label, "__dict__"))
         return partial(_with_attributes, target, attributes)
 
-    def match_value(self, target: Any, node: Node, label: str) -> Make:
+    def match_value(self, target: Any, node: Node, label: str) -> Factory:
         combined = node[1] in self._rebuild.per_rank.values
         if not combined and (_is_container(target) or isinstance(target, FILLABLE)):
             raise _wrong_kind("a plain value", target, label)
         return self._rebuild.plan(node, label)
 
-    def match_set(self, target: Any, node: Node, label: str) -> Make:
+    def match_set(self, target: Any, node: Node, label: str) -> Factory:
         if not isinstance(target, set | frozenset):
             raise _wrong_kind(f"a {node[0]}", target, label)
         make = self._rebuild.plan(node, label)
         return make if isinstance(target, frozenset) else partial(refill_set, target, make)
 
-    def match_registered(self, target: Any, node: Node, label: str) -> Make:
+    def match_registered(self, target: Any, node: Node, label: str) -> Factory:
         known = registered_as(node[1])
         if known is not None and type(target) is not known.cls:
             raise _wrong_kind(f"a {known.name}", target, label)
@@ -165,7 +165,7 @@ class Matching:
 
     # Containers
 
-    def match_mapping(self, target: Any, node: Node, label: str) -> Make:
+    def match_mapping(self, target: Any, node: Node, label: str) -> Factory:
         if not isinstance(target, dict):
             raise _wrong_kind(f"a {node[0]}", target, label)
         if self._rebuild.derives(node):
@@ -173,7 +173,7 @@ class Matching:
         children = children_of(node, label)
         saved, own_keys = _exact([key for key, _, _ in children], list(target))
         live = dict(zip(own_keys, target, strict=True))
-        found: list[tuple[Any, Make]] = []
+        found: list[tuple[Any, Factory]] = []
         fill_plain, own_of_ranks = self._targets.fill_plain, self._own_of_ranks
         for key, (_, child, where) in zip(saved, children, strict=True):
             if key not in live:
@@ -200,7 +200,7 @@ class Matching:
             return partial(same, target)
         return partial(refill_dict, target, found, attributes)
 
-    def match_sequence(self, target: Any, node: Node, label: str) -> Make:
+    def match_sequence(self, target: Any, node: Node, label: str) -> Factory:
         kinds: tuple[type[Any], ...] = (tuple,) if node[0] == "tuple" else (list, deque)
         if not isinstance(target, kinds) or hasattr(target, "_fields"):
             raise _wrong_kind(f"a {node[0]}", target, label)
@@ -215,7 +215,7 @@ class Matching:
 
     def _elements(
         self, target: Sequence[Any], children: list[tuple[Any, Node, str]], label: str
-    ) -> list[Make]:
+    ) -> list[Factory]:
         makers = [
             self.match(live, child, where)
             for live, (_, child, where) in zip(target, children, strict=False)
@@ -226,7 +226,7 @@ class Matching:
         surplus = range(len(children), len(target))
         return makers + [self._left_out(target[n], join(label, n)) for n in surplus]
 
-    def match_named_tuple(self, target: Any, node: Node, label: str) -> Make:
+    def match_named_tuple(self, target: Any, node: Node, label: str) -> Factory:
         if not isinstance(target, tuple) or list(getattr(target, "_fields", ())) != node[2]:
             raise _wrong_kind(f"a named tuple with the fields {node[2]}", target, label)
         children = children_of(node, label)
@@ -236,10 +236,10 @@ class Matching:
         ]
         return partial(remake_tuple, target, makers)
 
-    def match_dataclass(self, target: Any, node: Node, label: str) -> Make:
+    def match_dataclass(self, target: Any, node: Node, label: str) -> Factory:
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
             raise _wrong_kind(f"a dataclass, {node[1]},", target, label)
-        found: list[tuple[str, Make]] = []
+        found: list[tuple[str, Factory]] = []
         for name, child, where in children_of(node, label):
             if hasattr(target, name):
                 found.append((name, self.match(getattr(target, name), child, where)))
@@ -254,7 +254,7 @@ class Matching:
 
     # Objects, and what stands in several places
 
-    def _match_stateful(self, target: Any, node: Node, label: str) -> Make:
+    def _match_stateful(self, target: Any, node: Node, label: str) -> Factory:
         inner = node[1] if node[0] == "stateful" else node
         if not is_stateful(target):
             # Saved as an object, loaded into the plain dict that its state_dict had returned.
@@ -276,7 +276,7 @@ class Matching:
         once = self._loaded[id(target)] = _once(partial(_load_object, target, make, label))
         return once
 
-    def _match_itself(self, target: Any, node: Node, label: str) -> Make:
+    def _match_itself(self, target: Any, node: Node, label: str) -> Factory:
         """An object that says what of it is to be filled."""
         state = self._described(node, label)
         saved = SavedObject(state, label, self._select, self._common, self._targets.cast)
@@ -290,7 +290,7 @@ class Matching:
         once = self._loaded[id(target)] = _once(partial(_attach, target, make, found, label))
         return once
 
-    def _match_offered(self, tree: Any, node: Node, label: str) -> Make:
+    def _match_offered(self, tree: Any, node: Node, label: str) -> Factory:
         names = len(self.missing), len(self.unexpected)
         make = self.match(tree, node, label)
         del self.missing[names[0] :], self.unexpected[names[1] :]
@@ -325,7 +325,7 @@ class Matching:
             return
         self._rebuild.plan(node, label, hint_for(target, self._select))
 
-    def _match_shared(self, target: Any, node: Node, label: str) -> Make:
+    def _match_shared(self, target: Any, node: Node, label: str) -> Factory:
         number = node[1]
         if target is None:
             return self._rebuild.plan(node, label)
@@ -339,7 +339,7 @@ class Matching:
         return self._known[key]
 
 
-_Match = Callable[[Matching, Any, Node, str], Make]
+_Match = Callable[[Matching, Any, Node, str], Factory]
 
 _MATCHES: dict[str, _Match] = {
     "value": Matching.match_value,
@@ -357,7 +357,7 @@ _MATCHES: dict[str, _Match] = {
 }
 
 
-def _once(make: Make) -> Make:
+def _once(make: Factory) -> Factory:
     made: list[Any] = []
 
     def make_once() -> Any:
@@ -412,27 +412,27 @@ def _wrong_kind(saved: str, target: Any, label: str) -> StructureMismatch:
     )
 
 
-def _with_attributes(target: Any, attributes: Make) -> Any:
+def _with_attributes(target: Any, attributes: Factory) -> Any:
     if isinstance(target, torch.Tensor):
         vars(target).update(attributes())
     return target
 
 
-def _attach(target: Any, make: Make, found: LoadTargets, label: str) -> Any:
+def _attach(target: Any, make: Factory, found: LoadTargets, label: str) -> Any:
     make()
     with torch.no_grad(), user_code("load_state_dict", label):
         found.attach()
     return target
 
 
-def _load_object(target: Any, make: Make, label: str) -> Any:
+def _load_object(target: Any, make: Factory, label: str) -> Any:
     state = make()
     with torch.no_grad(), user_code("load_state_dict", label):
         target.load_state_dict(state)
     return target
 
 
-def refill_set(target: set[Any], make: Make) -> Any:
+def refill_set(target: set[Any], make: Factory) -> Any:
     """Gives a set the members that are made."""
     members = make()
     target.clear()
@@ -441,7 +441,7 @@ def refill_set(target: set[Any], make: Make) -> Any:
 
 
 def refill_dict(
-    target: dict[Any, Any], found: list[tuple[Any, Make]], attributes: Make | None
+    target: dict[Any, Any], found: list[tuple[Any, Factory]], attributes: Factory | None
 ) -> Any:
     """Puts what is made under the keys of a dict, and attributes on the dict itself."""
     for key, make in found:
@@ -453,7 +453,7 @@ def refill_dict(
     return target
 
 
-def refill_counter(target: Counter[Any], make: Make) -> Any:
+def refill_counter(target: Counter[Any], make: Factory) -> Any:
     """Gives a Counter the counts and attributes that are made, in their order."""
     made = make()
     target.clear()
@@ -462,7 +462,7 @@ def refill_counter(target: Counter[Any], make: Make) -> Any:
     return target
 
 
-def refill_sequence(target: Any, makers: list[Make]) -> Any:
+def refill_sequence(target: Any, makers: list[Factory]) -> Any:
     """Gives a list or deque the elements that are made."""
     made = [make() for make in makers]
     if len(made) != len(target):
@@ -475,7 +475,7 @@ def refill_sequence(target: Any, makers: list[Make]) -> Any:
     return target
 
 
-def remake_tuple(target: tuple[Any, ...], makers: list[Make]) -> Any:
+def remake_tuple(target: tuple[Any, ...], makers: list[Factory]) -> Any:
     """A tuple of what is made, of the target's class; the target itself if it has the very same."""
     made = [make() for make in makers]
     if len(made) == len(target) and all(new is old for new, old in zip(made, target, strict=True)):
@@ -483,7 +483,7 @@ def remake_tuple(target: tuple[Any, ...], makers: list[Make]) -> Any:
     return tuple.__new__(type(target), made)
 
 
-def refill_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
+def refill_dataclass(target: Any, found: list[tuple[str, Factory]]) -> Any:
     """Sets what is made as attributes."""
     for name, make in found:
         new = make()
@@ -492,7 +492,7 @@ def refill_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
     return target
 
 
-def remake_dataclass(target: Any, found: list[tuple[str, Make]]) -> Any:
+def remake_dataclass(target: Any, found: list[tuple[str, Factory]]) -> Any:
     """A copy of a frozen dataclass with what is made; the target itself if it has the very same."""
     changed = {name: make() for name, make in found}
     if all(new is getattr(target, name) for name, new in changed.items()):

@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     checksum: int
 
 
-class Fragment(NamedTuple):
+class PartialChunk(NamedTuple):
     """A part of a chunk in a read that does not bring all of it.
 
     Args:
@@ -96,7 +96,7 @@ class Read:
     offset: int
     size: int
     pieces: tuple[Piece, ...]
-    fragments: tuple[Fragment, ...] = ()
+    fragments: tuple[PartialChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,12 +384,12 @@ def _read(file: int, chunks: Sequence[_Placed], begin: int, end: int) -> Read:
     """The read of what lies between two cuts, all of which some chunk has a part in."""
     begin, end = max(begin, chunks[0][0]), min(end, _end(chunks[-1]))
     pieces: list[Piece] = []
-    fragments: list[Fragment] = []
+    fragments: list[PartialChunk] = []
     for chunk in chunks:
         at, piece = chunk
         if begin <= at and _end(chunk) <= end:
             pieces.append(piece._replace(at=at - begin))
             continue
         first, last = max(at, begin), min(_end(chunk), end)
-        fragments.append(Fragment(piece, first - at, first - begin, last - first))
+        fragments.append(PartialChunk(piece, first - at, first - begin, last - first))
     return Read(file, begin, end - begin, tuple(pieces), tuple(fragments))

@@ -37,12 +37,20 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.manifest import Bundle, FileRow
+from ckpipe.format.manifest import FileRow, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.load.entries import EntryTable, Need, PartData
 from ckpipe.load.fill import Destination, RawBytes
-from ckpipe.load.read_plan import Fragment, Piece, Read, ReadLimits, batched, in_parts, plan_reads
+from ckpipe.load.read_plan import (
+    PartialChunk,
+    Piece,
+    Read,
+    ReadLimits,
+    batched,
+    in_parts,
+    plan_reads,
+)
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
@@ -63,7 +71,7 @@ class _Seam:
     missing: int
 
 
-class Seams:
+class ChunkAssembler:
     """The chunks of one delivery that come in fragments; safe for several threads.
 
     While reads are taken in their order, few are open at a time: one for each read under way.
@@ -74,7 +82,7 @@ class Seams:
         self._open: dict[tuple[int, int], _Seam] = {}
         self._spare: list[memoryview] = []
 
-    def add(self, fragment: Fragment, source: int) -> memoryview | None:
+    def add(self, fragment: PartialChunk, source: int) -> memoryview | None:
         """Takes a fragment, once.
 
         Args:
@@ -155,7 +163,7 @@ class Delivery:
         tally: ReadTally,
         read_again: Callable[[Piece, memoryview], memoryview],
     ) -> None:
-        self._destinations, self._tally, self._seams = destinations, tally, Seams()
+        self._destinations, self._tally, self._seams = destinations, tally, ChunkAssembler()
         self._read_again = read_again
 
     def put(self, read: Read, fetch: Callable[[int, int], memoryview]) -> None:
@@ -178,7 +186,7 @@ class Delivery:
             for fragment in read.fragments:
                 self._join(fragment, address_of(fetch(fragment.at, fragment.at + fragment.size)))
 
-    def _join(self, fragment: Fragment, source: int) -> None:
+    def _join(self, fragment: PartialChunk, source: int) -> None:
         """Takes the chunk of a fragment, if the rest of it is there."""
         chunk = self._seams.add(fragment, source)
         if chunk is not None:
@@ -474,7 +482,9 @@ def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: in
         return reads if limits.alignment > 1 else list(in_parts(reads, limits.read_bytes, lanes))
 
 
-async def verify(backend: Backend, bundle: Bundle, arena: Arena, *, lanes: int) -> VerifyResult:
+async def verify(
+    backend: Backend, bundle: ManifestDocument, arena: Arena, *, lanes: int
+) -> VerifyResult:
     """Reads every byte of every data file of a checkpoint and checks all of them.
 
     Args:

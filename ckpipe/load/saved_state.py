@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpipe.format.keys import Json, LabelFilter, canonical, join
-from ckpipe.format.manifest import Bundle, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, children_of
-from ckpipe.load.chunks import Elsewhere
+from ckpipe.load.chunks import NeedsFullIndex
 from ckpipe.load.select import PerRankItems, PerRankPolicy
 from ckpipe.load.stateful import live_state
 from ckpipe.state.kinds import is_stateful
@@ -47,7 +47,7 @@ class SavedState:
     common: frozenset[str] | None = None
 
 
-def state_of_part(bundle: Bundle, number: int) -> SavedState:
+def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
     """What one rank saved."""
     part = bundle.parts[number]
     structure = bundle.structures[part.structure]
@@ -56,7 +56,12 @@ def state_of_part(bundle: Bundle, number: int) -> SavedState:
 
 
 def state_for(
-    bundle: Bundle, rank: int, world_size: int, policy: PerRankPolicy, *, fresh: bool = True
+    bundle: ManifestDocument,
+    rank: int,
+    world_size: int,
+    policy: PerRankPolicy,
+    *,
+    fresh: bool = True,
 ) -> SavedState:
     """The state that a rank of a world loads.
 
@@ -72,7 +77,7 @@ def state_for(
     if not bundle.whole:
         number = bundle.number_of(rank)
         if number is None or not same:
-            raise Elsewhere
+            raise NeedsFullIndex
         return state_of_part(bundle, number)
     base = rank if same else 0
     if len(bundle.structures) > 1 and not (same and fresh):
@@ -89,7 +94,7 @@ def state_for(
     return replace(saved, per_rank=items)
 
 
-def _merged_state(bundle: Bundle, base: int, policy: PerRankPolicy | None) -> SavedState:
+def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | None) -> SavedState:
     """The state of ranks of different structures.
 
     Args:
@@ -118,7 +123,7 @@ def _merged_state(bundle: Bundle, base: int, policy: PerRankPolicy | None) -> Sa
 
 
 def _differing(
-    bundle: Bundle, merged: MergedTree
+    bundle: ManifestDocument, merged: MergedTree
 ) -> tuple[dict[int, list[Origin]], dict[int, list[Json]]]:
     """The tensors and values of a merged tree that belong to one rank each, with all of them."""
     ranks = defaultdict(list)

@@ -33,7 +33,7 @@ from ckpipe.load.select import any_selected
 
 
 @dataclass(eq=False, slots=True)
-class Hint:
+class LiveCounterpart:
     """The live counterpart of a node.
 
     Args:
@@ -46,7 +46,7 @@ class Hint:
     must_fit: bool
     select: LabelFilter
 
-    def at(self, key: Any) -> Hint | None:
+    def at(self, key: Any) -> LiveCounterpart | None:
         """The counterpart of an element."""
         live = self.live
         if isinstance(live, dict):
@@ -55,7 +55,7 @@ class Hint:
             found = live[key] if key < len(live) else _NOTHING
         else:
             found = getattr(live, key, _NOTHING) if isinstance(key, str) else _NOTHING
-        return None if found is _NOTHING else Hint(found, self.must_fit, self.select)
+        return None if found is _NOTHING else LiveCounterpart(found, self.must_fit, self.select)
 
 
 _NOTHING = object()
@@ -223,15 +223,15 @@ def live_state(obj: Any) -> Any:
     return obj.state_dict()
 
 
-def hint_for(obj: Any, select: LabelFilter) -> Hint:
+def hint_for(obj: Any, select: LabelFilter) -> LiveCounterpart:
     """What a rebuilt state may take from an object."""
-    return Hint(live_state(obj), isinstance(obj, _STRICT), select)
+    return LiveCounterpart(live_state(obj), isinstance(obj, _STRICT), select)
 
 
 _STRICT = (torch.nn.Module, torch.optim.Optimizer)
 
 
-def check_stateful(obj: Any, hint: Hint, node: Node, label: str) -> None:
+def check_stateful(obj: Any, hint: LiveCounterpart, node: Node, label: str) -> None:
     """Makes sure that an object can load a saved state, as far as that can be known.
 
     Args:
@@ -268,7 +268,7 @@ def _loads_as_torch_does(module: torch.nn.Module) -> bool:
     )
 
 
-def _check_module(hint: Hint, node: Node, label: str) -> None:
+def _check_module(hint: LiveCounterpart, node: Node, label: str) -> None:
     saved = {key for key, _, _ in children_of(node, label)}
     live = dict(hint.live)
     missing = [

@@ -16,7 +16,14 @@ from ckpipe.format.boxes import Box, box_shape, box_volume
 from ckpipe.format.check import check_bundle
 from ckpipe.format.data_file import encode_header, file_rows
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.manifest import Bundle, ChunkRow, EntryRow, Part, Structure, TensorRow
+from ckpipe.format.manifest import (
+    Chunk,
+    Entry,
+    ManifestDocument,
+    RankManifest,
+    Structure,
+    TensorRow,
+)
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint
@@ -130,13 +137,15 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
         for leaf in captured.tensors
     )
     try:
-        part = Part(
+        part = RankManifest(
             rank=plan.rank, structure=0, layout=0, values=tuple(captured.values),
             files=file_rows(plan.files, [0] * len(plan.files)), checksums=(0,) * plan.checksums,
             token="", started="", writer={},
         )  # fmt: skip
         structure = Structure(captured.tree, rows, len(captured.values))
-        bundle = Bundle("manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,))
+        bundle = ManifestDocument(
+            "manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,)
+        )
         check_bundle(bundle)
     except CkpipeError as error:
         raise _Wrong(f"is not valid: {error.message}") from error
@@ -151,7 +160,7 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
             raise _Wrong("names the rank itself as another owner")
 
 
-def _header(entries: Sequence[EntryRow]) -> bytes:
+def _header(entries: Sequence[Entry]) -> bytes:
     return encode_header(
         [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries]
     )
@@ -194,7 +203,7 @@ def _given(source: Source, leaf: TensorLeaf) -> int:
 
 def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> None:
     """Checks that chunks are what the rank holds, each element once, and have the right bytes."""
-    chunks: list[list[ChunkRow]] = [[] for _ in leaves]
+    chunks: list[list[Chunk]] = [[] for _ in leaves]
     for chunk in plan.layout.chunks:
         chunks[chunk.tensor].append(chunk)
     for leaf, rows in zip(leaves, chunks, strict=True):
@@ -224,7 +233,7 @@ def _local(held: Sequence[HeldBox], box: Box) -> Box:
 
 
 def _check_bytes(
-    plan: RankPlan, leaves: Sequence[TensorLeaf], leaf: TensorLeaf, row: ChunkRow, local: Box
+    plan: RankPlan, leaves: Sequence[TensorLeaf], leaf: TensorLeaf, row: Chunk, local: Box
 ) -> None:
     """Checks that a chunk's place in its entry is filled from the tensor's own memory."""
     assert row.entry is not None

@@ -16,10 +16,10 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.data_file import FilePlan
+from ckpipe.format.data_file import DataFile
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import ChunkRow, EntryRow, Layout
+from ckpipe.format.manifest import Chunk, Entry, Layout
 from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
 from ckpipe.state.flatten import Captured
@@ -47,7 +47,7 @@ class RankPlan:
     fingerprint: Hashable
     layout: Layout
     sources: tuple[tuple[Source, ...], ...]
-    files: tuple[FilePlan, ...]
+    files: tuple[DataFile, ...]
 
     @property
     def size(self) -> int:
@@ -170,7 +170,7 @@ def assemble(
     """
     leaves = captured.tensors
     drafts: list[EntryDraft] = []
-    chunks: list[list[ChunkRow]] = [[] for _ in leaves]
+    chunks: list[list[Chunk]] = [[] for _ in leaves]
     for unit in divided:
         for piece in unit.pieces:
             if piece.owner == rank:
@@ -197,7 +197,7 @@ Replicated = Literal["auto", "none"] | Sequence[str]
 """What to take for replicated: see :class:`LocalPlanner`."""
 
 
-def _in_order(chunks: list[list[ChunkRow]]) -> Iterator[ChunkRow]:
+def _in_order(chunks: list[list[Chunk]]) -> Iterator[Chunk]:
     """The chunks of all tensors in turn, those of one in the order of their boxes."""
     for rows in chunks:
         if len(rows) > 1:
@@ -207,10 +207,10 @@ def _in_order(chunks: list[list[ChunkRow]]) -> Iterator[ChunkRow]:
 
 def _lay_out(
     drafts: list[EntryDraft], rank: int, max_file_bytes: int | None
-) -> tuple[list[FilePlan], list[EntryRow]]:
+) -> tuple[list[DataFile], list[Entry]]:
     """Files as large as header and store allow: a file that is full is followed by another."""
-    files: list[FilePlan] = []
-    entries: list[EntryRow] = []
+    files: list[DataFile] = []
+    entries: list[Entry] = []
     empty = data_file.header_size_bound(())
     first, offset, header = 0, 0, empty
     for number, draft in enumerate(drafts):
@@ -223,7 +223,7 @@ def _lay_out(
         _check_fits(draft, empty + bound + draft.nbytes, max_file_bytes)
         header += bound
         entries.append(
-            EntryRow(draft.name, draft.dtype, draft.shape, len(files), offset, draft.nbytes)
+            Entry(draft.name, draft.dtype, draft.shape, len(files), offset, draft.nbytes)
         )
         offset += draft.nbytes
     if drafts:
@@ -242,12 +242,12 @@ def _check_fits(draft: EntryDraft, size: int, max_file_bytes: int | None) -> Non
         )
 
 
-def _file(entries: list[EntryRow], first: int, nbytes: int, rank: int, number: int) -> FilePlan:
+def _file(entries: list[Entry], first: int, nbytes: int, rank: int, number: int) -> DataFile:
     header = data_file.encode_header(
         [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries[first:]]
     )
     name = data_file_name(rank, number)
-    return FilePlan(name, header, range(first, len(entries)), len(header) + nbytes)
+    return DataFile(name, header, range(first, len(entries)), len(header) + nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +280,9 @@ class EntryTensor:
     original_stride: tuple[int, ...] | None = None
     box: Box | None = None
 
-    def at(self, entry: int) -> ChunkRow:
+    def at(self, entry: int) -> Chunk:
         """The chunk, once the entry has its number."""
-        return ChunkRow(
-            self.tensor, entry, self.offset, self.stride, self.original_stride, self.box
-        )
+        return Chunk(self.tensor, entry, self.offset, self.stride, self.original_stride, self.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +319,13 @@ def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> EntryDraf
     return _logical(f"{leaf.label}@{_bounds(held.box)}", leaf, shape, members, source)
 
 
-def foreign_chunks(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Iterator[ChunkRow]:
+def foreign_chunks(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Iterator[Chunk]:
     """The chunks of a piece that another rank writes, whose own chunks say where it lies."""
     box = None if piece.held is None else piece.held.box
     for number in unit.members:
         whole = piece.held is None and not unit.overlapping
         stride = _whole(number, leaves[number]).original_stride if whole else None
-        yield ChunkRow(number, None, 0, None, stride, box, piece.owner)
+        yield Chunk(number, None, 0, None, stride, box, piece.owner)
 
 
 def _whole(number: int, leaf: TensorLeaf) -> EntryTensor:

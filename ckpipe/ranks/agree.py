@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpipe.ranks.topology import Topology
 
 
-class Ballot:
+class Vote:
     """The votes of all ranks on one question.
 
     Args:
@@ -169,9 +169,9 @@ class ObjectAgreements:
         votes = await self._ballot(question).votes()
         return [rank for rank in range(self._topology.world_size) if rank not in votes]
 
-    def _ballot(self, question: str) -> Ballot:
+    def _ballot(self, question: str) -> Vote:
         topology = self._topology
-        return Ballot(self._backend, self._attempt, question, topology.rank, topology.world_size)
+        return Vote(self._backend, self._attempt, question, topology.rank, topology.world_size)
 
 
 class TorchAgreements:

@@ -59,7 +59,7 @@ from ckpipe.errors import (
     UnsupportedTopology,
 )
 from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
-from ckpipe.ranks.agree import Ballot
+from ckpipe.ranks.agree import Vote
 from ckpipe.ranks.topology import Topology
 from ckpipe.types import CheckpointId, attempt_name, attempt_parts
 
@@ -86,7 +86,7 @@ def default_store() -> Store | None:
     return store.clone()
 
 
-def arrange_meeting(topology: Topology, settings: Settings) -> Meeting | None:
+def arrange_meeting(topology: Topology, settings: Settings) -> Rendezvous | None:
     """How the ranks agree on an attempt; None if there is nothing to agree on. Blocking.
 
     Raises:
@@ -104,7 +104,7 @@ def arrange_meeting(topology: Topology, settings: Settings) -> Meeting | None:
             "all ranks the same attempt_id, a new one for every launch. To save from one rank "
             "alone, set solo=True there",
         )
-    return Meeting(store, topology, settings.url or "", settings.meeting_timeout_seconds)
+    return Rendezvous(store, topology, settings.url or "", settings.meeting_timeout_seconds)
 
 
 def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Store | None:
@@ -123,7 +123,7 @@ def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Stor
         return None
     if not _meets_at_open(settings):
         seconds, url = settings.meeting_timeout_seconds, f"{settings.url} load"
-        meeting = Meeting(store, topology, url, seconds, "load the newest checkpoint here")
+        meeting = Rendezvous(store, topology, url, seconds, "load the newest checkpoint here")
         if topology.rank:
             attempt = meeting.join()
         else:
@@ -143,7 +143,7 @@ def _below(prefix: str, store: Store) -> Store:
     return PrefixStore(prefix, store)
 
 
-class Meeting:
+class Rendezvous:
     """One handshake; its methods block, and every rank calls one of them.
 
     Args:
@@ -316,7 +316,7 @@ class Launch:
             return
         rank, world_size = self._topology.rank, self._topology.world_size
         with anyio.move_on_after(_REMOVE_SECONDS, shield=True), contextlib.suppress(StoreError):
-            ballot = Ballot(self._backend, self.attempt, "unsaved", rank, world_size)
+            ballot = Vote(self._backend, self.attempt, "unsaved", rank, world_size)
             if await ballot.cast(0) is not None:
                 below = f"{ATTEMPTS}{self.id}/"
                 keys = [each.key async for each in self._backend.list(below)]
@@ -340,7 +340,7 @@ class Launch:
 
 
 async def draft_launch(
-    backend: Backend, attempt_id: str | None, topology: Topology, meeting: Meeting | None = None
+    backend: Backend, attempt_id: str | None, topology: Topology, meeting: Rendezvous | None = None
 ) -> Launch:
     """Find the name of a launch by reading alone.
 
@@ -419,7 +419,7 @@ _REMEMBERED = 1024
 """So many steps, at least, of which a course knows exactly how often they were saved."""
 
 
-class Course:
+class CheckpointNames:
     """Gives the checkpoints of a launch their names.
 
     Args:

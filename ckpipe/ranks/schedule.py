@@ -30,7 +30,7 @@ from typing import Any
 from ckpipe.errors import UsageError
 
 
-class Cadence:
+class SaveSchedule:
     """Says at which steps to save.
 
     **Steps.** The marks are the multiples of ``steps``. A save is due as soon as one has been
@@ -138,7 +138,7 @@ class _Appointment:
     step: int | None = None
 
 
-class Diary:
+class SaveStepAgreement:
     """The appointments of a rank, each under the name of its occasion.
 
     All methods may be called in any thread. Only :meth:`ask` waits, and only if training went

@@ -28,10 +28,10 @@ from ckpipe.errors import (
     ObjectNotFound,
 )
 from ckpipe.format.names import agreement_key
-from ckpipe.ranks.agree import Ballot, agree, agreed
+from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
-from ckpipe.ranks.schedule import Cadence, Diary, Preemption
-from ckpipe.save.context import Site
+from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
+from ckpipe.save.context import SaveContext
 
 logger = logging.getLogger("ckpipe")
 
@@ -62,7 +62,7 @@ class _Kind:
     ahead: float
 
 
-class Announcer:
+class CoordinatedSaves:
     """Calls, answers calls and notes in the diary what was decided; in the background.
 
     Args:
@@ -75,10 +75,10 @@ class Announcer:
 
     def __init__(
         self,
-        site: Site,
+        site: SaveContext,
         launch: Launch,
-        diary: Diary,
-        cadence: Cadence,
+        diary: SaveStepAgreement,
+        cadence: SaveSchedule,
         preemption: Preemption,
     ) -> None:
         self._site, self._launch, self._diary = site, launch, diary
@@ -181,10 +181,12 @@ class Announcer:
 class _Agreement:
     """The agreement on one step, as one rank sees it; what failed may be tried again."""
 
-    def __init__(self, site: Site, diary: Diary, kind: _Kind, occasion: str) -> None:
+    def __init__(
+        self, site: SaveContext, diary: SaveStepAgreement, kind: _Kind, occasion: str
+    ) -> None:
         self._site, self._diary = site, diary
         self._kind, self._occasion = kind, occasion
-        self._ballot = Ballot(site.patient, site.attempt, occasion, site.rank, site.world_size)
+        self._ballot = Vote(site.patient, site.attempt, occasion, site.rank, site.world_size)
         self._until = time.monotonic() + kind.patience
         self._bound: int | None = None
 
@@ -234,4 +236,4 @@ def _step(decided: object) -> int:
     return decided
 
 
-__all__ = ["END", "PATIENCE_SECONDS", "TIME", "Announcer"]
+__all__ = ["END", "PATIENCE_SECONDS", "TIME", "CoordinatedSaves"]

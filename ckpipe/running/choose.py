@@ -40,15 +40,15 @@ from ckpipe.errors import (
 )
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
-from ckpipe.format.manifest import Bundle
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.interpreter import gc_paused_at_first
-from ckpipe.load.chunks import Elsewhere
-from ckpipe.load.load import Hold, LoadRequest, ReadyLoad, read_all
+from ckpipe.load.chunks import NeedsFullIndex
+from ckpipe.load.load import LoadRequest, ReadyLoad, TargetLock, read_all
 from ckpipe.load.reader import ReadTally
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.topology import Topology
-from ckpipe.save.context import Site
+from ckpipe.save.context import SaveContext
 from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
@@ -78,12 +78,12 @@ class Loading:
         place: Where checkpoints lie, for people; see :func:`place_of`.
     """
 
-    def __init__(self, site: Site, launch: Launch, place: str) -> None:
+    def __init__(self, site: SaveContext, launch: Launch, place: str) -> None:
         self._site, self._launch, self._place = site, launch, place
         self._agreements: Agreements | None = None
         self._calls = 0
         self._unanswered = False
-        self._under_way: dict[anyio.CancelScope, tuple[Hold, anyio.Event]] = {}
+        self._under_way: dict[anyio.CancelScope, tuple[TargetLock, anyio.Event]] = {}
         self._closed = False
 
     async def load(
@@ -261,17 +261,17 @@ class Loading:
     async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
         site, tally = self._site, ReadTally()
 
-        async def look() -> Bundle:
+        async def look() -> ManifestDocument:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
             return near or await read_index(site.patient, info.key)
 
-        async def work(found: Bundle, sure: Sure) -> ReadyLoad:
+        async def work(found: ManifestDocument, sure: Sure) -> ReadyLoad:
             try:
                 return await read(found, sure)
-            except Elsewhere:
+            except NeedsFullIndex:
                 return await read(await read_index(site.patient, info.key), sure)
 
-        async def read(bundle: Bundle, sure: Sure) -> ReadyLoad:
+        async def read(bundle: ManifestDocument, sure: Sure) -> ReadyLoad:
             return await read_all(
                 site.patient,
                 bundle,
@@ -333,7 +333,7 @@ class _Round:
     """What the ranks find out about one checkpoint."""
 
     def __init__(
-        self, site: Site, info: CheckpointInfo, agreements: Agreements, question: str
+        self, site: SaveContext, info: CheckpointInfo, agreements: Agreements, question: str
     ) -> None:
         self._site, self._info = site, info
         self._agreements, self._question = agreements, question
@@ -416,7 +416,7 @@ def _none_is_whole(
 
 
 async def first_choice(
-    site: Site, which: int | str | None, *, again: bool = False
+    site: SaveContext, which: int | str | None, *, again: bool = False
 ) -> CheckpointInfo | None:
     """Find the checkpoint to load; None if none was named and there is none.
 
@@ -436,7 +436,7 @@ async def first_choice(
 
 
 async def common_choice(
-    site: Site, which: int | str | None, agreements: Agreements, question: str
+    site: SaveContext, which: int | str | None, agreements: Agreements, question: str
 ) -> CheckpointInfo | None:
     """Find the checkpoint to load, the same on all ranks; None if there is none.
 
@@ -477,7 +477,7 @@ async def common_choice(
         raise
 
 
-async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
+async def older_ones(site: SaveContext, info: CheckpointInfo) -> list[CheckpointInfo]:
     """The complete checkpoints that are older than one, the newest first.
 
     Raises:
@@ -487,7 +487,7 @@ async def older_ones(site: Site, info: CheckpointInfo) -> list[CheckpointInfo]:
 
 
 async def _found(
-    site: Site,
+    site: SaveContext,
     which: int | str | None,
     decided: Callable[[], Awaitable[bool]] | None = None,
 ) -> CheckpointInfo | None:

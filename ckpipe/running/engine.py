@@ -28,15 +28,15 @@ from ckpipe.export import exported
 from ckpipe.load.load import LoadRequest
 from ckpipe.lock.lock import StateLock
 from ckpipe.ranks.agree import agree
-from ckpipe.ranks.launch import Course, arrange_meeting
-from ckpipe.ranks.schedule import Cadence, Diary, Preemption
+from ckpipe.ranks.launch import CheckpointNames, arrange_meeting
+from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
 from ckpipe.ranks.topology import Topology
-from ckpipe.running.announcing import PATIENCE_SECONDS, Announcer
+from ckpipe.running.announcing import PATIENCE_SECONDS, CoordinatedSaves
 from ckpipe.running.choose import Loading, place_of
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.opening import enter, make_site, store_of
-from ckpipe.save.context import Site, head_start
+from ckpipe.save.context import SaveContext, head_start
 from ckpipe.save.follow_up import Follower
 from ckpipe.save.record import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.save.run import run_save
@@ -76,19 +76,19 @@ class Engine(Housekeeping):
     ) -> None:
         self._settings, self._lock, self._events = settings, lock, events
         self._topology = topology
-        self._site: Site | None = None
+        self._site: SaveContext | None = None
         self._active: dict[Save, anyio.Event] = {}
         self._next_step = 0
         self._stop = anyio.Event()
         self._background: list[Exception] = []
         self._saved_final = self._hurries = False
         self._warming, self._beginning = anyio.Lock(), anyio.Lock()
-        self.cadence = Cadence(settings.save_every_steps, settings.save_every_seconds)
-        self.diary = Diary(2 * PATIENCE_SECONDS)
+        self.cadence = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
+        self.diary = SaveStepAgreement(2 * PATIENCE_SECONDS)
         self.hooks, self._preemption = hooks, preemption
 
     @property
-    def site(self) -> Site:
+    def site(self) -> SaveContext:
         """What stages work with; there once the engine serves."""
         assert self._site is not None
         return self._site
@@ -106,7 +106,7 @@ class Engine(Housekeeping):
             launch = self._launch = entry.launch
             self._follower = Follower(self._site)
             self._loading = Loading(self._site, launch, place)
-            self._course = Course(launch.attempt)
+            self._course = CheckpointNames(launch.attempt)
             lease = Lease(entry.patient, launch.id)
 
             async def keep_lease() -> None:
@@ -120,7 +120,7 @@ class Engine(Housekeeping):
                     await self._tasks.start(self.hooks.serve, self._keep)
                     if together and not read_only:
                         told = (self.diary, self.cadence, self._preemption)
-                        announcer = Announcer(self._site, launch, *told)
+                        announcer = CoordinatedSaves(self._site, launch, *told)
                         self._tasks.start_soon(self._announce, announcer, name="calls")
                     if worker is not None:
                         worker.start(self._tasks)
@@ -136,7 +136,7 @@ class Engine(Housekeeping):
                 if not self._course.has_saved:
                     await launch.withdraw()
 
-    async def _announce(self, announcer: Announcer) -> None:
+    async def _announce(self, announcer: CoordinatedSaves) -> None:
         try:
             await announcer.serve()
         except* AttemptReused as group:
@@ -158,7 +158,7 @@ class Engine(Housekeeping):
             if not self._course.has_saved:
                 try:
                     self.site.attempt = await self._launch.claim()
-                    self._course = Course(self.site.attempt)
+                    self._course = CheckpointNames(self.site.attempt)
                 except CkpipeError as error:
                     error.located(step=step, rank=self.site.rank)
                     if self._settings.on_error == "raise" or not isinstance(error, StoreError):
@@ -293,7 +293,7 @@ class Engine(Housekeeping):
             await self._active[save].wait()
 
     async def hold_staged(self, save: Save, thread: int | None = None) -> list[FilledBlock]:
-        """Keep the memory that a save was copied to; see :meth:`Site.lend`."""
+        """Keep the memory that a save was copied to; see :meth:`SaveContext.lend`."""
         return self.site.lend(save, thread)
 
     async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:
@@ -469,7 +469,7 @@ class Engine(Housekeeping):
         return budget.used, budget.capacity, budget.waiting
 
 
-def name_at_once(site: Site, course: Course, step: int) -> CheckpointId | None:
+def name_at_once(site: SaveContext, course: CheckpointNames, step: int) -> CheckpointId | None:
     """Names a save like :func:`next_name`; None if other ranks have to be asked.
 
     Args:
@@ -485,7 +485,7 @@ def name_at_once(site: Site, course: Course, step: int) -> CheckpointId | None:
     return course.name(step)
 
 
-async def next_name(site: Site, course: Course, step: int) -> CheckpointId:
+async def next_name(site: SaveContext, course: CheckpointNames, step: int) -> CheckpointId:
     """Names a save that begins now, newer than all others if the run went back for it.
 
     Costs nothing, but for a save of several ranks whose step lies before an earlier one's: then the

@@ -18,7 +18,7 @@ from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.names import launch_id
 from ckpipe.load.reader import verify
 from ckpipe.retention import Decision
-from ckpipe.save.context import Site
+from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
 
@@ -38,7 +38,7 @@ class Housekeeping(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def site(self) -> Site:
+    def site(self) -> SaveContext:
         """What stages work with."""
 
     @abc.abstractmethod

@@ -13,16 +13,16 @@ from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena, Pinning
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
-from ckpipe.ranks.launch import Launch, Meeting, draft_launch, unclaimed_attempt
+from ckpipe.ranks.launch import Launch, Rendezvous, draft_launch, unclaimed_attempt
 from ckpipe.ranks.topology import Topology
-from ckpipe.save.context import Site, block_size, initial_budget
+from ckpipe.save.context import SaveContext, block_size, initial_budget
 from ckpipe.save.upload_pipeline import Here
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, create_reader, scheme_of
 from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy
 from ckpipe.types import Planner
 from ckpipe.worker.crossing import Surroundings, make_hello, surroundings, uses_process
-from ckpipe.worker.uploader import WorkerCarrier
+from ckpipe.worker.uploader import WorkerUploader
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -62,7 +62,7 @@ def store_of(settings: Settings) -> Backend:
 
 
 async def enter(
-    backend: Backend, settings: Settings, topology: Topology, meeting: Meeting | None
+    backend: Backend, settings: Settings, topology: Topology, meeting: Rendezvous | None
 ) -> Entry:
     """Find the name of this launch and the planner; write nothing.
 
@@ -106,7 +106,7 @@ _PRUNE_DELAY_SECONDS = 0.1
 
 def make_site(
     settings: Settings, entry: Entry, lock: StateLock, events: EventBus
-) -> tuple[Site, WorkerCarrier | None]:
+) -> tuple[SaveContext, WorkerUploader | None]:
     """The site of a pipeline, and what starts its worker processes if it has any.
 
     Args:
@@ -117,7 +117,7 @@ def make_site(
     """
     around = entry.around
     block = block_size(settings, entry.backend.limits)
-    site = Site(
+    site = SaveContext(
         backend=entry.backend,
         patient=entry.patient,
         settings=settings,
@@ -141,7 +141,7 @@ def make_site(
     )
     if around is None:
         return site, None
-    worker = WorkerCarrier(settings.worker, lambda: make_hello(settings, site, around), site)
+    worker = WorkerUploader(settings.worker, lambda: make_hello(settings, site, around), site)
     site.carrier = worker
     site.arena.on_drop = worker.drop
     return site, worker

@@ -17,7 +17,7 @@ import anyio
 
 from ckpipe import threads
 from ckpipe.format.checksum import BlockCuts, Parts, combine, crc32c, crc32c_of_each
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +120,7 @@ _UNKNOWN = -1
 _SENT = "u4"
 
 
-async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
+async def compute(cargo: DataFiles, batch: Sequence[Filled]) -> None:
     """Computes the checksums of some blocks that are not known, in one turn of a worker thread.
 
     Blocks that somebody computes already are waited for instead. If computing fails, so does the
@@ -139,7 +139,7 @@ async def compute(cargo: Cargo, batch: Sequence[Filled]) -> None:
         await filled.sums.wait()
 
 
-def _fill(cargo: Cargo, batch: list[Filled]) -> None:
+def _fill(cargo: DataFiles, batch: list[Filled]) -> None:
     for filled in batch:
         if filled.sums.all_known:
             filled.sums.complete(())
@@ -158,7 +158,7 @@ def _fill(cargo: Cargo, batch: list[Filled]) -> None:
         filled.sums.ended = began = began + nbytes * pace
 
 
-async def block_checksum(cargo: Cargo, filled: Filled) -> int:
+async def block_checksum(cargo: DataFiles, filled: Filled) -> int:
     """The CRC-32C of a whole block, from those of its pieces."""
     await compute(cargo, [filled])
     between = filled.plan.nbytes - sum(span.hi - span.lo for span in filled.plan.spans)
@@ -167,7 +167,7 @@ async def block_checksum(cargo: Cargo, filled: Filled) -> int:
     return joined(cargo, filled)
 
 
-def joined(cargo: Cargo, filled: Filled) -> int:
+def joined(cargo: DataFiles, filled: Filled) -> int:
     """The CRC-32C of a whole block whose pieces have theirs."""
     view, cuts, at, total = filled.data, cargo.cuts(filled.plan), 0, 0
     for begin, end, value in zip(cuts.begins, cuts.ends, filled.sums.values, strict=True):

@@ -25,13 +25,13 @@ from ckpipe.errors import (
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.data_file import file_rows
-from ckpipe.format.manifest import Bundle, BundleKind, Part
+from ckpipe.format.manifest import BundleKind, ManifestDocument, RankManifest
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agree import agree
 from ckpipe.reports import size_text
-from ckpipe.save.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.save.delivery import B, Delivery, StoreContext, StoredFiles
 from ckpipe.store.retry import Tries, telling
 from ckpipe.types import CheckpointInfo
 
@@ -42,7 +42,7 @@ _OTHERS = "whether all other ranks have committed is for the store to say"
 
 async def run(
     save: Delivery[B],
-    depot: Depot,
+    depot: StoreContext,
     inbox: MemoryObjectReceiveStream[StoredFiles],
     sums: MemoryObjectReceiveStream[list[int]],
     out: MemoryObjectSendStream[CheckpointInfo],
@@ -72,7 +72,9 @@ async def run(
             await out.send(info)
 
 
-def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int) -> CheckpointInfo:
+def _commit(
+    save: Delivery[B], depot: StoreContext, bundle: ManifestDocument, metadata_bytes: int
+) -> CheckpointInfo:
     """Tells everybody that this rank's part is durable."""
     info = _info(save, depot)
     if depot.world_size == 1:
@@ -90,7 +92,7 @@ def _commit(save: Delivery[B], depot: Depot, bundle: Bundle, metadata_bytes: int
     return info
 
 
-async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> bool:
+async def _completed(save: Delivery[B], depot: StoreContext, info: CheckpointInfo) -> bool:
     """Completes the checkpoint if this was the last commit; True if it is complete now.
 
     Who waits for it may have seen all commits first, and have written the index.
@@ -108,7 +110,7 @@ async def _completed(save: Delivery[B], depot: Depot, info: CheckpointInfo) -> b
     return outcome.complete
 
 
-async def _tell_copies(save: Delivery[B], depot: Depot, digest: MetricsSidecar) -> None:
+async def _tell_copies(save: Delivery[B], depot: StoreContext, digest: MetricsSidecar) -> None:
     """Warn, once in a launch, that ranks write the same bytes."""
     save.clock.copied_bytes = digest.copied_bytes
     if depot.told_copies or not digest.is_wasteful:
@@ -123,7 +125,7 @@ async def _tell_copies(save: Delivery[B], depot: Depot, digest: MetricsSidecar) 
     )  # fmt: skip
 
 
-def _info(save: Delivery[B], depot: Depot) -> CheckpointInfo:
+def _info(save: Delivery[B], depot: StoreContext) -> CheckpointInfo:
     id = save.id
     info = CheckpointInfo(str(id), id.step, id.attempt, id.count, complete=False, reason=_OTHERS)
     if depot.world_size > 1:
@@ -131,22 +133,22 @@ def _info(save: Delivery[B], depot: Depot) -> CheckpointInfo:
     return replace(info, complete=True, reason="", saved_at=datetime.now(UTC))
 
 
-def _kind(depot: Depot) -> BundleKind:
+def _kind(depot: StoreContext) -> BundleKind:
     """What a rank commits: with others a manifest, alone the index."""
     return "manifest" if depot.world_size > 1 else "index"
 
 
-def _key(save: Delivery[B], depot: Depot) -> str:
+def _key(save: Delivery[B], depot: StoreContext) -> str:
     return manifest_key(save.id, save.rank) if depot.world_size > 1 else index_key(save.id)
 
 
 def _drawn_up(
-    save: Delivery[B], depot: Depot, stored: StoredFiles, checksums: list[int]
-) -> tuple[Bundle, bytes]:
+    save: Delivery[B], depot: StoreContext, stored: StoredFiles, checksums: list[int]
+) -> tuple[ManifestDocument, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
     contents, cargo = save.contents(), save.cargo
     assert cargo is not None
-    part = Part(
+    part = RankManifest(
         rank=save.rank,
         structure=0,
         layout=0,
@@ -162,7 +164,7 @@ def _drawn_up(
         final=contents.final,
     )
     report = save.report().to_data() if depot.keep_reports else None
-    bundle = Bundle(
+    bundle = ManifestDocument(
         _kind(depot), save.id, depot.world_size, (contents.structure,), (cargo.layout,), (part,),
         report=report,
     )  # fmt: skip
@@ -170,7 +172,7 @@ def _drawn_up(
         return bundle, encode_bundle(bundle)
 
 
-async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> None:
+async def _create(save: Delivery[B], depot: StoreContext, data: bytes, token: str) -> None:
     """Creates this rank's object once, and finds out what became of it if the answer was lost."""
     key = _key(save, depot)
     tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
@@ -187,7 +189,7 @@ async def _create(save: Delivery[B], depot: Depot, data: bytes, token: str) -> N
 
 
 async def _landed(
-    save: Delivery[B], depot: Depot, key: str, token: str, cause: BaseException
+    save: Delivery[B], depot: StoreContext, key: str, token: str, cause: BaseException
 ) -> bool:
     """Reads the object back: True if it is ours, False if there is none.
 

@@ -28,7 +28,7 @@ from ckpipe.backend import UploadLimits
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
 from ckpipe.errors import LockMisuse, PipelineBusy, SaveError, UsageError
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 from ckpipe.interpreter import gc_paused
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.lock import StateLock
@@ -38,9 +38,16 @@ from ckpipe.memory.budget import ByteBudget, Ration
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
 from ckpipe.plan.plan import RankPlan
 from ckpipe.ranks.agree import agree
-from ckpipe.save.delivery import Depot
+from ckpipe.save.delivery import StoreContext
 from ckpipe.save.program import plan_blocks
-from ckpipe.save.record import CapturedState, Division, FilledBlock, Program, Save, SkipSave
+from ckpipe.save.record import (
+    CapturedState,
+    CopyProgram,
+    EarlyLateSplit,
+    FilledBlock,
+    Save,
+    SkipSave,
+)
 from ckpipe.state.capture_cache import CaptureCache
 from ckpipe.state.flatten import Captured
 from ckpipe.types import CheckpointId, JointPlanner, Planner
@@ -50,13 +57,13 @@ if TYPE_CHECKING:
     from ckpipe.settings import Settings
 
 
-class Carrier(Protocol):
+class Uploader(Protocol):
     """Runs the second half of saves, for each of which all methods are called once."""
 
     async def deliver(
         self,
         save: Save,
-        depot: Depot,
+        depot: StoreContext,
         unsummed: MemoryObjectReceiveStream[FilledBlock],
         filled: MemoryObjectReceiveStream[FilledBlock],
     ) -> None:
@@ -94,7 +101,7 @@ class Lending(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Site(Depot):
+class SaveContext(StoreContext):
     """Backend, memory, lock and cached plan of one pipeline.
 
     Args:
@@ -113,10 +120,10 @@ class Site(Depot):
     budget: ByteBudget
     planner: Planner
     attempt: str
-    carrier: Carrier
-    program: Program | None = None
+    carrier: Uploader
+    program: CopyProgram | None = None
     trail: CaptureCache | None = None
-    division: Division | None = None
+    division: EarlyLateSplit | None = None
     recent_blocks: list[int] = field(default_factory=list)
     lent: dict[Save, Lending] = field(default_factory=dict)
     _plans_jointly: bool = field(init=False)
@@ -163,11 +170,11 @@ class Site(Depot):
             self.loading[str(id)] -= 1
 
     @property
-    def reusable_program(self) -> Program | None:
+    def reusable_program(self) -> CopyProgram | None:
         """The last program, if it serves another save without anybody being asked."""
         return None if self._plans_jointly else self.program
 
-    def make_program(self, captured: Captured, save: CheckpointId) -> Program:
+    def make_program(self, captured: Captured, save: CheckpointId) -> CopyProgram:
         """Plans a captured state; blocking, for a worker thread.
 
         Raises:
@@ -183,8 +190,11 @@ class Site(Depot):
             if type(self.planner) not in OWN_PLANNERS:
                 check_plan(plan, captured, self.planner, rank=self.rank, world_size=self.world_size)
             blocks = plan_blocks(plan, captured.tensors, self.arena.block_bytes)
-            return Program(
-                plan, blocks, Cargo(plan.files, plan.layout, blocks), type(self.planner).__name__
+            return CopyProgram(
+                plan,
+                blocks,
+                DataFiles(plan.files, plan.layout, blocks),
+                type(self.planner).__name__,
             )
 
     def _plan(self, captured: Captured, save: CheckpointId) -> RankPlan:
@@ -424,7 +434,7 @@ def available_bytes() -> int:
     return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)
 
 
-Look = Callable[[Save, Site, LockHold], CapturedState | None]
+Look = Callable[[Save, SaveContext, LockHold], CapturedState | None]
 """Takes the state apart in a turn; blocking."""
 
 
@@ -461,7 +471,7 @@ class HeadStart:
         self._save.head = None
 
 
-def head_start(save: Save, site: Site, look: Look) -> HeadStart | None:
+def head_start(save: Save, site: SaveContext, look: Look) -> HeadStart | None:
     """Begins with a save; to be called on the pipeline's loop.
 
     Args:
@@ -490,7 +500,7 @@ def head_start(save: Save, site: Site, look: Look) -> HeadStart | None:
     return HeadStart(save, turn, job)
 
 
-def _turn(save: Save, site: Site) -> LockHold | None:
+def _turn(save: Save, site: SaveContext) -> LockHold | None:
     try:
         token = site.lock.acquire_capture_nowait(thread=save.request.thread)
     except LockMisuse:  # which the stage will meet as well, and knows whom to tell

@@ -2,8 +2,8 @@
 
 Nothing here refers to the trainer's objects or to torch, so these stages run as well in a process
 that has neither. Times are those of ``time.perf_counter``, which on Linux all processes of a
-machine share: what one process has noted, another can take over (:meth:`StageClock.to_data`,
-:meth:`StageClock.absorb`).
+machine share: what one process has noted, another can take over (:meth:`StageTimings.to_data`,
+:meth:`StageTimings.absorb`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text, prune
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import EventBus
-from ckpipe.format.data_file import BlockPlace, Cargo
+from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
 from ckpipe.format.names import index_key
@@ -55,7 +55,7 @@ class Filled(Protocol):
     """A block of a data file, in host memory."""
 
     @property
-    def plan(self) -> BlockPlace:
+    def plan(self) -> BlockRange:
         """Where it belongs."""
         ...
 
@@ -85,7 +85,7 @@ class StoredFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ManifestFields:
     """What a manifest says besides where bytes lie.
 
     Args:
@@ -119,8 +119,8 @@ class Delivery(abc.ABC, Generic[B]):
 
     def __init__(self, id: CheckpointId, rank: int, began: float, token: str) -> None:
         self.id, self.rank, self.began, self.token = id, rank, began, token
-        self.clock = StageClock(began)
-        self.cargo: Cargo | None = None
+        self.clock = StageTimings(began)
+        self.cargo: DataFiles | None = None
         """What is to be stored; None until that is planned."""
         self.replanned = False
         """Whether a plan had to be made."""
@@ -166,7 +166,7 @@ class Delivery(abc.ABC, Generic[B]):
         """Takes a block back from one of the two stages that use it."""
 
     @abc.abstractmethod
-    def contents(self) -> Contents:
+    def contents(self) -> ManifestFields:
         """What the manifest says; called in a worker thread once all blocks are there."""
 
     @abc.abstractmethod
@@ -175,7 +175,7 @@ class Delivery(abc.ABC, Generic[B]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Depot:
+class StoreContext:
     """What the stages work with that bring saves to the store.
 
     Args:
@@ -321,7 +321,7 @@ _WIDTH = 2 * len(_KINDS)
 _UNSET = -1.0
 
 
-class StageClock:
+class StageTimings:
     """Notes when stages begin, work and end, on one thread; reports are made on any.
 
     Args:
@@ -371,18 +371,18 @@ class StageClock:
         self._busy[stage] = self._busy.get(stage, 0.0) + ended - began
         self._bytes.setdefault(stage, 0)
 
-    def copied(self, plan: BlockPlace, began: float, ended: float, thread: int) -> None:
+    def copied(self, plan: BlockRange, began: float, ended: float, thread: int) -> None:
         """Notes when a block was filled, and by which thread."""
         row = self._row((plan.file, plan.offset), plan.nbytes)
         self._set(row, "copied", began, ended)
         self._places[2 * row] = self._copiers.setdefault(thread, len(self._copiers))
 
-    def summed(self, plan: BlockPlace, began: float, ended: float) -> None:
+    def summed(self, plan: BlockRange, began: float, ended: float) -> None:
         """Notes when the checksums of a block were computed."""
         self._set(self._row((plan.file, plan.offset), plan.nbytes), "summed", began, ended)
 
     @contextmanager
-    def uploading(self, plans: Sequence[BlockPlace], lane: int) -> Iterator[None]:
+    def uploading(self, plans: Sequence[BlockRange], lane: int) -> Iterator[None]:
         """Notes when blocks are written to the store, and by which lane.
 
         Of those that are written together each is taken to have its part of the time.

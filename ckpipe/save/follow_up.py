@@ -12,8 +12,8 @@ from ckpipe.catalog.complete import complete_from_top
 from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
 from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
-from ckpipe.format.manifest import Bundle
-from ckpipe.save.context import Site
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.save.context import SaveContext
 from ckpipe.threads import all_of
 from ckpipe.types import CheckpointInfo
 
@@ -33,7 +33,7 @@ class Follower:
         site: Where they were saved.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: SaveContext) -> None:
         self._site = site
         self._open: deque[tuple[CheckpointInfo, float]] = deque(maxlen=_MOST_WAITING)
         self._incomplete = 0
@@ -96,7 +96,9 @@ class Follower:
             )
 
 
-async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+async def until_complete(
+    site: SaveContext, info: CheckpointInfo, timeout: float | None
+) -> CheckpointInfo:
     """Looks again and again, with growing pauses, until a checkpoint is complete.
 
     Args:
@@ -132,7 +134,9 @@ async def until_complete(site: Site, info: CheckpointInfo, timeout: float | None
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-async def _described(site: Site, info: CheckpointInfo, made: Bundle | None) -> CheckpointInfo:
+async def _described(
+    site: SaveContext, info: CheckpointInfo, made: ManifestDocument | None
+) -> CheckpointInfo:
     """What is known of a checkpoint now; meanwhile the digest of an index just made is written."""
     found: list[CheckpointInfo] = []
 

@@ -8,7 +8,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import PipelineBusy, SaveError, StateChanged, UsageError
 from ckpipe.lock.holds import LockHold
-from ckpipe.save.context import Site
+from ckpipe.save.context import SaveContext
 from ckpipe.save.record import Save
 
 logger = logging.getLogger("ckpipe")
@@ -17,7 +17,7 @@ TURNS = 3
 """A first walk to plan from, one to copy by, and one more if the structure changed between."""
 
 
-async def run(save: Save, site: Site, out: MemoryObjectSendStream[LockHold]) -> None:
+async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[LockHold]) -> None:
     """Gives the save its turns on the state, one after the other, until one has been copied.
 
     Raises:
@@ -44,7 +44,7 @@ async def run(save: Save, site: Site, out: MemoryObjectSendStream[LockHold]) -> 
     )
 
 
-async def _reserve_ahead(save: Save, site: Site, blocks: int) -> None:
+async def _reserve_ahead(save: Save, site: SaveContext, blocks: int) -> None:
     """Reserves what the last state needed; this one, of which nothing is known, may need less."""
     try:
         await site.reserve(save, blocks)
@@ -54,7 +54,7 @@ async def _reserve_ahead(save: Save, site: Site, blocks: int) -> None:
         logger.debug("%s: the memory of the last state cannot be had: %s", save.name, error)
 
 
-async def _turn(save: Save, site: Site) -> LockHold:
+async def _turn(save: Save, site: SaveContext) -> LockHold:
     caller, thread = save.request.caller, save.request.thread
     with save.clock.timing("lock"):
         if caller is not None and not caller.blocks:

@@ -6,14 +6,14 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe import threads
 from ckpipe.plan.plan import fingerprint
-from ckpipe.save.context import Site
-from ckpipe.save.record import CapturedState, PlannedState, Program, Save
+from ckpipe.save.context import SaveContext
+from ckpipe.save.record import CapturedState, CopyProgram, PlannedState, Save
 from ckpipe.state.flatten import Captured
 
 
 async def run(
     save: Save,
-    site: Site,
+    site: SaveContext,
     inbox: MemoryObjectReceiveStream[CapturedState],
     out: MemoryObjectSendStream[PlannedState],
 ) -> None:
@@ -30,7 +30,7 @@ async def run(
     """
     # The site remembers one program for all saves, and saves of several structures replace each
     # other's; a save that has made one does not depend on that.
-    own: Program | None = None
+    own: CopyProgram | None = None
     async with inbox, out:
         async for state in inbox:
             if state.deferral is not None:
@@ -55,13 +55,13 @@ async def run(
             state.turn.end()
 
 
-def _fitting(captured: Captured, *programs: Program | None) -> Program | None:
+def _fitting(captured: Captured, *programs: CopyProgram | None) -> CopyProgram | None:
     """The first of some programs that serves a captured state."""
     wanted = fingerprint(captured)
     return next((each for each in programs if each and each.plan.fingerprint == wanted), None)
 
 
-def _has_memory(save: Save, program: Program) -> bool:
+def _has_memory(save: Save, program: CopyProgram) -> bool:
     """Whether a save's ration is for this program, not for one that another save has replaced."""
     if save.request.owners:
         return len(save.blocks) == len(program.blocks)

@@ -22,7 +22,7 @@ import torch
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
-from ckpipe.format.data_file import BlockPlace, Span
+from ckpipe.format.data_file import BlockRange, EntryRange
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.native import copy_crc32c_each
@@ -113,7 +113,7 @@ Step = Copy | Gather | CopyWindow | Fill
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlan(BlockPlace):
+class BlockPlan(BlockRange):
     """One block of a data file, and how it comes about.
 
     Args:
@@ -161,10 +161,10 @@ class _Cutter:
     def __init__(self, leaves: Sequence[TensorLeaf], block_bytes: int, blocks: int) -> None:
         self._leaves, self._block_bytes = leaves, block_bytes
         self.steps: list[list[Step]] = [[] for _ in range(blocks)]
-        self.spans: list[list[Span]] = [[] for _ in range(blocks)]
+        self.spans: list[list[EntryRange]] = [[] for _ in range(blocks)]
         self.sum_counts = [0] * blocks
         self._gathers: dict[int, Gather] = {}
-        self._spans: dict[int, tuple[Span, int]] = {}
+        self._spans: dict[int, tuple[EntryRange, int]] = {}
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yields block, position in it, and bounds within the piece, for a piece of the file."""
@@ -183,7 +183,7 @@ class _Cutter:
         """Takes an entry, whose sources follow."""
         self._spans.clear()
         for block, at, lo, hi in self._cut(start, nbytes):
-            span = Span(entry, lo, hi, at)
+            span = EntryRange(entry, lo, hi, at)
             self.spans[block].append(span)
             self._spans[block] = span, self.sum_counts[block]
             self.sum_counts[block] += sum(1 for _ in chunk_spans(lo, hi))

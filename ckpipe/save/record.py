@@ -21,7 +21,7 @@ import anyio
 import torch
 from torch.optim import Optimizer
 
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import Structure, TensorRow
 from ckpipe.lock.holds import LockHold
@@ -38,7 +38,7 @@ from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.plan.plan import RankPlan
 from ckpipe.save.block_sums import BlockSums
-from ckpipe.save.delivery import Contents, Delivery
+from ckpipe.save.delivery import Delivery, ManifestFields
 from ckpipe.save.program import BlockPlan, split_block, tensors_of
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
@@ -82,7 +82,7 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferral:
+class DeferredCopy:
     """That a save has let its caller go before anything was copied.
 
     Args:
@@ -91,8 +91,8 @@ class Deferral:
         watch: What notices if it changes meanwhile.
     """
 
-    program: Program
-    division: Division
+    program: CopyProgram
+    division: EarlyLateSplit
     watch: MutationDetector
 
 
@@ -110,7 +110,7 @@ class CapturedState:
     turn: LockHold
     captured: Captured
     after: Sequence[Any]
-    deferral: Deferral | None = None
+    deferral: DeferredCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class PlannedState:
     turn: LockHold
     captured: Captured
     after: Sequence[Any]
-    program: Program
-    deferral: Deferral | None = None
+    program: CopyProgram
+    deferral: DeferredCopy | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -176,7 +176,7 @@ class Save(Delivery[FilledBlock]):
         self.ration: Ration | None = None
         self.blocks: list[Block] = []
         self.captured: Captured | None = None
-        self.program: Program | None = None
+        self.program: CopyProgram | None = None
         self.head: HeadStart | None = None
         self.interrupts_another = False
 
@@ -201,12 +201,12 @@ class Save(Delivery[FilledBlock]):
         self.captured, self.program = state.captured, state.program
         self.cargo = state.program.cargo
 
-    def contents(self) -> Contents:
+    def contents(self) -> ManifestFields:
         """See :class:`~ckpipe.save.delivery.Delivery`."""
         captured, program, request = self.captured, self.program, self.request
         assert captured is not None
         assert program is not None
-        return Contents(
+        return ManifestFields(
             captured.described(_structure),
             tuple(captured.values),
             datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
@@ -350,7 +350,7 @@ def fail(future: Future[Any], error: BaseException) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class CopyProgram:
     """A plan with the blocks that carry it out; serves every save of the same structure.
 
     Args:
@@ -362,12 +362,12 @@ class Program:
 
     plan: RankPlan
     blocks: tuple[BlockPlan, ...]
-    cargo: Cargo
+    cargo: DataFiles
     planner: str
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class EarlyLateSplit:
     """What a save copies before it returns, and what it copies while training goes on.
 
     Args:
@@ -381,7 +381,7 @@ class Division:
     """
 
     leaves: list[TensorLeaf]
-    program: Program
+    program: CopyProgram
     facts: OwnedFacts | None = None
     owned: list[int] = field(default_factory=list)
     halves: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
@@ -393,7 +393,7 @@ class Division:
         """Whether nothing has to be copied before training goes on."""
         return bool(self.owned) and not any(at_once.steps for at_once, _ in self.halves)
 
-    def serves(self, captured: Captured, program: Program, owners: Sequence[Optimizer]) -> bool:
+    def serves(self, captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> bool:
         """Whether another save would be divided just so.
 
         Args:
@@ -409,7 +409,7 @@ class Division:
         return facts is not None and facts.hold(owned_tensors(owners), captured.objects)
 
 
-def divide(captured: Captured, program: Program, owners: Sequence[Optimizer]) -> Division:
+def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> EarlyLateSplit:
     """Divides a save's work: what optimizers own is copied later, if that is worth it.
 
     Args:
@@ -420,11 +420,11 @@ def divide(captured: Captured, program: Program, owners: Sequence[Optimizer]) ->
     tensors = owned_tensors(owners)
     owned = owned_leaves(captured.tensors, tensors)
     if not worth_watching([captured.tensors[number] for number in owned]):
-        return Division(captured.tensors, program, worth=False)
+        return EarlyLateSplit(captured.tensors, program, worth=False)
     halves = [split_block(plan, owned) for plan in program.blocks]
     try:
         facts = OwnedFacts(tensors, captured.objects)
     except RuntimeError:  # such as that there are no strides
         facts = None
     samples = [ByteSample(captured.tensors, tensors_of(later)) for _, later in halves]
-    return Division(captured.tensors, program, facts, sorted(owned), halves, samples)
+    return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)

@@ -10,12 +10,12 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from ckpipe.catalog.find import write_sidecar
 from ckpipe.events import Pruned
 from ckpipe.format.names import launch_id
-from ckpipe.save.delivery import B, Delivery, Depot
+from ckpipe.save.delivery import B, Delivery, StoreContext
 from ckpipe.types import CheckpointInfo
 
 
 async def run(
-    save: Delivery[B], depot: Depot, inbox: MemoryObjectReceiveStream[CheckpointInfo]
+    save: Delivery[B], depot: StoreContext, inbox: MemoryObjectReceiveStream[CheckpointInfo]
 ) -> None:
     """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
 

@@ -24,11 +24,11 @@ from anyio import create_memory_object_stream, create_task_group
 
 from ckpipe.lock.holds import LockHold
 from ckpipe.save import lock, plan, stage
-from ckpipe.save.context import Site
+from ckpipe.save.context import SaveContext
 from ckpipe.save.record import CapturedState, FilledBlock, PlannedState, Save
 
 
-async def run_save(save: Save, site: Site) -> None:
+async def run_save(save: Save, site: SaveContext) -> None:
     """Runs the seven stages of a save.
 
     The save's futures are resolved by the stages; when this returns, retention is through too.

@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.format.checksum import ChunkSums
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 from ckpipe.save.block_sums import compute
 from ckpipe.save.delivery import B, Delivery
 
@@ -52,7 +52,7 @@ def _sums_of(save: Delivery[B]) -> ChunkSums:
     return ChunkSums(_cargo(save).sum_table)
 
 
-def _cargo(save: Delivery[B]) -> Cargo:
+def _cargo(save: Delivery[B]) -> DataFiles:
     assert save.cargo is not None
     return save.cargo
 

@@ -38,15 +38,15 @@ from ckpipe.loop_thread import on_caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import SideStreams, events_behind
 from ckpipe.plan.plan import fingerprint
-from ckpipe.save.context import Site
+from ckpipe.save.context import SaveContext
 from ckpipe.save.program import BlockPlan, fill_blocks, tensors_of
 from ckpipe.save.record import (
     CapturedState,
-    Deferral,
-    Division,
+    CopyProgram,
+    DeferredCopy,
+    EarlyLateSplit,
     FilledBlock,
     PlannedState,
-    Program,
     Save,
     divide,
     resolve,
@@ -66,7 +66,7 @@ MAX_COPIERS = 4
 
 async def walk(
     save: Save,
-    site: Site,
+    site: SaveContext,
     inbox: MemoryObjectReceiveStream[LockHold],
     out: MemoryObjectSendStream[CapturedState],
 ) -> None:
@@ -82,7 +82,7 @@ async def walk(
             await out.send(state or await _looked(save, site, turn))
 
 
-async def _looked(save: Save, site: Site, turn: LockHold) -> CapturedState:
+async def _looked(save: Save, site: SaveContext, turn: LockHold) -> CapturedState:
     """Have the thread that called take the state apart, once it comes to that under the lock."""
     caller, limits = save.request.caller, site.settings.lock
     with turn.in_use():
@@ -102,7 +102,7 @@ async def _looked(save: Save, site: Site, turn: LockHold) -> CapturedState:
     )
 
 
-def look(save: Save, site: Site, turn: LockHold) -> CapturedState | None:
+def look(save: Save, site: SaveContext, turn: LockHold) -> CapturedState | None:
     """Takes the state apart, and lets the caller go if all is known already; blocking.
 
     Returns:
@@ -121,7 +121,7 @@ def look(save: Save, site: Site, turn: LockHold) -> CapturedState | None:
     return CapturedState(turn, captured, after, deferral)
 
 
-def _walk(save: Save, site: Site, turn: LockHold) -> Captured:
+def _walk(save: Save, site: SaveContext, turn: LockHold) -> Captured:
     pickling = site.settings.pickle == "allow"
     state, select = save.request.state, save.request.select
     with turn.here(), torch.no_grad(), gc_paused():
@@ -134,7 +134,7 @@ def _walk(save: Save, site: Site, turn: LockHold) -> Captured:
         return captured
 
 
-def _check_selection(save: Save, site: Site, walked: Walked) -> None:
+def _check_selection(save: Save, site: SaveContext, walked: Walked) -> None:
     """Tells of globs of ``include`` that name nothing; of many ranks one may well have nothing.
 
     Raises:
@@ -158,7 +158,9 @@ def _check_selection(save: Save, site: Site, walked: Walked) -> None:
         warnings.warn(f"{said} [step {step}]", RuntimeWarning, stacklevel=2)
 
 
-def _let_caller_go(save: Save, site: Site, turn: LockHold, captured: Captured) -> Deferral | None:
+def _let_caller_go(
+    save: Save, site: SaveContext, turn: LockHold, captured: Captured
+) -> DeferredCopy | None:
     """Lets training go on if all is known already and nothing has to be copied before.
 
     In a steady run of ``until="captured"`` that is so, and the caller need not wait until the
@@ -175,7 +177,7 @@ def _let_caller_go(save: Save, site: Site, turn: LockHold, captured: Captured) -
     watch = MutationDetector(captured, division.owned, division.samples)
     turn.defer(site.settings.lock.max_step_wait_seconds)
     _captured(save)
-    return Deferral(program, division, watch)
+    return DeferredCopy(program, division, watch)
 
 
 def _captured(save: Save) -> None:
@@ -185,7 +187,7 @@ def _captured(save: Save) -> None:
 
 async def copy(
     save: Save,
-    site: Site,
+    site: SaveContext,
     inbox: MemoryObjectReceiveStream[PlannedState],
     to_serialize: MemoryObjectSendStream[FilledBlock],
     to_upload: MemoryObjectSendStream[FilledBlock],
@@ -203,7 +205,7 @@ async def copy(
         async for state in inbox:
             save.take_up(state)
             site.carrier.set_out(save)
-            outlet = Outlet(to_serialize, to_upload, overlap=site.settings.staging.overlap)
+            outlet = BlockQueue(to_serialize, to_upload, overlap=site.settings.staging.overlap)
             try:
                 with save.clock.timing("stage", state.program.plan.size), state.turn.in_use():
                     division = await _late_division(save, site, state)
@@ -221,7 +223,7 @@ async def copy(
             _staged(save, site, state)
 
 
-def _copiers(save: Save, state: PlannedState, outlet: Outlet, *, beside: bool) -> BlockCopiers:
+def _copiers(save: Save, state: PlannedState, outlet: BlockQueue, *, beside: bool) -> BlockCopiers:
     def out(filled: Sequence[FilledBlock]) -> None:
         for each in filled:
             save.note(each)
@@ -236,7 +238,7 @@ def _copiers(save: Save, state: PlannedState, outlet: Outlet, *, beside: bool) -
 
 
 async def _copy_at_once(
-    save: Save, state: PlannedState, copiers: BlockCopiers, outlet: Outlet
+    save: Save, state: PlannedState, copiers: BlockCopiers, outlet: BlockQueue
 ) -> None:
     """Hands out blocks as they are drawn from the ration, to copiers that share what is ready."""
     ration = save.ration
@@ -260,7 +262,11 @@ def _whole(plan: BlockPlan, block: Block) -> Piece:
 
 
 async def _copy_beside_training(
-    save: Save, site: Site, state: PlannedState, division: Division, copiers: BlockCopiers
+    save: Save,
+    site: SaveContext,
+    state: PlannedState,
+    division: EarlyLateSplit,
+    copiers: BlockCopiers,
 ) -> None:
     """Copies what anybody may change, lets the caller go, then copies what optimizers own."""
     grace = site.settings.lock.max_step_wait_seconds
@@ -277,7 +283,9 @@ async def _copy_beside_training(
     await run_sync(copiers.let_go)
 
 
-def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piece], list[Piece]]:
+def _pieces(
+    save: Save, program: CopyProgram, division: EarlyLateSplit
+) -> tuple[list[Piece], list[Piece]]:
     """The pieces to copy at once, and those to copy later."""
     soon, late = [], []
     for plan, block, (at_once, later), sample in zip(
@@ -291,7 +299,9 @@ def _pieces(save: Save, program: Program, division: Division) -> tuple[list[Piec
     return soon, late
 
 
-async def _late_division(save: Save, site: Site, state: PlannedState) -> Division | None:
+async def _late_division(
+    save: Save, site: SaveContext, state: PlannedState
+) -> EarlyLateSplit | None:
     """How a save's work is divided; None if all is to be copied before training goes on."""
     if state.deferral is not None:
         return state.deferral.division
@@ -302,7 +312,9 @@ async def _late_division(save: Save, site: Site, state: PlannedState) -> Divisio
     return division if division.owned else None
 
 
-def _division(save: Save, site: Site, captured: Captured, program: Program) -> Division:
+def _division(
+    save: Save, site: SaveContext, captured: Captured, program: CopyProgram
+) -> EarlyLateSplit:
     """How a save's work is divided: as the last one's was, if nothing that matters is another."""
     last, owners = site.division, save.request.owners
     if last is None or not last.serves(captured, program, owners):
@@ -310,7 +322,7 @@ def _division(save: Save, site: Site, captured: Captured, program: Program) -> D
     return last
 
 
-def _staged(save: Save, site: Site, state: PlannedState) -> None:
+def _staged(save: Save, site: SaveContext, state: PlannedState) -> None:
     save.staged_seconds = save.elapsed
     save.status = "uploading" if site.settings.staging.overlap else "staged"
     state.captured.forget_memory()
@@ -381,7 +393,7 @@ class _Launched:
             end.wait()
 
 
-class Outlet:
+class BlockQueue:
     """Where filled blocks leave for the next two stages.
 
     Checksums are held back until it is opened: those that are not known from the copy would take a

@@ -9,7 +9,7 @@ import torch
 
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
-from ckpipe.format.manifest import Bundle, Part, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.tree import shared_containers
 from ckpipe.load.build import Rebuild
 from ckpipe.load.chunks import Sources, StoredTensor, StoredTensors
@@ -123,12 +123,12 @@ def lent_state(save: Save, held: Sequence[FilledBlock]) -> Any:
             )
     rows = _rows(captured)
     headers = [0] * len(program.plan.files)
-    part = Part(
+    part = RankManifest(
         rank=save.rank, structure=0, layout=0, values=tuple(captured.values),
         files=file_rows(program.plan.files, headers), checksums=(), token="", started="", writer={},
     )  # fmt: skip
     structure = Structure(captured.tree, rows, len(captured.values))
-    bundle = Bundle("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
+    bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
     stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), entry_table(bundle))
     targets = Targets(stored, cast=False)

@@ -20,10 +20,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.backend import Upload
 from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 from ckpipe.format.names import data_file_key
 from ckpipe.save.block_sums import block_checksum
-from ckpipe.save.delivery import B, Delivery, Depot, StoredFiles
+from ckpipe.save.delivery import B, Delivery, StoreContext, StoredFiles
 from ckpipe.store.retry import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")
@@ -34,7 +34,7 @@ ABORT_SECONDS = 15.0
 
 async def run(
     save: Delivery[B],
-    depot: Depot,
+    depot: StoreContext,
     inbox: MemoryObjectReceiveStream[B],
     out: MemoryObjectSendStream[StoredFiles],
 ) -> None:
@@ -72,7 +72,7 @@ async def _lane(files: _Files[B], lane: int, inbox: MemoryObjectReceiveStream[B]
 class _Files(Generic[B]):
     """The data files of one save on their way."""
 
-    def __init__(self, save: Delivery[B], depot: Depot) -> None:
+    def __init__(self, save: Delivery[B], depot: StoreContext) -> None:
         self._save, self._depot = save, depot
         self._uploads: dict[int, Upload] = {}
         self._opening = anyio.Lock()
@@ -82,7 +82,7 @@ class _Files(Generic[B]):
         self._writing = replace(self._policy, limiter=depot.limiter)
 
     @property
-    def _cargo(self) -> Cargo:
+    def _cargo(self) -> DataFiles:
         assert self._save.cargo is not None
         return self._save.cargo
 

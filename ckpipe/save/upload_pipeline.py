@@ -23,7 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.save import commit, retain, serialize, upload
-from ckpipe.save.delivery import Delivery, Depot, Filled, StoredFiles
+from ckpipe.save.delivery import Delivery, Filled, StoreContext, StoredFiles
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -35,7 +35,7 @@ REMOVE_SECONDS = 5.0
 
 async def run_delivery(
     save: Delivery[B],
-    depot: Depot,
+    depot: StoreContext,
     unsummed: MemoryObjectReceiveStream[B],
     filled: MemoryObjectReceiveStream[B],
 ) -> None:
@@ -72,7 +72,7 @@ async def run_delivery(
         raise
 
 
-async def _remove_stored(save: Delivery[Any], depot: Depot) -> None:
+async def _remove_stored(save: Delivery[Any], depot: StoreContext) -> None:
     """Removes this rank's data files, if the store lets it at once; else a sweep does."""
     with anyio.move_on_after(REMOVE_SECONDS, shield=True):
         try:
@@ -94,11 +94,11 @@ class Here:
     async def deliver(
         self,
         save: Delivery[B],
-        depot: Depot,
+        depot: StoreContext,
         unsummed: MemoryObjectReceiveStream[B],
         filled: MemoryObjectReceiveStream[B],
     ) -> None:
-        """See :class:`ckpipe.save.context.Carrier`."""
+        """See :class:`ckpipe.save.context.Uploader`."""
         known = self._known.setdefault(save, anyio.Event())
         async with unsummed, filled:
             await known.wait()

@@ -35,10 +35,10 @@ from ckpipe._worker.protocol import (
 )
 from ckpipe._worker.server import MOST_CARGOES
 from ckpipe.errors import CkpipeError, WorkerDied
-from ckpipe.format.data_file import Cargo
+from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
-from ckpipe.save.delivery import Depot
+from ckpipe.save.delivery import StoreContext
 from ckpipe.save.record import FilledBlock, Save
 from ckpipe.worker.process import LOOKS, HangJudge, WorkerProcess
 
@@ -89,7 +89,7 @@ class Link:
     """
 
     def __init__(
-        self, process: WorkerProcess, hello: Hello, depot: Depot, hang_seconds: float
+        self, process: WorkerProcess, hello: Hello, depot: StoreContext, hang_seconds: float
     ) -> None:
         self.process, self._depot = process, depot
         self._hang_seconds = hang_seconds
@@ -97,7 +97,7 @@ class Link:
         self._errands: dict[int, Errand] = {}
         self._begun = 0
         self._segments: set[int] = set()
-        self._cargoes: dict[int, tuple[Cargo, dict[tuple[int, int], int]]] = {}
+        self._cargoes: dict[int, tuple[DataFiles, dict[tuple[int, int], int]]] = {}
         self._cargo_number = 0
         self._structure: Structure | None = None
         self._shaping = anyio.Lock()
@@ -131,7 +131,7 @@ class Link:
         )  # fmt: skip
         return errand
 
-    def _cargo(self, cargo: Cargo) -> tuple[int, dict[tuple[int, int], int]]:
+    def _cargo(self, cargo: DataFiles) -> tuple[int, dict[tuple[int, int], int]]:
         for number, (known, places) in self._cargoes.items():
             if known is cargo:
                 return number, places

@@ -12,7 +12,7 @@ from ckpipe._worker import MARK
 from ckpipe._worker.protocol import Hello, is_plain, plain
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
-from ckpipe.save.delivery import Depot
+from ckpipe.save.delivery import StoreContext
 from ckpipe.store.registry import is_registered_here, scheme_of
 from ckpipe.worker.process import LOOKS
 
@@ -117,7 +117,7 @@ def surroundings() -> Surroundings:
     return Surroundings(_path(), _directory(), dict(os.environ))
 
 
-def make_hello(settings: Settings, depot: Depot, around: Surroundings) -> Hello:
+def make_hello(settings: Settings, depot: StoreContext, around: Surroundings) -> Hello:
     """All that a worker has to know."""
     url, upload = settings.url or "", settings.upload
     return Hello(

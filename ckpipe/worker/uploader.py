@@ -35,7 +35,7 @@ from ckpipe._worker.protocol import Hello, Use
 from ckpipe.errors import WorkerDied
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
-from ckpipe.save.delivery import Depot
+from ckpipe.save.delivery import StoreContext
 from ckpipe.save.record import FilledBlock, Save
 from ckpipe.save.upload_pipeline import run_delivery
 from ckpipe.settings import Worker
@@ -100,7 +100,7 @@ class _Voyage:
         return True
 
 
-class WorkerCarrier:
+class WorkerUploader:
     """Starts worker processes, one at a time, and hands saves to them.
 
     Args:
@@ -109,7 +109,7 @@ class WorkerCarrier:
         depot: Where events go.
     """
 
-    def __init__(self, settings: Worker, hello: Callable[[], Hello], depot: Depot) -> None:
+    def __init__(self, settings: Worker, hello: Callable[[], Hello], depot: StoreContext) -> None:
         self._settings, self._hello, self._depot = settings, hello, depot
         self._tasks: TaskGroup | None = None
         self._link: Link | None = None
@@ -173,7 +173,7 @@ class WorkerCarrier:
     async def deliver(
         self,
         save: Save,
-        depot: Depot,
+        depot: StoreContext,
         unsummed: MemoryObjectReceiveStream[FilledBlock],
         filled: MemoryObjectReceiveStream[FilledBlock],
     ) -> None:
@@ -208,7 +208,7 @@ class WorkerCarrier:
     def _voyage(self, save: Save) -> _Voyage:
         return self._voyages.setdefault(save, _Voyage())
 
-    async def _bring(self, save: Save, depot: Depot, voyage: _Voyage) -> None:
+    async def _bring(self, save: Save, depot: StoreContext, voyage: _Voyage) -> None:
         """Deliver a save by a worker, by the next one if that dies, and then by a thread."""
         for _ in range(WORKERS):
             try:
@@ -289,7 +289,7 @@ async def _tell(save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None
     voyage.handed.set()
 
 
-async def _by_thread(save: Save, depot: Depot, voyage: _Voyage) -> None:
+async def _by_thread(save: Save, depot: StoreContext, voyage: _Voyage) -> None:
     """Deliver a save in this process, as if it had no worker."""
     unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)
     filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
