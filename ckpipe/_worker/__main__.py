@@ -1,4 +1,4 @@
-"""Where a worker process begins."""
+"""The entry point of a worker process."""
 
 from __future__ import annotations
 

@@ -60,11 +60,11 @@ class Channel:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was posted is with the system, or nobody will ever get it."""
+        """Tell whether all that was posted is with the system, or will never be received."""
         return not self._out
 
     def has_spoken(self) -> bool:
-        """Whether anything was sent since this was asked last."""
+        """Tell whether anything was sent since this was asked last."""
         spoken, self._spoken = self._spoken, False
         return spoken
 
@@ -244,7 +244,7 @@ class Channel:
         return self._descriptors.popleft()
 
     def close(self) -> None:
-        """Closes the socket; nobody may be receiving."""
+        """Close the socket; no task may be receiving."""
         self._broken = True
         if self._timer is not None:
             self._timer.cancel()

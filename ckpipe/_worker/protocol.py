@@ -38,7 +38,7 @@ Part = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Form(Generic[T]):
-    """How the instances of a dataclass cross, field by field.
+    """The plain form of the instances of a dataclass, field by field.
 
     Args:
         kind: The class.
@@ -181,7 +181,7 @@ ERROR: Part = (pack_error, unpack_error)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can cross as it is."""
+    """Tell whether a value can cross as it is."""
     try:
         marshal.dumps(value)
     except ValueError:
@@ -273,7 +273,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class NewCargo:
-    """What saves are to store from now on that name this number."""
+    """The files that saves from now on are to store under this number."""
 
     number: int
     cargo: DataFiles
@@ -327,7 +327,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class NewShape:
-    """What the structures of states look like from now on, until there is another."""
+    """The form of states from now on, until there is another."""
 
     structure: Structure
 

@@ -139,7 +139,7 @@ class Job(Delivery[SharedBlock]):
 
     @property
     def handed(self) -> bool:
-        """Whether the trainer has announced all of it."""
+        """Tell whether the trainer has announced all of it."""
         return self._contents is not None
 
     def take(self, block: Block, memory: SharedMemory) -> None:
@@ -220,7 +220,7 @@ MOST_CARGOES = 4
 
 
 class Service:
-    """What one worker does.
+    """The work of one worker.
 
     Args:
         channel: The way to the trainer.
@@ -355,7 +355,7 @@ class Service:
             self._channel.post(Told(event))
 
     async def _watch(self) -> None:
-        """Notices the trainer's death, also while somebody else holds its socket open."""
+        """Notice the trainer's death, also while another process holds its socket open."""
         try:
             watched = os.pidfd_open(self._hello.trainer)
         except OSError:  # it is gone, and its socket tells

@@ -74,12 +74,13 @@ def same(obj: Any) -> Any:
 
 
 def stays(make: Factory, obj: Any) -> bool:
-    """Whether an object is known to make itself."""
+    """Tell whether an object is known to make itself."""
     return type(make) is partial and make.func is same and make.args[0] is obj
 
 
 def tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
-    """What stands in a state for a tensor: a parameter, say, or a numpy array over its memory.
+    """Make what stands in a state for a tensor: a parameter, say, or a numpy array over its
+    memory.
 
     Args:
         row: What the structure says of it.
@@ -130,7 +131,7 @@ def unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
 
 
 def empty_mapping(node: Node) -> Callable[[], Any]:
-    """What makes the empty mapping of a node."""
+    """The function that makes the empty mapping of a node."""
     if node[0] == "dict":
         return dict
     if node[0] == "ordered_dict":
@@ -193,7 +194,7 @@ def keep_generators_apart(
 
 
 def is_generators(node: Node) -> bool:
-    """Whether a node is what ``state_dict`` of an ``RngState`` returned."""
+    """Tell whether a node is what ``state_dict`` of an ``RngState`` returned."""
     if node[0] not in MAPPINGS or "python" not in node[1]:
         return False
     python = node[2][node[1].index("python")]
@@ -432,7 +433,7 @@ class Rebuild:
         return MutableFactory(empty_mapping(node), fill)
 
     def derives(self, node: Node) -> bool:
-        """Whether a node is random generators, of which this rank gets derived ones."""
+        """Tell whether a node is random generators, of which this rank gets derived ones."""
         return self.per_rank.derive is not None and is_generators(node)
 
     def _plan_derived(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:

@@ -37,7 +37,7 @@ _Key = tuple[str, tuple[int, ...], str]
 
 
 class NeedsFullIndex(Exception):
-    """What is looked for may be in parts that were not read: the index has all."""
+    """Raised if what is looked for may be in parts that were not read: the index has all."""
 
 
 class Sources:
@@ -101,7 +101,7 @@ class Sources:
         return found
 
     def row(self, part: int, tensor: int) -> TensorRow:
-        """What a part's structure says of a tensor."""
+        """The row of a tensor in a part's structure."""
         return self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
 
     def number_in(self, part: int, row: TensorRow) -> int | None:
@@ -177,7 +177,7 @@ class RankChunks:
         return found
 
     def _all_plain(self, chunks: ChunkColumns) -> dict[int, int] | None:
-        """What all chunks are if all are plain, as nearly always: a short way."""
+        """The chunks if all are plain, as nearly always: a short way."""
         tensor, entry, offset, *others = chunks
         if any(offset) or any(each.count(None) < len(each) for each in others):
             return None
@@ -212,7 +212,7 @@ class RankChunks:
         }
 
     def _is_plain(self, chunk: Chunk) -> bool:
-        """Whether a chunk that is the rank's own says of itself what is said of plain ones."""
+        """Tell whether a chunk of the rank's own says of itself what is said of plain ones."""
         return (
             chunk.box is None
             and chunk.stride is None
@@ -224,7 +224,7 @@ class RankChunks:
 
 
 def chunk_box(chunk: Chunk, shape: Sequence[int]) -> Box:
-    """Which part of a tensor a chunk is."""
+    """The box of a tensor that a chunk is."""
     return whole(shape) if chunk.box is None else chunk.box
 
 
@@ -344,7 +344,7 @@ class StoredTensors:
         self._plain: dict[int, tuple[int, Mapping[int, int]]] = {}
 
     def plain(self, number: int) -> PlainTensor | None:
-        """What there is to say of the tensor of a number if it is plain, as nearly all are.
+        """The tensor of a number if it is plain, as nearly all are.
 
         That needs no object of its own, and whoever has thousands of tensors spares the time.
 
@@ -414,7 +414,7 @@ class StoredTensors:
     def pieces(
         self, stored: StoredTensor, regions: tuple[Region, ...] | None = None
     ) -> tuple[Piece, ...]:
-        """What regions of a tensor are put together from, each element once.
+        """The pieces that regions of a tensor are put together from, each element once.
 
         Args:
             stored: The tensor.
@@ -436,11 +436,11 @@ class StoredTensors:
         return known[regions]
 
     def is_whole(self, stored: StoredTensor) -> bool:
-        """Whether the part that the load begins from holds all of a tensor."""
+        """Tell whether the part that the load begins from holds all of a tensor."""
         return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
 
     def is_window(self, stored: StoredTensor) -> bool:
-        """Whether all of a tensor is a view of memory that several tensors shared."""
+        """Tell whether all of a tensor is a view of memory that several tensors shared."""
         pieces = self.pieces(stored)
         return len(pieces) == 1 and pieces[0].shared and pieces[0].target is None
 
@@ -481,7 +481,7 @@ class StoredTensors:
                     )
 
     def _differ(self, *candidates: ChunkRef) -> bool:
-        """Whether chunks that fill entries of their own are known to have different bytes."""
+        """Tell whether chunks that fill entries of their own are known to have different bytes."""
         contents = []
         for part, chunk in candidates:
             entry, held = chunk.entry, self._sources.held(part)
@@ -584,7 +584,7 @@ def _outside(stored: StoredTensor, start: int, stop: int) -> InvalidExtent:
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor) -> int:
-    """How many elements lie between the first and behind the last."""
+    """The number of elements between the first and behind the last."""
     if len(stride) != len(shape) or min(stride, default=0) < 0:
         raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=stored.label)
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

@@ -358,7 +358,7 @@ def normal_tensors() -> AbstractContextManager[object]:
 
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the row-major bytes of a dtype can be copied to where a tensor lies."""
+    """Tell whether the row-major bytes of a dtype can be copied to where a tensor lies."""
     return (
         target.dtype == dtype
         and target.is_cpu
@@ -388,7 +388,7 @@ def _contiguous_stride(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def memory_overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of one tensor lie on the same bytes."""
+    """Tell whether elements of one tensor lie on the same bytes."""
     if tensor.is_contiguous():
         return False
     return overlaps_itself(tuple(tensor.shape), tensor.stride())
@@ -410,7 +410,7 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _is_image(piece: Piece, stored: StoredTensor) -> bool:
-    """Whether a piece of shared memory is something else than elements row by row."""
+    """Tell whether a piece of shared memory is something else than elements row by row."""
     lies_otherwise = piece.stride is not None or piece.start % stored.dtype.itemsize != 0
     return lies_otherwise or bool(stored.row.lazy)
 

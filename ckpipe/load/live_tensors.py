@@ -20,7 +20,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def is_placed(obj: Any) -> bool:
-    """Whether a tensor is a DTensor: a local tensor with a mesh and placements."""
+    """Tell whether a tensor is a DTensor: a local tensor with a mesh and placements."""
     return type(obj) not in PLAIN and hasattr(obj, "device_mesh") and hasattr(obj, "placements")
 
 
@@ -32,7 +32,7 @@ def local_tensor(obj: Any) -> torch.Tensor:
 
 
 def why_unplaceable(obj: Any) -> str:
-    """What a DTensor does that cannot be loaded into; empty if nothing."""
+    """The reason why a DTensor cannot be loaded into; empty without one."""
     for placement in obj.placements:
         if placement.is_partial():
             return f"has the placement {placement}, whose values are the sum of several"
@@ -42,7 +42,8 @@ def why_unplaceable(obj: Any) -> str:
 
 
 def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[Region, ...]:
-    """Which parts of the global tensor a DTensor's local tensor holds, and where in it.
+    """The regions of the global tensor that a DTensor's local tensor holds, and their places in
+    it.
 
     Args:
         obj: The DTensor; none of its placements is unplaceable.
@@ -175,7 +176,7 @@ def _has_no_memory(obj: torch.Tensor) -> bool:
 
 
 def has_shape(obj: torch.Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether it has a shape already; a parameter of a lazy module gets it from what is loaded."""
+    """True if it has a shape already; a parameter of a lazy module gets it from what is loaded."""
     return type(obj) in PLAIN or not isinstance(obj, _UNINITIALIZED)
 
 
@@ -223,7 +224,7 @@ def plain_view(
 def misfit(
     stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], *, cast: bool
 ) -> CkpipeError | None:
-    """Why a stored tensor cannot be loaded into a live one; None if it can.
+    """The reason why a stored tensor cannot be loaded into a live one; None if it can.
 
     Args:
         stored: The stored tensor.

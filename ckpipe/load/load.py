@@ -41,11 +41,11 @@ class TargetLock(Protocol):
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is still to be taken."""
+        """True until it is taken."""
         ...
 
     async def take(self) -> None:
-        """Waits until nobody else uses the target; returns at once if that was done before."""
+        """Wait until no other code uses the target; returns at once if that was done before."""
         ...
 
     def here(self) -> AbstractContextManager[None]:
@@ -53,12 +53,12 @@ class TargetLock(Protocol):
         ...
 
     def end(self) -> None:
-        """Lets everybody use the target again; does nothing if the hold is not taken."""
+        """Release the target; does nothing if the lock is not taken."""
         ...
 
 
 class NoTargetLock:
-    """For a load whose target nobody else knows."""
+    """For a load whose target no other code knows."""
 
     is_pending = False
     """See :class:`TargetLock`."""
@@ -79,7 +79,7 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What the caller of ``load`` asked for.
+    """The request of a caller of ``load``.
 
     Args:
         into: The target; None for a fresh state.
@@ -197,7 +197,7 @@ async def read_all(
         rank: The rank that loads.
         world_size: How many ranks load.
         sure: Is awaited before any byte reaches the target; None if nothing need be.
-        tally: Counts what is read, for whoever looks meanwhile.
+        tally: Counts what is read, for progress.
 
     Raises:
         NeedsFullIndex: If the parts do not suffice.
@@ -297,7 +297,7 @@ def _match_all(
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
-    """What ``include`` names and no rank has saved, if the request is not strict.
+    """The names of ``include`` that no rank has saved, if the request is not strict.
 
     Raises:
         StructureMismatch: If there is such a thing and the request is strict.
@@ -318,7 +318,7 @@ def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
 
 
 def _lack(matching: Matching) -> bool:
-    """Whether objects hold what was not saved of them; another rank may have saved it."""
+    """Tell whether objects hold what was not saved of them; another rank may have saved it."""
     return any(lacks(node, live) for node, live in matching.objects)
 
 

@@ -101,7 +101,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What shapes the reads.
+    """The limits that shape the reads.
 
     Args:
         read_bytes: The size that a read stays within, unless one chunk alone is larger.
@@ -131,7 +131,7 @@ class _Span:
 
     @property
     def spare(self) -> int:
-        """How many more bytes may be read that nobody needs."""
+        """The bytes that may still be read without need."""
         allowance = max(ALLOWANCE_BYTES * self.needs, self.needed // 10)
         return allowance - (self.end - self.begin - self.needed)
 
@@ -198,7 +198,7 @@ def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
 
 
 def _bounds_of_files(file: NDArray[np.int64]) -> list[int]:
-    """Where the needs of each file begin, and where all end."""
+    """The bounds of each file's needs in the list of all."""
     changes = (np.flatnonzero(np.diff(file)) + 1).tolist()
     return [0, *changes, len(file)] if len(file) else []
 
@@ -238,7 +238,7 @@ def _spans_of(needs: Iterable[tuple[int, ...]]) -> Iterator[_Span]:
 
 
 def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> list[NDArray[np.int64]]:
-    """What is needed, by place: file, entry, both ends, place in the file, ends of its chunks."""
+    """The needs by place: file, entry, both ends, place in the file, ends of their chunks."""
     table = np.fromiter(chain.from_iterable(needs), np.int64).reshape(-1, 3)
     table = table[table[:, 1] < table[:, 2]]
     entry, lo, hi = table.T
@@ -353,7 +353,7 @@ def _edges(begin: int, end: int, part_bytes: int) -> list[int]:
 
 
 def _finer(begin: int, end: int, most: int) -> Iterator[int]:
-    """Where to cut a range further, so that its pieces are of about the same size."""
+    """The places to cut a range further, so that its pieces are of about the same size."""
     count = -(-(end - begin) // most)
     for number in range(1, count):
         at = begin + (end - begin) * number // count

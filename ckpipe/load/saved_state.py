@@ -48,7 +48,7 @@ class SavedState:
 
 
 def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
-    """What one rank saved."""
+    """The state that one rank saved."""
     part = bundle.parts[number]
     structure = bundle.structures[part.structure]
     homes = [(number, tensor) for tensor in range(len(structure.tensors))]
@@ -182,7 +182,7 @@ def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node
 
 
 def lacks(node: Node, target: Any, label: str = "") -> bool:
-    """Whether a target has names that a saved tree has not."""
+    """Tell whether a target has names that a saved tree has not."""
     tag = node[0]
     if tag in ("shared", "stateful"):
         return lacks(node[-1], target, label)
@@ -409,7 +409,7 @@ def _rebuilt(node: Node, nodes: Iterable[Node], attributes: Callable[[Node], Nod
 
 
 def _alike(ours: Node, theirs: Node) -> bool:
-    """Whether two containers differ in nothing but what is in them."""
+    """Tell whether two containers differ in nothing but what is in them."""
     if ours[0] != theirs[0] or not _nodes(ours) or len(_nodes(ours)) != len(_nodes(theirs)):
         return False
     empty = [_rebuilt(node, [], _itself) for node in (ours, theirs)]

@@ -24,7 +24,9 @@ _MOST_LABELS = 10_000_000
 
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
-    """Whether the filter selects something of a live object, which is not looked into deeply."""
+    """Tell whether the filter selects something of a live object, which is not looked into
+    deeply.
+    """
     return select.selects_all or any(map(select, _live_labels(obj, label, set())))
 
 
@@ -56,7 +58,7 @@ def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
 def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
     """The globs of ``include`` that name nothing in any of some saved trees.
 
-    Of trees with more labels than anybody's, which only references make possible, none is.
+    Of trees with more labels than real ones have, which only references make possible, none is.
     """
     left = list(select.patterns[0] or ())
     for tree in trees if left else ():
@@ -110,7 +112,7 @@ class _Pruning:
         self.kept: dict[int, Node] = {}
 
     def node(self, node: Node, label: str) -> Node | None:
-        """What is left of a node; None if nothing is."""
+        """The part of a node that is left; None if nothing is."""
         tag = node[0]
         if tag in ("tensor", "value", *SETS):
             return node if self._select(label) else None

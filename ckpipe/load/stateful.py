@@ -99,17 +99,17 @@ class SavedObject:
         return reduce(join, path, self.label)
 
     def selects(self, *path: Any) -> bool:
-        """Whether a part is to be loaded."""
+        """Tell whether a part is to be loaded."""
         return self.select.selects_all or self.select(self.at(*path))
 
     def is_everywhere(self, label: str) -> bool:
-        """Whether all ranks that saved had something of a label."""
+        """Tell whether all ranks that saved had something of a label."""
         return self.common is None or label in self.common
 
 
 @dataclass(slots=True)
 class LoadTargets:
-    """What a load is to fill of an object.
+    """The parts of an object that a load is to fill.
 
     Args:
         tree: Containers like those of the saved state, with a tensor in each place that is to be
@@ -210,7 +210,7 @@ def _put_in_memory(target: Any, value: Any) -> None:
 
 
 def live_state(obj: Any) -> Any:
-    """What an object's ``state_dict`` holds, with a module's own parameters in it.
+    """The contents of an object's ``state_dict``, with a module's own parameters in it.
 
     ``load_state_dict`` of a module copies what it is given onto its parameters, which costs
     nothing where they are the same objects.
@@ -224,7 +224,7 @@ def live_state(obj: Any) -> Any:
 
 
 def hint_for(obj: Any, select: LabelFilter) -> LiveCounterpart:
-    """What a rebuilt state may take from an object."""
+    """The live counterpart that a rebuilt state may take from an object."""
     return LiveCounterpart(live_state(obj), isinstance(obj, _STRICT), select)
 
 
@@ -334,7 +334,7 @@ _WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def _parameter_count(group: Node) -> int | None:
-    """How many parameters a saved group has; None if that was not selected."""
+    """The number of parameters of a saved group; None if that was not selected."""
     for key, node, _ in children_of(_inside(group), ""):
         if key == "params":
             return len(children_of(_inside(node), ""))

@@ -164,14 +164,14 @@ class Targets:
 
     @property
     def first_needs(self) -> list[Need]:
-        """What to read before a live tensor is touched; usually nothing."""
+        """The needs to read before a live tensor is touched; usually none."""
         if not self._first:
             return []
         return [need for need in self.filling.needs if need.entry in self._first]
 
     @property
     def needs(self) -> list[Need]:
-        """What to read then."""
+        """The needs to read then."""
         if not self._first:
             return self.filling.needs
         return [need for need in self.filling.needs if need.entry not in self._first]
@@ -234,7 +234,7 @@ def distinct_fills(fills: Sequence[PlainFill]) -> Sequence[PlainFill]:
 
 
 def apart(lives: Sequence[LiveTensor], fills: Sequence[PlainFill]) -> bool:
-    """Whether all lie row by row, and apart, in one memory: quickly said, and nearly always so."""
+    """Tell quickly whether all lie row by row, and apart, in one memory: nearly always so."""
     if not all(live.contiguous for live in lives):
         return False
     devices = {live.device for live in lives}

@@ -57,7 +57,7 @@ class BlockSums:
 
     @property
     def all_known(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Tell whether there is nothing to compute."""
         return self._known is not None and _UNKNOWN not in self._known
 
     @property
@@ -75,7 +75,7 @@ class BlockSums:
             self._known = np.frombuffer(learnt, _SENT).astype(np.int64)
 
     def unknown(self, data: memoryview, cuts: BlockCuts) -> Parts:
-        """What is still to be summed.
+        """The sums that are still to be computed.
 
         Args:
             data: The block.
@@ -90,7 +90,7 @@ class BlockSums:
         return Parts(data, begins.tolist(), ends.tolist())
 
     def claim(self) -> bool:
-        """Whether nobody has begun to compute them; who is told so computes them."""
+        """Claim the computation; True for exactly one caller."""
         if self._ready is not None:
             return False
         self._ready = anyio.Event()
@@ -123,7 +123,7 @@ _SENT = "u4"
 async def compute(cargo: DataFiles, batch: Sequence[Filled]) -> None:
     """Computes the checksums of some blocks that are not known, in one turn of a worker thread.
 
-    Blocks that somebody computes already are waited for instead. If computing fails, so does the
+    Blocks that are being computed already are waited for instead. If computing fails, so does the
     save, and with it whoever waits.
     """
     mine = [filled for filled in batch if filled.sums.claim()]

@@ -75,7 +75,7 @@ async def run(
 def _commit(
     save: Delivery[B], depot: StoreContext, bundle: ManifestDocument, metadata_bytes: int
 ) -> CheckpointInfo:
-    """Tells everybody that this rank's part is durable."""
+    """Tell all waiters that this rank's part is durable."""
     info = _info(save, depot)
     if depot.world_size == 1:
         depot.facts.learn(info.id, summary_of(bundle))
@@ -134,7 +134,7 @@ def _info(save: Delivery[B], depot: StoreContext) -> CheckpointInfo:
 
 
 def _kind(depot: StoreContext) -> BundleKind:
-    """What a rank commits: with others a manifest, alone the index."""
+    """The kind of object that a rank commits: with others a manifest, alone the index."""
     return "manifest" if depot.world_size > 1 else "index"
 
 

@@ -94,7 +94,9 @@ AVAILABLE_SHARE = 0.4
 
 
 class Lending(NamedTuple):
-    """That blocks of a save are looked at, by whom if it is a thread, and how many they are."""
+    """A loan of a save's blocks to a reader: its thread, if it is one, and the number of
+    blocks.
+    """
 
     thread: int | None
     blocks: int
@@ -133,7 +135,7 @@ class SaveContext(StoreContext):
         self._plans_jointly = isinstance(self.planner, JointPlanner)
 
     async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
-        """Does something with a checkpoint that nobody, in no process, deletes meanwhile.
+        """Run work on a checkpoint that no process deletes meanwhile.
 
         Raises:
             CheckpointIncomplete: If it is being deleted already.
@@ -171,7 +173,7 @@ class SaveContext(StoreContext):
 
     @property
     def reusable_program(self) -> CopyProgram | None:
-        """The last program, if it serves another save without anybody being asked."""
+        """The last program, if it serves another save without a question to other ranks."""
         return None if self._plans_jointly else self.program
 
     def make_program(self, captured: Captured, save: CheckpointId) -> CopyProgram:
@@ -318,7 +320,7 @@ class SaveContext(StoreContext):
         return "wait" if save.request.urgent else self.settings.on_busy
 
     async def _skips(self, save: Save, busy: bool) -> bool:
-        """Whether a save is skipped: of many ranks the first decides for all."""
+        """Decide whether a save is skipped: of many ranks the first decides for all."""
         if self.world_size == 1:
             return busy
         question = f"skip-{save.id.step}-{save.id.count}"
@@ -420,7 +422,7 @@ def block_size(settings: Settings, limits: UploadLimits) -> int:
 
 
 def initial_budget(settings: Settings, block: int) -> int:
-    """What the budget begins with, in bytes, a whole number of blocks."""
+    """The initial budget in bytes, a whole number of blocks."""
     return max(block, (settings.staging.bytes or 0) // block * block)
 
 
@@ -457,7 +459,7 @@ class HeadStart:
         self._save.clock.worked("walk", self._began, time.perf_counter())
 
     def found(self, turn: LockHold) -> CapturedState | None:
-        """What the caller has found in a turn; None if it has not looked then.
+        """The caller's finding in a hold of the lock; None if it has not looked then.
 
         Raises:
             UnsupportedState: If it met something that cannot be saved.

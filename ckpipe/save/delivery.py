@@ -56,7 +56,7 @@ class Filled(Protocol):
 
     @property
     def plan(self) -> BlockRange:
-        """Where it belongs."""
+        """The place where it belongs."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class StoredFiles:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFields:
-    """What a manifest says besides where bytes lie.
+    """The fields of a manifest besides the places of bytes.
 
     Args:
         structure: What the state looks like; the same object in every save of one structure.
@@ -147,7 +147,7 @@ class Delivery(abc.ABC, Generic[B]):
         return time.perf_counter() - self.began
 
     def report(self) -> SaveReport:
-        """How the save has spent its time until now; for any thread."""
+        """The report of how the save has spent its time until now; for any thread."""
         cargo = self.cargo
         return SaveReport(
             stages=self.clock.stages(),
@@ -167,16 +167,16 @@ class Delivery(abc.ABC, Generic[B]):
 
     @abc.abstractmethod
     def contents(self) -> ManifestFields:
-        """What the manifest says; called in a worker thread once all blocks are there."""
+        """The fields of the manifest; called in a worker thread once all blocks are there."""
 
     @abc.abstractmethod
     def settle(self, info: CheckpointInfo) -> None:
-        """Tells everybody that this rank's part is durable."""
+        """Tell all waiters that this rank's part is durable."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StoreContext:
-    """What the stages work with that bring saves to the store.
+    """The context of the stages that bring saves to the store.
 
     Args:
         backend: Where checkpoints go; open.
@@ -238,7 +238,7 @@ class StoreContext:
         return kept
 
     async def decide(self, launch: str) -> Decision:
-        """What :meth:`prune` would do, and why.
+        """Decide what :meth:`prune` would do, and why.
 
         Args:
             launch: The id of this launch.

@@ -1,4 +1,4 @@
-"""What became of a checkpoint after this rank's commit: looked for, never waited for by a save."""
+"""Look for the outcome of a checkpoint after this rank's commit, without a save waiting for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Follower:
 
         Raises:
             SaveError: If that was so of too many in a row.
-            CorruptCheckpoint: If one that nobody completed cannot be, since it is damaged.
+            CorruptCheckpoint: If one that is not complete cannot be completed, since it is damaged.
             StoreError: If the store failed.
         """
         for _ in range(min(_LOOKS, len(self._open))):
@@ -137,7 +137,7 @@ async def until_complete(
 async def _described(
     site: SaveContext, info: CheckpointInfo, made: ManifestDocument | None
 ) -> CheckpointInfo:
-    """What is known of a checkpoint now; meanwhile the digest of an index just made is written."""
+    """Describe a checkpoint now; meanwhile the sidecar of an index just made is written."""
     found: list[CheckpointInfo] = []
 
     async def look() -> None:

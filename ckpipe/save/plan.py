@@ -62,7 +62,9 @@ def _fitting(captured: Captured, *programs: CopyProgram | None) -> CopyProgram |
 
 
 def _has_memory(save: Save, program: CopyProgram) -> bool:
-    """Whether a save's ration is for this program, not for one that another save has replaced."""
+    """Tell whether a save's ration is for this program, not for one that another save has
+    replaced.
+    """
     if save.request.owners:
         return len(save.blocks) == len(program.blocks)
     return save.ration is not None and save.ration.needed == len(program.blocks)

@@ -55,7 +55,7 @@ class SkipSave(Exception):  # a decision, not an error
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What the caller of ``save`` asked for.
+    """The request of a caller of ``save``.
 
     Args:
         state: The state.
@@ -83,7 +83,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class DeferredCopy:
-    """That a save has let its caller go before anything was copied.
+    """A save that has let its caller go before anything was copied.
 
     Args:
         program: The program that it will be copied by.
@@ -98,7 +98,7 @@ class DeferredCopy:
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
-    """What the walk found, and the hold of the lock under which it is true.
+    """The result of the walk, and the hold of the lock under which it is true.
 
     Args:
         turn: The hold.
@@ -188,7 +188,9 @@ class Save(Delivery[FilledBlock]):
             fail(self.safe, error)
 
     def has_the_caller_of(self, other: Save) -> bool:
-        """Whether it was called in the middle of another's call, which goes on after it only."""
+        """Tell whether it was called in the middle of another's call, which goes on after it
+        only.
+        """
         callers = self.request.caller, other.request.caller
         return (
             all(caller is not None and caller.blocks for caller in callers)
@@ -368,7 +370,7 @@ class CopyProgram:
 
 @dataclass(frozen=True, slots=True)
 class EarlyLateSplit:
-    """What a save copies before it returns, and what it copies while training goes on.
+    """The parts of a save that are copied before it returns, and while training goes on.
 
     Args:
         leaves: The leaves of the state that was divided.
@@ -390,11 +392,11 @@ class EarlyLateSplit:
 
     @property
     def all_later(self) -> bool:
-        """Whether nothing has to be copied before training goes on."""
+        """Tell whether nothing has to be copied before training goes on."""
         return bool(self.owned) and not any(at_once.steps for at_once, _ in self.halves)
 
     def serves(self, captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> bool:
-        """Whether another save would be divided just so.
+        """Tell whether another save would be divided just so.
 
         Args:
             captured: Its state.

@@ -268,7 +268,7 @@ async def _copy_beside_training(
     division: EarlyLateSplit,
     copiers: BlockCopiers,
 ) -> None:
-    """Copies what anybody may change, lets the caller go, then copies what optimizers own."""
+    """Copy what any code may change, let the caller go, then copy what optimizers own."""
     grace = site.settings.lock.max_step_wait_seconds
     soon, late = _pieces(save, state.program, division)
     if state.deferral is not None:
@@ -302,7 +302,7 @@ def _pieces(
 async def _late_division(
     save: Save, site: SaveContext, state: PlannedState
 ) -> EarlyLateSplit | None:
-    """How a save's work is divided; None if all is to be copied before training goes on."""
+    """The division of a save's work; None if all is to be copied before training goes on."""
     if state.deferral is not None:
         return state.deferral.division
     if not save.request.owners:
@@ -315,7 +315,7 @@ async def _late_division(
 def _division(
     save: Save, site: SaveContext, captured: Captured, program: CopyProgram
 ) -> EarlyLateSplit:
-    """How a save's work is divided: as the last one's was, if nothing that matters is another."""
+    """The division of a save's work: the last one's, if nothing that matters has changed."""
     last, owners = site.division, save.request.owners
     if last is None or not last.serves(captured, program, owners):
         last = site.division = divide(captured, program, owners)
@@ -355,7 +355,7 @@ class DeviceCopies(Protocol):
     """Queues copies from devices; :class:`ckpipe.memory.cuda.SideStreams` is the one for CUDA."""
 
     def serves(self, device: str) -> bool:
-        """Whether tensors on a device are copied by it; else they are in host memory."""
+        """Tell whether tensors on a device are copied by it; else they are in host memory."""
         ...
 
     def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> Sequence[CopyEnd]:
@@ -394,7 +394,7 @@ class _Launched:
 
 
 class BlockQueue:
-    """Where filled blocks leave for the next two stages.
+    """The queue by which filled blocks leave for the next two stages.
 
     Checksums are held back until it is opened: those that are not known from the copy would take a
     core from it, for which the trainer waits. Uploads, which mostly wait for the store, begin at
@@ -551,7 +551,7 @@ class BlockCopiers:
                 self._done(pieces)
 
     def _next(self) -> list[Piece]:
-        """What to work on now: some pieces that are deferred, or one; nothing at the end."""
+        """The next work: some pieces that are deferred, or one; nothing at the end."""
         count = 1
         pieces: list[Piece] = []
         with contextlib.suppress(IndexError):
@@ -595,7 +595,7 @@ class BlockCopiers:
 
 
 class _LateTensors:
-    """Where the tensors lie that some pieces copy late.
+    """The places of the tensors that some pieces copy late.
 
     Args:
         state: The state that they are of.

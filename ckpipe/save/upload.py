@@ -92,7 +92,9 @@ class _Files(Generic[B]):
             await self._upload(self._save.cargo.blocks[0].file)
 
     def together(self, first: B, inbox: MemoryObjectReceiveStream[B]) -> list[list[B]]:
-        """What a lane writes in one call each: a block, and its share of those that wait."""
+        """The blocks that a lane writes in one call each: one, and its share of those that
+        wait.
+        """
         found = [first]
         share = 1 + inbox.statistics().current_buffer_used // self._depot.lanes
         with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):

@@ -110,7 +110,7 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Whether no save is under way."""
+        """Tell whether no save is under way."""
         return not self._errands
 
     # What the worker is told
@@ -339,7 +339,7 @@ class Link:
         self._errands.clear()
 
     async def _obituary(self) -> Exception:
-        """The error of whoever still wanted something of it."""
+        """The error for callers that still waited for the worker."""
         failure = self._failure
         if isinstance(failure, CkpipeError) and not isinstance(failure, WorkerDied):
             return failure

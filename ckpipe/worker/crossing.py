@@ -1,4 +1,4 @@
-"""What of a pipeline can cross to a worker process, and whether it does."""
+"""Decide whether a pipeline can use a worker process, and what it sends there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refuse_to_train_as_worker() -> None:
 
 
 def uses_process(settings: Settings, backend: Backend) -> bool:
-    """Whether a worker process brings the saves of a pipeline to the store.
+    """Tell whether a worker process brings the saves of a pipeline to the store.
 
     Args:
         settings: The settings; ``url`` is set.
@@ -71,7 +71,9 @@ def _is_frozen() -> bool:
 
 
 def obstacle(settings: Settings) -> str | None:
-    """Why another process could not bring the saves of a pipeline to the store; None if it can."""
+    """The reason why no other process can bring a pipeline's saves to the store; None without
+    one.
+    """
     url, rule = settings.url or "", settings.retention.rule
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return "this system has no memory that processes can share by a descriptor"
@@ -96,7 +98,7 @@ def obstacle(settings: Settings) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the root and the backend's options may depend on.
+    """The environment that the root and the backend's options may depend on.
 
     It is that of the opening for every worker of a pipeline: one that is started later would put
     what it saves elsewhere, if the program has gone to another directory meanwhile.
@@ -152,7 +154,7 @@ def _directory() -> str:
 
 
 def _path() -> list[str]:
-    """Where the trainer finds its modules, whatever the directory; nothing if that is gone."""
+    """The trainer's module path, whatever the directory; nothing if that is gone."""
     try:
         return [os.path.abspath(each) for each in sys.path]
     except OSError:

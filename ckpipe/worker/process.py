@@ -188,7 +188,7 @@ class WorkerProcess:
             )
 
     def state(self) -> ProcessState | None:
-        """What the system says of it; None if it is gone."""
+        """The process's state as the system tells it; None if it is gone."""
         return process_state(self.id)
 
     def kill(self) -> None:
@@ -210,12 +210,14 @@ class WorkerProcess:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended by a fault of its own code, which would end this process as well."""
+        """Tell whether it ended by a fault of its own code, which would end this process as
+        well.
+        """
         code = self.end.result() if self.end.done() else None
         return code is not None and -code in _FAULTS
 
     def describe_end(self) -> str:
-        """How it ended, as an error says it."""
+        """Describe how it ended, for an error."""
         if not self.end.done():
             return "the system has not ended it yet"
         if (code := self.end.result()) is None:
@@ -231,7 +233,7 @@ class WorkerProcess:
         return "\n".join(text.splitlines()[-SHOWN_LINES:])
 
     def forget_log(self) -> None:
-        """Removes the log, of which nobody needs a word."""
+        """Remove the log, which is not needed any more."""
         with contextlib.suppress(OSError):
             self.log.unlink()
 
@@ -247,7 +249,9 @@ def _exit_code(process: int) -> int | None:
 
 
 def first_environment() -> dict[str, str]:
-    """What the interpreter itself needs; all else, which may be secret, goes over the socket."""
+    """The environment that the interpreter itself needs; all else goes over the socket, as
+    secrets may.
+    """
     taken = _KEPT_PREFIXES if sys.flags.ignore_environment else (*_KEPT_PREFIXES, "PYTHON")
     kept = {
         name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(taken)
@@ -261,7 +265,9 @@ def first_environment() -> dict[str, str]:
 
 
 def _homes() -> list[str]:
-    """Where the interpreter would not look by itself for what a worker imports at first."""
+    """The places of what a worker imports at first where the interpreter would not look by
+    itself.
+    """
     known = {*site.getsitepackages(), site.getusersitepackages() if site.ENABLE_USER_SITE else ""}
     homes = []
     for name in _FIRST_IMPORTS:
@@ -285,7 +291,7 @@ def _new_log(directory: str | None) -> Path:
 
 
 def _private_folder() -> Path:
-    """A directory that nobody else can write to, the same for all processes of this user."""
+    """A directory that no other user can write to, the same for all processes of this user."""
     folder = Path(tempfile.gettempdir()) / f"ckpipe-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
