@@ -117,7 +117,7 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment sets, as a nested dict with lower-case names.
+    """Read the environment into a nested dict with lower-case names.
 
     Raises:
         SettingsError: If a variable sets a group and is no JSON object.
@@ -214,7 +214,7 @@ def explained(error: ValidationError, settings: type[BaseModel]) -> SettingsErro
 
 
 def _place_of(found: dict[str, Any]) -> tuple[str, ...]:
-    """Where the fault is, without the names that pydantic gives to the types it tried."""
+    """The place of the fault, without the names that pydantic gives to the types it tried."""
     *groups, last = map(str, found["loc"])
     unknown = found["type"] == "extra_forbidden"
     return (*filter(str.isidentifier, groups), *([last] if unknown or last.isidentifier() else ()))
@@ -255,7 +255,7 @@ def _names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _suggestion(unknown: str, names: list[str], *, variable: bool) -> str:
-    """What to write instead: the valid name that is meant, or where all of them are."""
+    """The hint: the valid name that is meant, or the place of all valid names."""
     if ours := _OF_PEERS.get(unknown):
         return f"Here it is called {ours}"
     joined = {name.replace(".", "_"): name for name in names if "." in name}

@@ -141,7 +141,7 @@ class TrainingState:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """What tells whether two plain tensors are the same memory; nothing for sharded ones."""
+    """A key that tells whether two plain tensors are the same memory; nothing for sharded ones."""
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return object()
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)

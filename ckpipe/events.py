@@ -1,4 +1,4 @@
-"""What happens in a pipeline, as typed events: the one source of logs, reports and progress."""
+"""The events of a pipeline as typed data: the one source of logs, reports and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``save`` returns: where the save stands, and ways to wait for it."""
+"""The handles that ``save`` returns: the state of a save, and ways to wait for it."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ SWITCH_SECONDS = 0.001
 
 
 class _Turns:
-    """How many want short turns, and what to put back when none does."""
+    """The count of calls that want a short switch interval, and the interval to put back."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

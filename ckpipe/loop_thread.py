@@ -96,7 +96,7 @@ class Caller:
 
     @property
     def blocks(self) -> bool:
-        """Whether the thread does nothing else meanwhile."""
+        """Tell whether the thread does nothing else meanwhile."""
         return self._post is None
 
     def serve_until(self, end: Future[Any]) -> None:
@@ -348,7 +348,7 @@ class LoopThread:
         return anyio.from_thread.run_sync(function, *args, token=self._token)
 
     def refuse_here(self) -> None:
-        """Lets nobody wait who runs on the loop.
+        """Refuse to wait on the loop itself.
 
         Raises:
             UsageError: If the caller does.
@@ -361,7 +361,7 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller runs on the loop: a hook does that is a coroutine function."""
+        """Tell whether the caller runs on the loop: a hook does that is a coroutine function."""
         return current_thread() is self._thread
 
     def close(self) -> None:
@@ -379,7 +379,7 @@ class LoopThread:
 
 
 class _Work(Generic[T]):
-    """What somebody waits for on another thread, who may be interrupted at any moment.
+    """A result that another thread waits for and may stop waiting for at any moment.
 
     That may be before they hold what names the work, so it is made first.
     """

@@ -1,7 +1,4 @@
-"""What the awaiting and the blocking pipeline offer alike: all that waits for nothing.
-
-The pipeline for code that awaits.
-"""
+"""The pipeline for code that awaits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner of one's own is made with.
+"""The parts that a planner of one's own is made with.
 
 A :class:`Planner` gets a state as it was :class:`Captured`, divides its tensors into
 :class:`Unit` and :class:`Piece`, each written by one rank, and lets :func:`assemble` make the

@@ -1,4 +1,4 @@
-"""How saves and loads spent their time, as plain data, and what held them up, in a sentence.
+"""Reports of how saves and loads spent their time, and of what held them up, as plain data.
 
 Times are seconds after the call unless a name says otherwise. A stage's *busy* time is that during
 which at least one of its workers was at work; for the rest of it the stage *waited*: for blocks,
@@ -26,7 +26,7 @@ _NUMBERS = ("file", "offset", "bytes", "copier", "lane")
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """How one stage of a save or load spent its time.
+    """The times of one stage of a save or load.
 
     Args:
         seconds: From when the stage began to when it ended; stages overlap.
@@ -74,7 +74,7 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
-    """How one save spent its time, until now.
+    """The times of one save, until now.
 
     Args:
         stages: A report for each stage that ran, by name.
@@ -138,7 +138,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadReport:
-    """How one load spent its time.
+    """The times of one load.
 
     Args:
         stages: A report for each stage, by name. Reading begins beside the match, and waits for it
@@ -192,7 +192,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank's manifest tells of its save.
+    """The report of its save in one rank's manifest.
 
     Args:
         rank: The rank.
@@ -240,7 +240,7 @@ def _sentence(
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """How long at least one of some spans lasted."""
+    """The time in which at least one of some spans lasted."""
     total, reached = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, reached))
@@ -296,7 +296,7 @@ def _blocks_data(blocks: Sequence[BlockReport]) -> dict[str, Any]:
 
 
 def save_report_from_data(data: Any) -> SaveReport:
-    """Reads what :meth:`SaveReport.to_data` made, of whoever wrote it.
+    """Read what :meth:`SaveReport.to_data` made; it may be hostile.
 
     Raises:
         InvalidManifest: If it is not a report.

@@ -264,8 +264,8 @@ class Ahead(Generic[T]):
     """A value that is fetched while something else is done.
 
     Args:
-        fetch: Gets it; what it raises is raised to whoever asks for the value, and to nobody
-            where nobody asks.
+        fetch: Gets it; its errors are raised by the value's getter; without a call of that they are
+            dropped.
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[T]]) -> None:

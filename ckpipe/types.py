@@ -125,7 +125,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a rank knows of a save it has just made durable.
+    """The facts of a save that a rank has just made durable.
 
     Args:
         info: The checkpoint.

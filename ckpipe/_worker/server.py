@@ -198,7 +198,7 @@ class Job(Delivery[SharedBlock]):
         """Runs the stages, and says how they ended.
 
         If it is cancelled because the worker as a whole fails, it says nothing: the end of the
-        worker says more than that the save was given up, which nobody asked for.
+        worker says more than that the save was given up without a request.
         """
         error: Exception | None = SaveCancelled("The save was given up")
         try:
@@ -383,7 +383,7 @@ class Service:
                     beside.start_soon(self._hold, job, subject, name=f"lease on {subject}")
 
     async def _hold(self, job: Job, subject: str) -> None:
-        """Holds a lease until a save is committed: others wait for it, and nobody sweeps it."""
+        """Holds a lease until a save is committed: others wait for it, and no sweep removes it."""
         lease = Lease(self._depot.patient, subject)
         try:
             await lease.renew()

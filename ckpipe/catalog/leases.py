@@ -1,8 +1,8 @@
 """Leases: a process says that it is using a checkpoint, or that its launch is running.
 
 A lease is a small object below ``.ckpipe/leases/<subject>/`` that its holder renews by creating
-further ones. It is live while the newest of them is young, by the store's own clock, so that a
-crash ends it without anybody's help.
+further ones. It is live while the newest of them is young, by the store's own clock, so that it
+ends by itself after a crash.
 
 **Why nothing is deleted under a reader.** A reader creates its lease and then looks for a
 tombstone; who deletes creates the tombstone and then looks for leases. Lists are consistent, so at
@@ -278,8 +278,8 @@ async def reading_ahead(
             changes nothing. If the checkpoint is being deleted, what it finds or raises is
             forgotten.
         work: What to do with what it returned. It may read, but changes nothing before it has
-            awaited the second argument, which returns once nobody deletes the checkpoint. If
-            somebody does already, what it raises is forgotten.
+            awaited the second argument, which returns once no process deletes the checkpoint. If
+            one does already, what it raises is forgotten.
 
     Returns:
         What the work returns, and it raises what the look or the work raises.

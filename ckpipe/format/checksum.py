@@ -31,7 +31,7 @@ def prepare() -> None:
     """Imports what computes the sums, if that has not happened yet.
 
     A thread that is in the middle of an import when the program forks leaves the child with a
-    lock that nobody gives back, and every sum there would wait for it.
+    lock that is never given back, and every sum there would wait for it.
     """
     _runtime()
 

@@ -124,7 +124,7 @@ class Layout:
 
     Args:
         entries: What the rank wrote, in the order of files and offsets.
-        chunks: What the rank holds, whoever wrote it.
+        chunks: The chunks that the rank holds, from whatever writer.
     """
 
     entries: Sequence[Entry]

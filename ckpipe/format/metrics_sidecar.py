@@ -2,11 +2,11 @@
 
 Theory. One list of a root tells which checkpoints there are, and nothing of what they measured: for
 that every index had to be read. A digest says it in the *name* of a small object, so that one more
-list tells it of all. It is advice. A checkpoint may have none, and whoever acts on one reads the
+list tells it of all. It is advice. A checkpoint may have none, and code that acts on one reads the
 index of what it acts on first (:mod:`ckpipe.catalog.metadata_cache`).
 
 The text of a digest is JSON without white space, ``[1,bytes,ranks,final,{metric:value,…}]``, and is
-the same whoever writes it. If ranks have written the same bytes several times, their number follows
+the same for every writer. If ranks have written the same bytes several times, their number follows
 as a sixth element. It is cut into at most eight pieces that fit names of 255 bytes, the shortest
 limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its place and
 itself, so that a name that was cut off, changed or given to another checkpoint counts as none.
@@ -113,7 +113,7 @@ def sidecar_owner(key: str) -> CheckpointId | None:
 def read_sidecars(keys: Iterable[str]) -> dict[CheckpointId, MetricsSidecar]:
     """Decode listed keys, in any order; whatever is damaged or twofold is left out.
 
-    Work and memory are bounded by the length of the keys, whoever made them.
+    Work and memory are bounded by the length of the keys.
     """
     found: dict[str, dict[int, tuple[int, bytes]]] = {}
     doubtful: set[str] = set()

@@ -346,7 +346,7 @@ class StoredTensors:
     def plain(self, number: int) -> PlainTensor | None:
         """The tensor of a number if it is plain, as nearly all are.
 
-        That needs no object of its own, and whoever has thousands of tensors spares the time.
+        That needs no object of its own, which spares time for thousands of tensors.
 
         Returns:
             None if it is anything else, or wrong; a subscription tells.

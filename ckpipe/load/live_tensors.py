@@ -265,7 +265,7 @@ def misfit(
 
 
 def _form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
-    """Whether its values can be converted, its shape, and its dtype, as torch sees it."""
+    """The convertibility of its values, its shape, and its dtype, as torch sees it."""
     return True, stored.shape, stored.dtype
 
 

@@ -89,7 +89,7 @@ class LoadRequest:
         pickling: Whether pickled objects may be made.
         per_rank: What becomes of values that were different on each rank, if the number of ranks
             is another now.
-        hold: What the load takes before it looks at the target, and whoever asks for it ends.
+        hold: Taken by the load before it looks at the target, and ended by its caller.
         caller: Runs user code on the thread that called; None if another is to do it.
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
         began: When ``load`` was called, by :func:`time.perf_counter`.

@@ -121,7 +121,7 @@ Destinations = Mapping[int, Sequence[Destination]]
 
 @dataclass(slots=True)
 class ReadTally:
-    """How much was read so far, and whether anything was delivered.
+    """The count of bytes read so far, and whether anything was delivered.
 
     Args:
         bytes: Bytes read.

@@ -252,7 +252,7 @@ class ByteSample:
     Args:
         leaves: The tensors of a state.
         numbers: Which of them; those are passed over that are on a device or have holes, in which
-            anybody may write.
+            any code may write.
     """
 
     def __init__(self, leaves: Sequence[TensorLeaf], numbers: Iterable[int]) -> None:

@@ -114,7 +114,7 @@ class Block:
 
     @property
     def at(self) -> int:
-        """Where it begins in its segment, in bytes."""
+        """The offset at which it begins in its segment, in bytes."""
         return self.address - self.segment.tensor.data_ptr()
 
     def join_pages(self) -> None:
@@ -140,7 +140,7 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """What the pool grows and shrinks by.
+    """The unit by which the pool grows and shrinks.
 
     Args:
         memory: The mapping.
@@ -188,17 +188,19 @@ class Arena:
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are, free or not."""
+        """The number of blocks, free or not."""
         return sum(segment.blocks for segment in self._segments)
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks nobody holds."""
+        """The number of free blocks."""
         return len(self._free) + len(self._untouched)
 
     @property
     def touched_blocks(self) -> int:
-        """How many free blocks have been used before, so that writing to them costs no page."""
+        """The number of free blocks that were used before, so that writing to them costs no
+        page.
+        """
         return len(self._free)
 
     @property
@@ -214,7 +216,7 @@ class Arena:
         return next((block for block in self._free if not block.joined), None)
 
     def mark_touched(self, block: Block) -> None:
-        """Counts a block as touched, unless somebody has taken it meanwhile."""
+        """Count a block as touched, unless it was taken meanwhile."""
         if block in self._untouched:
             self._untouched.remove(block)
             self._free.insert(0, block)

@@ -39,7 +39,7 @@ class ByteBudget:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """The number of requests that wait."""
         return len(self._waiters)
 
     def acquire_nowait(self, amount: int, *, first: bool = False) -> None:
@@ -131,17 +131,17 @@ class Ration:
 
     @property
     def short(self) -> bool:
-        """Whether the next block is best had by another being given back."""
+        """Tell whether the next block is best had by another being given back."""
         return len(self._held) >= self._reserved or not self._arena.touched_blocks
 
     @property
     def waits(self) -> bool:
-        """Whether the copy goes faster when blocks are given back while it goes on."""
+        """Tell whether the copy goes faster when blocks are given back while it goes on."""
         return not self.is_whole or self._arena.touched_blocks < self._needed
 
     @property
     def is_whole(self) -> bool:
-        """Whether the save may hold all its blocks at the same time."""
+        """Tell whether the save may hold all its blocks at the same time."""
         return self._reserved >= len(self._held) + self._needed
 
     def take_all(self) -> list[Block]:
@@ -204,7 +204,7 @@ class Ration:
         """Gives all that is left back. No thread may use a block of it any more.
 
         Args:
-            keep: Blocks that somebody still looks at, and that :meth:`give` will get one day.
+            keep: Blocks that are still looked at, and that :meth:`give` will get later.
         """
         for block in [each for each in self._held if each not in keep]:
             self._held.remove(block)

@@ -14,7 +14,7 @@ import torch
 
 
 def in_use() -> bool:
-    """Whether the program has begun to use CUDA; asking does not initialise it."""
+    """Tell whether the program has begun to use CUDA; asking does not initialise it."""
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -50,7 +50,7 @@ class StreamFence:
         self._device, self._event = device, event
 
     def passed(self) -> bool:
-        """Whether the copies are done."""
+        """Tell whether the copies are done."""
         return bool(self._event.query())
 
     def hold_back(self) -> None:
@@ -74,7 +74,7 @@ class SideStreams:
         self._streams: dict[str, Any] = {}
 
     def serves(self, device: str) -> bool:
-        """Whether tensors on a device are copied by it."""
+        """Tell whether tensors on a device are copied by it."""
         return device.partition(":")[0] in FENCED
 
     def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[StreamFence]:

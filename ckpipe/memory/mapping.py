@@ -22,7 +22,7 @@ def keep_private(descriptor: int) -> int:
 
     Returns:
         The descriptor, or the one that has taken its place if it was 0, 1 or 2: where a program has
-        closed its standard streams, what prints would write to it, and nobody could inherit it.
+        closed its standard streams, what prints would write to it, and no child could inherit it.
     """
     if descriptor < _FIRST:
         low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
@@ -68,8 +68,8 @@ def map_to_read(descriptor: int, nbytes: int, offset: int) -> memoryview:
 
     The kernel uses huge pages of a file as such only where address and offset are alike modulo
     their size, and chooses an address with no regard to that. So room is reserved in which such
-    an address is sure to be, and the file is mapped over it: whoever ends the reservation ends
-    the mapping. The file must not be shortened while it is mapped.
+    an address is sure to be, and the file is mapped over it: the end of the reservation ends the
+    mapping. The file must not be shortened while it is mapped.
 
     Args:
         descriptor: The file, open for reading; may be closed afterwards.

@@ -155,7 +155,7 @@ def encode_description(
 
     Args:
         offered: The shares.
-        elsewhere: What only others have. Nobody reads that, but when it lies in another way, the
+        elsewhere: What only others have. No rank reads that, but when it lies in another way, the
             bytes differ: whoever has nothing of a tensor, too, tells that plans no longer fit.
     """
     table = _Table()

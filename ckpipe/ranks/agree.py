@@ -80,7 +80,7 @@ class Vote:
         return await self._votes(f"{self._prefix}0/")
 
     async def clear(self) -> None:
-        """Removes all votes, for when nobody needs them any more.
+        """Remove all votes, once they are not needed any more.
 
         Raises:
             StoreError: If the store failed.
@@ -231,7 +231,7 @@ class TorchAgreements:
 
 
 async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] | None:
-    """What was decided on a question, in a tuple of one; None if nothing is decided yet.
+    """Read the decision on a question, in a tuple of one; None if there is none yet.
 
     Raises:
         InvalidManifest: If the decision cannot be read.

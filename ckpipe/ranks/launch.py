@@ -87,7 +87,7 @@ def default_store() -> Store | None:
 
 
 def arrange_meeting(topology: Topology, settings: Settings) -> Rendezvous | None:
-    """How the ranks agree on an attempt; None if there is nothing to agree on. Blocking.
+    """Arrange how the ranks agree on an attempt; None if there is nothing to agree on. Blocking.
 
     Raises:
         UnsupportedTopology: If there are several ranks and they have no way to.
@@ -438,11 +438,13 @@ class CheckpointNames:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a save has begun."""
+        """Tell whether a save has begun."""
         return self.rollbacks > 0 or self._furthest >= 0
 
     def lies_back(self, step: int) -> bool:
-        """Whether a step lies before one that was saved since the run began or last went back."""
+        """Tell whether a step lies before one that was saved since the run began or last went
+        back.
+        """
         return step < self._furthest
 
     def go_back(self) -> None:
@@ -455,7 +457,7 @@ class CheckpointNames:
         self.rollbacks += 1
 
     def count(self, step: int) -> int:
-        """How often a step was saved since the run began or last went back.
+        """Count the saves of a step since the run began or last went back.
 
         Of one that may be forgotten, the most that it can be.
         """

@@ -63,27 +63,27 @@ class SaveSchedule:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is anything to go by."""
+        """Tell whether there is anything to go by."""
         return self._steps is not None or self._seconds is not None
 
     def due(self, step: int) -> bool:
-        """Whether to save at a step."""
+        """Tell whether to save at a step."""
         return self.is_marked(step) or self.is_overdue()
 
     def is_marked(self, step: int) -> bool:
-        """Whether a mark has been reached or passed."""
+        """Tell whether a mark has been reached or passed."""
         return self._steps is not None and step // self._steps > self._last[0] // self._steps
 
     def is_last(self, step: int, last: int | None) -> bool:
-        """Whether this is the run's last step, and its state is neither saved nor loaded."""
+        """Tell whether this is the run's last step, and its state is neither saved nor loaded."""
         return last is not None and step >= last and not (self._begun and self._last[0] == step)
 
     def is_overdue(self) -> bool:
-        """Whether the longest time between saves is over."""
+        """Tell whether the longest time between saves is over."""
         return self._seconds is not None and self._elapsed() >= self._seconds
 
     def is_near(self, slack: float) -> bool:
-        """Whether the time is over in so many seconds or a tenth of it, whichever is more."""
+        """Tell whether the time is over in so many seconds or a tenth of it, whichever is more."""
         if self._seconds is None:
             return False
         return self._elapsed() >= self._seconds - max(slack, 0.1 * self._seconds)
@@ -104,7 +104,7 @@ _SAMPLES = 32
 
 
 class Pace:
-    """How fast a trainer goes through its steps.
+    """The pace at which a trainer goes through its steps.
 
     Args:
         clock: Tells the time in seconds.
@@ -121,7 +121,7 @@ class Pace:
         self._seen.append((step, self._clock()))
 
     def ahead(self, seconds: float) -> int:
-        """How many steps are likely to go by in so many seconds; at least one."""
+        """The number of steps that are likely to go by in so many seconds; at least one."""
         if len(self._seen) < 2:
             return 1
         (first, began), (last, ended) = self._seen[0], self._seen[-1]
@@ -210,7 +210,9 @@ class SaveStepAgreement:
                     del self._open[occasion]
 
     def has(self, beginning: str) -> bool:
-        """Whether an appointment is not kept yet, for an occasion whose name begins like this."""
+        """Tell whether an appointment is not kept yet, for an occasion whose name begins like
+        this.
+        """
         with self._changed:
             return any(occasion.startswith(beginning) for occasion in self._open)
 
@@ -233,7 +235,7 @@ class SaveStepAgreement:
 
 
 class Preemption:
-    """Whether this process was told to stop, since when, and whether a save has answered it.
+    """A request to stop this process: since when, and whether a save has answered it.
 
     All methods may be called in any thread and in signal handlers.
 
@@ -261,17 +263,17 @@ class Preemption:
 
     @property
     def signalled(self) -> bool:
-        """Whether the process is known to be stopped, by itself or by another rank."""
+        """Tell whether the process is known to be stopped, by itself or by another rank."""
         return self._since is not None
 
     @property
     def told(self) -> bool:
-        """Whether it is time to save and to leave."""
+        """Tell whether it is time to save and to leave."""
         return self.signalled and (self.alone or self._arrived)
 
     @property
     def wants_save(self) -> bool:
-        """Whether it is time, and no save has begun since."""
+        """Tell whether it is time, and no save has begun since."""
         return self.told and not self._answered
 
     def answer(self) -> bool:
@@ -280,7 +282,7 @@ class Preemption:
         return self._answered
 
     def seconds_left(self, grace: float | None) -> float | None:
-        """What is left of the time between being told and being stopped.
+        """The rest of the time between being told and being stopped.
 
         Args:
             grace: That time in seconds; None if it is not known.
@@ -294,7 +296,7 @@ class Preemption:
 
 
 class SignalWatch:
-    """Hands signals to a function and then to whoever handled them before.
+    """Hands signals to a function and then to the handler that was there before.
 
     The default action of a signal, which for most is to end the process, is held back. Processes
     that are forked from this one, such as those of data loaders, inherit the handlers: there they
@@ -332,8 +334,8 @@ class SignalWatch:
     def end(self) -> None:
         """Puts the handlers back that were there before, unless others have come since.
 
-        Those of ours that cannot be taken off, since somebody may hand signals on to them or this
-        is not the main thread, do from now on what was done before them.
+        Those of ours that cannot be taken off, since other handlers may hand signals on to them or
+        this is not the main thread, do from now on what was done before them.
         """
         self._watching = False
         if threading.current_thread() is not threading.main_thread():
@@ -345,7 +347,7 @@ class SignalWatch:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def before(self, number: int) -> Any:
-        """What handled a signal before, if this no longer does anything else; else None."""
+        """The handler of a signal before, if this no longer does anything else; else None."""
         return None if self._watching else self._before.get(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

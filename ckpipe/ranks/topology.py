@@ -1,4 +1,4 @@
-"""How many ranks save together, and which of them this process is; found without asking anybody."""
+"""Find the number of ranks that save together, and this process's place, without communication."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a pipeline runs on its own event loop."""
+"""The work of a pipeline on its own event loop."""

@@ -1,4 +1,4 @@
-"""How ranks come to save the same step when only one of them knows that it is time.
+"""Let ranks save the same step when only one of them knows that it is time.
 
 The rank whose clock says so, or that is told that it will be stopped, creates a small object: the
 call. The others look for it in the background now and then, for one that a clock brings about only
@@ -206,7 +206,7 @@ class _Agreement:
         return decided[0]
 
     def _promised(self) -> int:
-        """What this rank votes: once given, a promise stays as it is."""
+        """This rank's vote: once given, a promise stays as it is."""
         if self._bound is None:
             self._bound = self._diary.promise(self._occasion, self._kind.ahead)
         return self._bound

@@ -24,7 +24,7 @@ Which = int | str | CheckpointInfo
 
 
 def location(url: str | os.PathLike[str] | None) -> str | None:
-    """Where checkpoints lie, as text; None if it is not said here.
+    """The place of checkpoints as text; None if it is not said here.
 
     Raises:
         UsageError: If it is neither a URL nor a path.
@@ -193,7 +193,7 @@ def note_failures(failures: list[Exception], error: BaseException) -> None:
 
 
 def has_failed(served: Future[None]) -> PipelineClosed:
-    """What whoever goes on using a pipeline is told once something has ended its event loop.
+    """The error for callers of a pipeline whose event loop has ended.
 
     Args:
         served: What the loop was there for.

@@ -63,7 +63,7 @@ _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What the ranks decided on a checkpoint: what is wrong with it, and which is next."""
+    """The ranks' decision on a checkpoint: its fault, and the next one."""
 
     damage: str | None = None
     next: str | None = None
@@ -330,7 +330,7 @@ class Loading:
 
 
 class _Round:
-    """What the ranks find out about one checkpoint."""
+    """The round in which ranks decide on one checkpoint."""
 
     def __init__(
         self, site: SaveContext, info: CheckpointInfo, agreements: Agreements, question: str
@@ -506,11 +506,11 @@ async def until_finished(
     seconds: float,
     decided: Callable[[], Awaitable[bool]] | None = None,
 ) -> None:
-    """Waits until nobody is finishing a checkpoint that a load might take.
+    """Wait until no worker is finishing a checkpoint that a load might take.
 
-    Costs one list if nobody holds a lease on anything. Where leases cannot be told from old ones,
-    because the store is full, failing or may not be written to, nothing is waited for: a load goes
-    before what it might miss.
+    Costs one list if there is no lease. Where leases cannot be told from old ones, because the
+    store is full, failing or may not be written to, nothing is waited for: a load goes before what
+    it might miss.
 
     Args:
         backend: The store.

@@ -89,7 +89,7 @@ class Engine(Housekeeping):
 
     @property
     def site(self) -> SaveContext:
-        """What stages work with; there once the engine serves."""
+        """The context of the stages; there once the engine serves."""
         assert self._site is not None
         return self._site
 
@@ -317,13 +317,14 @@ class Engine(Housekeeping):
             logger.warning("%s\nThis is %s by the next save, or on leaving", text, raised)
 
     def take_failures(self) -> list[Exception]:
-        """The failures of the background that nobody has seen yet; they count as seen then."""
+        """Take the failures of the background that no call has seen yet; they count as seen
+        then."""
         taken, self._background = self._background, []
         return taken
 
     @property
     def has_failures(self) -> bool:
-        """Whether something failed that nobody has seen yet."""
+        """Tell whether something failed that no call has seen yet."""
         return bool(self._background)
 
     def see(self, error: Exception) -> None:
@@ -363,7 +364,7 @@ class Engine(Housekeeping):
         self._hurries = True
 
     async def _idle_in_time(self) -> bool:
-        """Whether all saves ended and all hooks returned before the limit."""
+        """Wait until all saves ended and all hooks returned; False after the limit."""
         limit, grace = self._settings.drain_timeout_seconds, self._settings.preemption.grace_seconds
         ends_at: float | None = None
         while self._active or self.hooks.describe_running():
@@ -445,11 +446,11 @@ class Engine(Housekeeping):
                 await ended.wait()
 
     def is_writing(self, id: CheckpointId) -> bool:
-        """Whether a save of this checkpoint is under way here."""
+        """Tell whether a save of this checkpoint is under way here."""
         return any(save.id == id and not save.committed.done() for save in self._active)
 
     def describe(self) -> str:
-        """What goes on, for a diagnostic; of committed saves only retention does."""
+        """Describe the work under way, for a diagnostic; of committed saves only retention."""
         if self._site is None:
             return "not open"
         counts = Counter(each.status for each in self.under_way() if each.status != "committed")

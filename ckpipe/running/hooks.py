@@ -30,7 +30,7 @@ _inside: ContextVar[bool] = ContextVar("ckpipe_hook", default=False)
 
 
 def in_hook() -> bool:
-    """Whether the caller is called by a hook, on the event loop or in the hook's thread."""
+    """Tell whether the caller is called by a hook, on the event loop or in the hook's thread."""
     return _inside.get()
 
 

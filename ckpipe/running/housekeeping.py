@@ -1,4 +1,4 @@
-"""What a pipeline does with checkpoints that are on the store: finds, checks and deletes them."""
+"""Find, check and delete checkpoints that are on the store."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Housekeeping(abc.ABC):
 
     @property
     def serves(self) -> bool:
-        """Whether nothing has ended it: no call to stop, and no failure; for any thread."""
+        """Tell whether nothing has ended it: no call to stop, and no failure; for any thread."""
         return not self._tasks.cancel_scope.cancel_called
 
     @property
     @abc.abstractmethod
     def site(self) -> SaveContext:
-        """What stages work with."""
+        """The context of the stages."""
 
     @abc.abstractmethod
     async def settled(self, which: int | str) -> None:
@@ -47,7 +47,7 @@ class Housekeeping(abc.ABC):
 
     @abc.abstractmethod
     def is_writing(self, id: CheckpointId) -> bool:
-        """Whether a save of this checkpoint is under way here."""
+        """Tell whether a save of this checkpoint is under way here."""
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """All checkpoints, the oldest first."""

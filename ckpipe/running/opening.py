@@ -53,7 +53,7 @@ def store_of(settings: Settings) -> Backend:
     """The backend of the settings' URL, not open yet; blocks, since it may be imported first.
 
     Raises:
-        BackendNotFound: If nobody has registered the scheme.
+        BackendNotFound: If the scheme is not registered.
         SettingsError: If the backend does not take its options.
     """
     assert settings.url is not None

@@ -1,4 +1,4 @@
-"""What the awaiting and the blocking pipeline have in common: everything but how they wait."""
+"""The core of the awaiting and the blocking pipeline: everything but how they wait."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class PipelineCore:
         self._at_exit = call_at_exit(self._close_at_exit)
 
     def close(self, *, failed: bool) -> list[Exception]:
-        """Lets saves finish and closes; returns failures that nobody has seen; blocking.
+        """Lets saves finish and closes; returns failures that no call has seen; blocking.
 
         Args:
             failed: Whether the caller leaves on an exception: only staged saves finish then.
@@ -267,12 +267,14 @@ class PipelineCore:
 
     @property
     def _forked(self) -> bool:
-        """Whether this process was forked from the pipeline's, whose thread it does not have."""
+        """Tell whether this process was forked from the pipeline's, whose thread it does not
+        have.
+        """
         return os.getpid() != self._process
 
     @property
     def engine(self) -> Engine:
-        """What lives on the loop.
+        """The engine that lives on the loop.
 
         Raises:
             PipelineClosed: If the pipeline is not open, or has failed.
@@ -359,7 +361,7 @@ class PipelineCore:
             self._loop.at_once(self._engine.see, error)
 
     def report_failures(self) -> None:
-        """Raises, or warns of, failed saves that nobody has been told of."""
+        """Raise, or warn of, failed saves that no call has reported."""
         if self.engine.has_failures:
             failures = self._open_loop().at_once(self.engine.take_failures)
             raise_or_warn(failures, self.settings.on_error)
@@ -427,7 +429,7 @@ class PipelineCore:
         return owners
 
     def should_save(self, step: int, last: int | None) -> bool:
-        """Whether the settings ask for a save at a step."""
+        """Tell whether the settings ask for a save at a step."""
         engine, together = self.engine, self._topology.world_size > 1
         called = engine.diary.ask(step) if together else frozenset()
         if END in called:
@@ -477,7 +479,7 @@ class PipelineCore:
         )
 
     def statistics(self) -> Statistics:
-        """What was done so far, in numbers; in any thread and at any time."""
+        """The work so far, in numbers; in any thread and at any time."""
         engine = self._engine
         return self._ledger.statistics(
             engine.under_way() if engine else [],

@@ -1,4 +1,4 @@
-"""What a pipeline has done so far, in numbers, from its events."""
+"""Count the work of a pipeline from its events."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Ledger:
         )
 
     def describe(self, under_way: Iterable[Save]) -> str:
-        """What is over, in a few words."""
+        """Describe what is over, in a few words."""
         sums, _, _ = self._over(under_way)
         counts = [f"{count} {status}" for status, count in sorted(sums.saves.items())]
         if self._retries:

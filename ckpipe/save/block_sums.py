@@ -2,9 +2,9 @@
 
 The manifest has a checksum for each mebibyte of each entry, and a store that verifies what it is
 sent wants one of the whole block. That one follows from the others and from the few bytes that lie
-between entries. Most are known since the block was copied. Whoever of the two stages comes first
-computes the others, and the other one waits: those of bytes that came from a device, were copied by
-torch or put together from several tensors.
+between entries. Most are known since the block was copied. The first of the two stages computes the
+others, and the other one waits: those of bytes that came from a device, were copied by torch or put
+together from several tensors.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def compute(cargo: DataFiles, batch: Sequence[Filled]) -> None:
     """Computes the checksums of some blocks that are not known, in one turn of a worker thread.
 
     Blocks that are being computed already are waited for instead. If computing fails, so does the
-    save, and with it whoever waits.
+    save, and with it all that wait.
     """
     mine = [filled for filled in batch if filled.sums.claim()]
     if mine:

@@ -50,7 +50,7 @@ async def run(
     """Writes this rank's manifest, and the index if the checkpoint is complete then.
 
     In a world of one rank the index takes the manifest's place. With many, whether the others
-    have committed is seen after this rank's part counts as committed, and nobody is waited for.
+    have committed is seen after this rank's part counts as committed, and no rank is waited for.
 
     Raises:
         CommitConflict: If another writer owns the name.

@@ -1,4 +1,4 @@
-"""How the blocks of a data file are filled from tensors: a program made once for each plan.
+"""Fill the blocks of a data file from tensors, by a program that is made once for each plan.
 
 Making the program is pure. Running it is one call for one block or a few, in one of several worker
 threads. Bytes that lie in host memory as the file wants them are moved as they are: torch's own

@@ -610,7 +610,7 @@ class _LateTensors:
         self._addresses = state.addresses[numbers].tolist()
 
     def held(self) -> list[torch.UntypedStorage]:
-        """Their memory, which nobody frees while it is held."""
+        """Their memory, which is not freed while it is held."""
         return list(map(torch.Tensor.untyped_storage, self._tensors))
 
     def check_unchanged(self, watch: MutationDetector) -> None:

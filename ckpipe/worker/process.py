@@ -239,7 +239,7 @@ class WorkerProcess:
 
 
 def _exit_code(process: int) -> int | None:
-    """Waits for the end of a child; its exit code, negative for a signal, None if nobody tells."""
+    """Waits for the end of a child; its exit code, negative for a signal, None if it is unknown."""
     try:
         end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:  # by now it has ended: waitpid(2), of SIGCHLD
