@@ -223,6 +223,8 @@ def test_a_cancellation_at_any_operation_leaves_nothing_half_done(cases: Cases) 
 def test_a_handle_cancels_its_save_while_it_is_written(store: Stores, overlap: bool) -> None:
     staging = {"block_bytes": 65536, "overlap": overlap}
     with ckpipe.SyncPipeline(store.url, staging=staging) as pipeline:
+        pipeline.save(content(0), step=0)  # the first one claims the launch
+        check_memory(pipeline)
         store.slow.hold("write", "complete", "put")
         handle = pipeline.save(content(1), step=1)
         store.slow.gate.wait_until_held()
