@@ -500,18 +500,12 @@ def entry_columns(layout: Layout) -> EntryColumns:
 
 def chunk_columns(layout: Layout) -> ChunkColumns:
     """The chunks of a layout, column by column."""
-    known = chunk_columns_at_hand(layout)
+    known: ChunkColumns | None = _columns_at_hand(layout.chunks)
     if known is not None:
         return known
     return ChunkColumns(
         *([getattr(row, each) for row in layout.chunks] for each in _CHUNK_ATTRIBUTES)
     )
-
-
-def chunk_columns_at_hand(layout: Layout) -> ChunkColumns | None:
-    """The same if they need not be made; None if they must."""
-    found: ChunkColumns | None = _columns_at_hand(layout.chunks)
-    return found
 
 
 def _columns_at_hand(rows: Sequence[Any]) -> Any:

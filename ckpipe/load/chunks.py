@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import sub
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.layouts import ChunkColumns, chunk_columns_at_hand
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
 from ckpipe.load.entries import EntryTable, Need
 from ckpipe.state.tensors import overlaps_itself
@@ -154,73 +152,20 @@ class RankChunks:
     Attributes:
         entry_count: How many entries the layout has.
         shared: The layout's own entries that are memory of several tensors, or of one with strides.
-        plain: The entry of each tensor that is one chunk, of all of it, row by row from the start
-            of an entry that no other tensor is in, and lay without gaps when it was saved.
+        by_tensor: The chunks of each tensor that has some.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.entry_count = len(layout.entries)
         self.shared: set[int] = set()
-        self._layout = layout
-        self._by_tensor: Mapping[int, Sequence[Chunk]] | None = None
-        columns = chunk_columns_at_hand(layout)
-        plain = None if columns is None else self._all_plain(columns)
-        self.plain = self._find() if plain is None else plain
-
-    @property
-    def by_tensor(self) -> Mapping[int, Sequence[Chunk]]:
-        """The chunks of each tensor that has some."""
-        found = self._by_tensor
-        if found is None:
-            chunks = self._layout.chunks
-            found = self._by_tensor = {chunk.tensor: (chunk,) for chunk in chunks}
-        return found
-
-    def _all_plain(self, chunks: ChunkColumns) -> dict[int, int] | None:
-        """The chunks if all are plain, as nearly always: a short way."""
-        tensor, entry, offset, *others = chunks
-        if any(offset) or any(each.count(None) < len(each) for each in others):
-            return None
-        entries = [number for number in entry if number is not None]
-        found = dict(zip(tensor, entries, strict=False))
-        apart = len(found) == len(tensor) == len(entries) == len(set(entries))
-        fits = min(entries, default=0) >= 0 and max(entries, default=-1) < self.entry_count
-        return found if apart and fits else None
-
-    def _find(self) -> dict[int, int]:
-        """Looks at chunks one by one; returns those that are plain."""
-        by_tensor: defaultdict[int, list[Chunk]] = defaultdict(list)
-        for chunk in self._layout.chunks:
-            by_tensor[chunk.tensor].append(chunk)
-        self._by_tensor = by_tensor
-        own = [
-            (chunk.entry, chunk)
-            for chunk in self._layout.chunks
-            if chunk.owner is None and chunk.entry is not None
-        ]
+        self.by_tensor: defaultdict[int, list[Chunk]] = defaultdict(list)
         holder: dict[int, int] = {}
-        for entry, chunk in own:
-            first = holder.setdefault(entry, chunk.tensor)
-            if chunk.stride is not None or first != chunk.tensor:
-                self.shared.add(entry)
-        return {
-            chunk.tensor: entry
-            for entry, chunk in own
-            if entry not in self.shared
-            and len(by_tensor[chunk.tensor]) == 1
-            and self._is_plain(chunk)
-        }
-
-    def _is_plain(self, chunk: Chunk) -> bool:
-        """Tell whether a chunk of the rank's own says of itself what is said of plain ones."""
-        return (
-            chunk.box is None
-            and chunk.stride is None
-            and chunk.original_stride is None
-            and chunk.offset == 0
-            and chunk.entry is not None
-            and 0 <= chunk.entry < self.entry_count
-        )
+        for chunk in layout.chunks:
+            self.by_tensor[chunk.tensor].append(chunk)
+            if chunk.owner is None and chunk.entry is not None:
+                first = holder.setdefault(chunk.entry, chunk.tensor)
+                if chunk.stride is not None or first != chunk.tensor:
+                    self.shared.add(chunk.entry)
 
 
 def chunk_box(chunk: Chunk, shape: Sequence[int]) -> Box:
@@ -275,13 +220,6 @@ class Piece(NamedTuple):
             return
         for lo, hi in flat_ranges(self.shape, self.inside, CHUNK_BYTES // itemsize):
             yield Need(self.entry, self.start + lo * itemsize, self.start + hi * itemsize)
-
-
-PlainTensor = tuple[torch.dtype, tuple[int, ...], int, int]
-"""Dtype and shape of a tensor, the number of the entry that it begins, and its bytes."""
-
-# Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
-_new_piece = partial(tuple.__new__, Piece)
 
 
 @dataclass(eq=False, slots=True)
@@ -340,34 +278,6 @@ class StoredTensors:
         self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
         self._first_wins = first_wins
         self._known: dict[int, StoredTensor] = {}
-        self._bases: dict[int, tuple[int, RankChunks]] = {}
-        self._plain: dict[int, tuple[int, Mapping[int, int]]] = {}
-
-    def plain(self, number: int) -> PlainTensor | None:
-        """The tensor of a number if it is plain, as nearly all are.
-
-        That needs no object of its own, which spares time for thousands of tensors.
-
-        Returns:
-            None if it is anything else, or wrong; a subscription tells.
-        """
-        if not 0 <= number < len(self._rows):
-            return None
-        row, (part, inner) = self._rows[number], self._homes[number]
-        base, entries = self._plain.get(part) or self._plain_of(part)
-        entry, dtype, shape = entries.get(inner), DTYPES.get(row.dtype), row.shape
-        if entry is None or dtype is None or row.attributes:
-            return None
-        entry += base
-        nbytes = math.prod(shape) * dtype.itemsize
-        return (dtype, shape, entry, nbytes) if nbytes <= self.data.sizes[entry] else None
-
-    def _plain_of(self, part: int) -> tuple[int, Mapping[int, int]]:
-        """The number of a part's first entry, and the entries of its plain tensors."""
-        held = self._sources.held(part)
-        base = self.data.number(part, 0) if held.plain else 0
-        found = self._plain[part] = (base, held.plain)
-        return found
 
     def __getitem__(self, number: int) -> StoredTensor:
         """The tensor of a number.
@@ -407,8 +317,7 @@ class StoredTensors:
         ):
             raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=row.label)
         stored = StoredTensor(number, row, dtype, stride, near)
-        piece = self._plain_piece(stored, owner, chunk, row.shape, None)
-        stored.whole = (piece or self._piece(stored, owner, chunk, row.shape, None, None),)
+        stored.whole = (self._piece(stored, owner, chunk, row.shape, None, None),)
         return stored
 
     def pieces(
@@ -527,35 +436,10 @@ class StoredTensors:
             if part is not box and part != box:
                 inside = moved(part, box[0])
                 pieces.append(self._piece(stored, number, chunk, shape, inside, target))
-                continue
-            fills = None if target == everything else target
-            piece = self._plain_piece(stored, number, chunk, shape, fills)
-            pieces.append(piece or self._piece(stored, number, chunk, shape, None, fills))
+            else:
+                fills = None if target == everything else target
+                pieces.append(self._piece(stored, number, chunk, shape, None, fills))
         return tuple(pieces)
-
-    def _plain_piece(
-        self,
-        stored: StoredTensor,
-        part: int,
-        chunk: Chunk,
-        shape: tuple[int, ...],
-        fills: Box | None,
-    ) -> Piece | None:
-        """All of a chunk that lies row by row, which is nearly always so: a short way."""
-        entry, start = chunk.entry, chunk.offset
-        base, held = self._bases.get(part) or self._base(part)
-        if chunk.stride is not None or entry is None or not 0 <= entry < held.entry_count:
-            return None
-        place = base + entry
-        stop = start + math.prod(shape) * stored.dtype.itemsize
-        if start < 0 or stop > self.data.sizes[place]:
-            raise _outside(stored, start, stop)
-        return _new_piece((place, start, stop, None, shape, None, fills, entry in held.shared))
-
-    def _base(self, part: int) -> tuple[int, RankChunks]:
-        """The number of a part's first entry in the table of entries, and its chunks."""
-        found = self._bases[part] = (self.data.number(part, 0), self._sources.held(part))
-        return found
 
     def _piece(
         self,

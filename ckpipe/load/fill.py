@@ -26,8 +26,7 @@ import torch
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.format.boxes import Box, box_volume, flat_range_boxes, flat_start, intersection, moved
 from ckpipe.load.chunks import Piece, Region, StoredTensor, StoredTensors
-from ckpipe.load.entries import Need, new_need
-from ckpipe.load.live_tensors import PlainFill
+from ckpipe.load.entries import Need
 from ckpipe.memory.native import copy_bytes
 from ckpipe.state.tensors import overlaps_itself
 
@@ -216,40 +215,6 @@ class Filling:
         if memory_overlaps(target):
             return self.copy_later(stored, regions, target)
         return self._add(stored, pieces, target)
-
-    def plain(
-        self, stored: StoredTensor, pieces: tuple[Piece, ...], target: torch.Tensor, address: int
-    ) -> bool:
-        """The same for a tensor that takes bytes and is one chunk as it lies, as nearly all are.
-
-        Args:
-            stored: The stored tensor.
-            pieces: What the target is put together from.
-            target: A plain tensor, detached, that :func:`takes_bytes` of the stored one.
-            address: Where it begins.
-
-        Returns:
-            False if it is anything else; then nothing was done.
-        """
-        if len(pieces) != 1:
-            return False
-        (piece,) = pieces
-        entry, start, stop, _, _, inside, fills, shared = piece
-        if inside is not None or fills is not None or (shared and _is_image(piece, stored)):
-            return False
-        if start < stop:
-            self._alive.append(target)
-            self.destinations[entry].append(new_raw_bytes((start, stop, address)))
-            self.needs.append(new_need((entry, start, stop)))
-        return True
-
-    def plain_all(self, fills: Sequence[PlainFill]) -> None:
-        """The same for tensors of which all that was found out already; who calls has them live."""
-        destinations, needs = self.destinations, self.needs
-        for _, _, _, _, address, nbytes, entry in fills:
-            if nbytes:
-                destinations[entry].append(new_raw_bytes((0, nbytes, address)))
-                needs.append(new_need((entry, 0, nbytes)))
 
     def copy_later(
         self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor

@@ -105,7 +105,6 @@ class LiveTensor(NamedTuple):
         device: Which memory it is.
         nbytes: Its size without gaps.
         contiguous: Whether its elements lie row by row without a gap.
-        takes_bytes: Whether bytes of the stored tensor can be copied to it as they are.
         regions: Which parts of the stored tensor that memory holds; None for the whole.
         pieces: What it is put together from.
     """
@@ -118,36 +117,12 @@ class LiveTensor(NamedTuple):
     device: torch.device
     nbytes: int
     contiguous: bool
-    takes_bytes: bool
     regions: tuple[Region, ...] | None
     pieces: tuple[Piece, ...]
 
 
-class PlainFill(NamedTuple):
-    """The same of a contiguous tensor on the CPU that takes the bytes of a plain stored one.
-
-    Args:
-        number: The number of the stored tensor.
-        label: Where the target stands in the state.
-        tensor: Its memory, as a plain detached tensor.
-        owner: The object that stands in the state.
-        address: Where that memory begins.
-        nbytes: Its size.
-        entry: The number of the entry that begins with its bytes.
-    """
-
-    number: int
-    label: str
-    tensor: torch.Tensor
-    owner: torch.Tensor
-    address: int
-    nbytes: int
-    entry: int
-
-
 # Tens of thousands are made for a load, for which the class's own constructor is slow.
 new_live_tensor = partial(tuple.__new__, LiveTensor)
-new_plain_fill = partial(tuple.__new__, PlainFill)
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -195,30 +170,6 @@ def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
             return None
         raw = array.reshape(-1).view(np.uint8)
         return torch.from_numpy(raw.reshape(*array.shape, array.dtype.itemsize))
-
-
-def plain_view(
-    obj: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor | None:
-    """The memory of a CPU tensor of a type in ``PLAIN`` that takes bytes of a dtype and shape.
-
-    Returns:
-        None if it is anything else; :func:`misfit` and :func:`writable_view` tell what.
-    """
-    if (
-        obj.dtype is not dtype
-        or obj.layout is not torch.strided
-        or obj.is_nested
-        or obj.shape != shape
-        or not obj.is_contiguous()
-        or obj.is_conj()
-        or obj.is_neg()
-    ):
-        return None
-    if type(obj) is torch.Tensor and not obj.requires_grad:
-        return obj
-    plain = obj.detach()
-    return plain if type(plain) is torch.Tensor else None
 
 
 def misfit(

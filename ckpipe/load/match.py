@@ -23,7 +23,7 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
 from ckpipe.load.build import Factory, Rebuild, same, stays
-from ckpipe.load.live_tensors import FILLABLE, PLAIN, misfit
+from ckpipe.load.live_tensors import FILLABLE, misfit
 from ckpipe.load.select import any_selected
 from ckpipe.load.stateful import (
     LoadTargets,
@@ -101,9 +101,6 @@ class Matching:
         """Matches one object with one node."""
         tag = node[0]
         if tag == "tensor" and target is not None:
-            plain = type(target) in PLAIN and node[1] not in self._own_of_ranks
-            if plain and self._targets.fill_plain(node[1], target, label):
-                return partial(same, target)
             return self.match_tensor(target, node, label)
         if tag == "absent":
             return self._left_out(target, label)
@@ -174,20 +171,12 @@ class Matching:
         saved, own_keys = _exact([key for key, _, _ in children], list(target))
         live = dict(zip(own_keys, target, strict=True))
         found: list[tuple[Any, Factory]] = []
-        fill_plain, own_of_ranks = self._targets.fill_plain, self._own_of_ranks
         for key, (_, child, where) in zip(saved, children, strict=True):
             if key not in live:
                 self.unexpected += leaf_labels(child, where)
                 continue
             own = live.pop(key)
             value = target[own]
-            if (
-                child[0] == "tensor"
-                and type(value) in PLAIN
-                and child[1] not in own_of_ranks
-                and fill_plain(child[1], value, where)
-            ):
-                continue  # Nearly always so, and it stays.
             make = self.match(value, child, where)
             if not stays(make, value):
                 found.append((own, make))

@@ -23,17 +23,13 @@ from ckpipe.load.fill import (
     Filling,
     contiguous_stride,
     memory_overlaps,
-    takes_bytes,
     with_lazy_bits,
     write,
 )
 from ckpipe.load.live_tensors import (
     LiveTensor,
-    PlainFill,
     is_placed,
     new_live_tensor,
-    new_plain_fill,
-    plain_view,
     regions_of,
     writable_view,
 )
@@ -55,7 +51,7 @@ class Targets:
         self.stored, self.cast = stored, cast
         self.filling = Filling(stored)
         self._shardings = Shardings()
-        self._noted: list[LiveTensor | PlainFill] = []
+        self._noted: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
         self._first: set[int] = set()
 
@@ -76,30 +72,6 @@ class Targets:
         self._noted.append(found)
         return True
 
-    def fill_plain(self, number: int, live: torch.Tensor, label: str) -> bool:
-        """The same for a plain stored tensor and a live one that takes its bytes: a short way.
-
-        Args:
-            number: The number of the stored tensor.
-            live: The tensor of the target, of a type in ``PLAIN``.
-            label: Where it stands in the state.
-
-        Returns:
-            False if they are anything else; then nothing was done.
-        """
-        plain = self.stored.plain(number) if live.is_cpu else None
-        if plain is None:
-            return False
-        dtype, shape, entry, nbytes = plain
-        view = plain_view(live, dtype, shape)
-        if view is None:
-            return False
-        address = view.data_ptr()
-        if not address and nbytes:
-            return False
-        self._noted.append(new_plain_fill((number, label, view, live, address, nbytes, entry)))
-        return True
-
     def _live(
         self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
     ) -> LiveTensor | None:
@@ -111,43 +83,20 @@ class Targets:
             regions = regions_of(live, self._shardings, label)
         if pieces is None or regions is not None:
             pieces = self.stored.pieces(stored, regions)
-        contiguous = view.is_contiguous()
-        as_bytes = contiguous and takes_bytes(view, stored.dtype)
-        place = (view.data_ptr(), view.device, view.nbytes, contiguous, as_bytes)
+        place = (view.data_ptr(), view.device, view.nbytes, view.is_contiguous())
         return new_live_tensor((stored, label, view, live, *place, regions, pieces))
 
     def settle(self) -> None:
         """Gives every live tensor its place in a round; call it once all are known."""
-        plain = distinct_fills([each for each in self._noted if type(each) is PlainFill])
-        lives = distinct([each for each in self._noted if type(each) is LiveTensor])
-        if apart(lives, plain):
-            for live in lives:
-                self._fill_live(live)
-            self.filling.plain_all(plain)
-            return
-        self._settle_overlapping(distinct([self._looked_up(each) for each in self._noted]))
-
-    def _looked_up(self, noted: LiveTensor | PlainFill) -> LiveTensor:
-        """All that is to be known of a live tensor."""
-        if isinstance(noted, LiveTensor):
-            return noted
-        found = self._live(self.stored[noted.number], noted.owner, noted.label)
-        assert found is not None, "what takes bytes can be written"
-        return found
-
-    def _settle_overlapping(self, lives: Sequence[LiveTensor]) -> None:
-        self._disputed = disputed_groups(lives)
-        self._first = self._entries_to_compare(lives)
+        lives = distinct(self._noted)
+        if not apart(lives):
+            self._disputed = disputed_groups(lives)
+            self._first = self._entries_to_compare(lives)
         for live in lives:
             if self._first and self._first.intersection(c.entry for c in live.pieces):
                 self.filling.copy_later(live.stored, live.regions, live.tensor)
             else:
-                self._fill_live(live)
-
-    def _fill_live(self, live: LiveTensor) -> None:
-        plain = self.filling.plain
-        if not (live.takes_bytes and plain(live.stored, live.pieces, live.tensor, live.address)):
-            self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
+                self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
 
     def _entries_to_compare(self, lives: Sequence[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
@@ -207,7 +156,6 @@ class Targets:
 
 
 _MAX_ITEM = 16
-_CPU = torch.device("cpu")
 
 
 def disputed_groups(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
@@ -226,22 +174,11 @@ def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     return list(reversed(found.values()))
 
 
-def distinct_fills(fills: Sequence[PlainFill]) -> Sequence[PlainFill]:
-    """The same of fills that are plain: these lie alike if they begin alike."""
-    if len({fill.address for fill in fills}) == len(fills):
-        return fills
-    return list({(fill.number, fill.address): fill for fill in fills}.values())
-
-
-def apart(lives: Sequence[LiveTensor], fills: Sequence[PlainFill]) -> bool:
+def apart(lives: Sequence[LiveTensor]) -> bool:
     """Tell quickly whether all lie row by row, and apart, in one memory: nearly always so."""
-    if not all(live.contiguous for live in lives):
-        return False
-    devices = {live.device for live in lives}
-    if len(devices) > 1 or (fills and not devices <= {_CPU}):
+    if not all(live.contiguous for live in lives) or len({live.device for live in lives}) > 1:
         return False
     places = [(each.address, each.nbytes) for each in lives]
-    places += [(each.address, each.nbytes) for each in fills]
     begins, sizes = np.array(places, np.uint64).reshape(-1, 2).T
     order = np.argsort(begins)
     ends = begins[order] + sizes[order]
