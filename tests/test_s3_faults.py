@@ -313,8 +313,12 @@ def test_looking_needs_no_right_to_write(
     proxy.rule = lambda request: Fault.FORBIDDEN if request.method in writes else None
     for command in ("ls", "info", "verify"):
         assert run([command, url]) == 0
-    with pytest.raises(errors.PermissionDenied), pipeline(url, proxy.url):
-        pass
+    with pipeline(url, proxy.url) as opened:
+        loaded = opened.load()
+        assert loaded is not None
+        assert same(loaded.state, state())
+        with pytest.raises(errors.PermissionDenied):
+            opened.save(state(), step=2)
 
 
 PROCESS = """
