@@ -34,9 +34,9 @@ from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.load.entries import entry_table
-from ckpipe.load.load import LoadRequest, _match
-from ckpipe.load.read_plan import ReadLimits, plan_reads
+from ckpipe.loading.entries import entry_table
+from ckpipe.loading.load import LoadRequest, _match
+from ckpipe.loading.read_plan import ReadLimits, plan_reads
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import walk

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpipe.format.keys import join
-from ckpipe.load.stateful import LoadTargets, SavedObject, fill_from
+from ckpipe.loading.stateful import LoadTargets, SavedObject, fill_from
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, names_of
 from ckpipe.training.optimizers import (

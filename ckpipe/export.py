@@ -37,7 +37,7 @@ from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.load.load import LoadRequest, read_tensors, restore
+from ckpipe.loading.load import LoadRequest, read_tensors, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete

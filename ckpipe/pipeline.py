@@ -16,7 +16,7 @@ from ckpipe.errors import UsageError
 from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
-from ckpipe.load.select import PerRankPolicy
+from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded
 from ckpipe.lock.lock import StateLock
 from ckpipe.retention import Decision

@@ -13,7 +13,7 @@ from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
-from ckpipe.load.select import PerRankPolicy
+from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller
 from ckpipe.pipeline import Pipeline, PipelineBase
 from ckpipe.retention import Decision

@@ -19,8 +19,8 @@ from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.manifest import Chunk, Entry, FileRow, Layout, ManifestDocument, RankManifest
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, data_file_name
-from ckpipe.load.fill import boxed
-from ckpipe.load.load import LoadRequest, restore
+from ckpipe.loading.fill import boxed
+from ckpipe.loading.load import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadResult
 

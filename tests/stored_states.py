@@ -14,7 +14,7 @@ from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import BundleKind, ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.names import data_file_key
-from ckpipe.load.load import LoadRequest, restore
+from ckpipe.loading.load import LoadRequest, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.save.program import fill_blocks, plan_blocks

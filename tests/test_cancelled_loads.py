@@ -12,7 +12,7 @@ import torch
 from stored_states import BLOCK_BYTES, load, store
 
 from ckpipe.errors import StoreError
-from ckpipe.load.reader import verify
+from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckpipe.backend import UploadLimits
 from ckpipe.catalog.copy import FileCheck, block_bytes_for
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.load.entries import PartData
+from ckpipe.loading.entries import PartData
 
 BUNDLE, IMAGES = manifest_of(
     {

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.manifest import Entry, FileRow, Layout, RankManifest
-from ckpipe.load.chunks import Piece
-from ckpipe.load.entries import Need, PartData
-from ckpipe.load.read_plan import ALLOWANCE_BYTES, Read, ReadLimits, batched, plan_reads
+from ckpipe.loading.chunks import Piece
+from ckpipe.loading.entries import Need, PartData
+from ckpipe.loading.read_plan import ALLOWANCE_BYTES, Read, ReadLimits, batched, plan_reads
 
 HEADER_BYTES = 4096
 

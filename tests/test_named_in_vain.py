@@ -16,7 +16,7 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.format.keys import LabelFilter
-from ckpipe.load.select import unmatched
+from ckpipe.loading.select import unmatched
 
 
 @pytest.fixture

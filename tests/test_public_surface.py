@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pickle
 import re
@@ -347,6 +348,11 @@ def test_modules_are_there_without_being_imported_by_name() -> None:
     for name in MODULES:
         assert run(f"import ckpipe; print(ckpipe.{name}.__name__)") == f"ckpipe.{name}\n"
     assert run("import ckpipe; print(ckpipe.distributed.training_state.__name__)")
+
+
+def test_no_module_takes_the_place_of_a_name() -> None:
+    # Importing ckpipe.x sets the attribute x of ckpipe, whatever that was before.
+    assert [name for name in ckpipe.__all__ if importlib.util.find_spec(f"ckpipe.{name}")] == []
 
 
 def test_the_package_shows_its_names_and_no_others() -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.load.read_plan import LEAST_BYTES, Piece, Read, in_parts
+from ckpipe.loading.read_plan import LEAST_BYTES, Piece, Read, in_parts
 
 MIB = 1 << 20
 PART = 16 * MIB

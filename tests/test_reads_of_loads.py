@@ -27,7 +27,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.keys import label_filter
 from ckpipe.format.names import data_file_key, data_file_name, tombstone_key
-from ckpipe.load.load import read_tensors, restore
+from ckpipe.loading.load import read_tensors, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId

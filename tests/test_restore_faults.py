@@ -24,8 +24,8 @@ from ckpipe.errors import (
 )
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument
 from ckpipe.format.names import data_file_key
-from ckpipe.load import reader as reading_module
-from ckpipe.load.reader import verify
+from ckpipe.loading import reader as reading_module
+from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import MemoryBackend

@@ -30,7 +30,7 @@ from ckpipe.errors import (
 from ckpipe.format.boxes import Box
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.load.reader import verify
+from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 

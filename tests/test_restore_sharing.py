@@ -12,10 +12,10 @@ from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
-from ckpipe.load.chunks import Sources, StoredTensors
-from ckpipe.load.entries import entry_table
-from ckpipe.load.saved_state import state_of_part
-from ckpipe.load.targets import Targets
+from ckpipe.loading.chunks import Sources, StoredTensors
+from ckpipe.loading.entries import entry_table
+from ckpipe.loading.saved_state import state_of_part
+from ckpipe.loading.targets import Targets
 from ckpipe.testing import MemoryBackend
 
 

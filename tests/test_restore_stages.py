@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.format.manifest import ManifestDocument, Structure
-from ckpipe.load.saved_state import Member, MergedTree, paths
+from ckpipe.loading.saved_state import Member, MergedTree, paths
 from ckpipe.state.flatten import capture
 from ckpipe.testing import MemoryBackend
 

@@ -13,8 +13,8 @@ from ckpipe.backend import PutMode
 from ckpipe.errors import ChecksumMismatch
 from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.format.names import data_file_key
-from ckpipe.load.read_plan import PartialChunk, Piece
-from ckpipe.load.reader import ChunkAssembler
+from ckpipe.loading.read_plan import PartialChunk, Piece
+from ckpipe.loading.reader import ChunkAssembler
 from ckpipe.memory.native import address_of
 from ckpipe.testing import MemoryBackend
 

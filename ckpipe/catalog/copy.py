@@ -47,7 +47,7 @@ from ckpipe.format.checksum import (
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
-from ckpipe.load.entries import PartData
+from ckpipe.loading.entries import PartData
 from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId

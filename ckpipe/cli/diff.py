@@ -21,7 +21,7 @@ from ckpipe.cli.screen import Screen, SubProgress, one_line, table
 from ckpipe.format.keys import Json, LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, children_of
-from ckpipe.load.load import read_tensors
+from ckpipe.loading.load import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store

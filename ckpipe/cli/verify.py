@@ -14,7 +14,7 @@ from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Meter, Screen, size, visible
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint
-from ckpipe.load.reader import verify
+from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store

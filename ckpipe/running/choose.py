@@ -42,9 +42,9 @@ from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, L
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.interpreter import gc_paused_at_first
-from ckpipe.load.chunks import NeedsFullIndex
-from ckpipe.load.load import LoadRequest, ReadyLoad, TargetLock, read_all
-from ckpipe.load.reader import ReadTally
+from ckpipe.loading.chunks import NeedsFullIndex
+from ckpipe.loading.load import LoadRequest, ReadyLoad, TargetLock, read_all
+from ckpipe.loading.reader import ReadTally
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.topology import Topology
@@ -104,7 +104,7 @@ class Loading:
             UnsupportedTopology: If several ranks that may not write cannot agree. If, with a
                 fallback, some ranks do not say in time whether the checkpoint is whole for them.
             PipelineClosed: If the pipeline is closed before the load has its hold.
-            CkpipeError: Whatever :func:`ckpipe.load.load.read_all` raises.
+            CkpipeError: Whatever :func:`ckpipe.loading.load.read_all` raises.
         """
         if self._closed:
             raise _closed()

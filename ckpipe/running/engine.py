@@ -25,7 +25,7 @@ from ckpipe.errors import (
 from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.export import exported
-from ckpipe.load.load import LoadRequest
+from ckpipe.loading.load import LoadRequest
 from ckpipe.lock.lock import StateLock
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, arrange_meeting

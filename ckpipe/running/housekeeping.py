@@ -16,7 +16,7 @@ from ckpipe.catalog.prune import remove
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.names import launch_id
-from ckpipe.load.reader import verify
+from ckpipe.loading.reader import verify
 from ckpipe.retention import Decision
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete

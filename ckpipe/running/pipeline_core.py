@@ -23,8 +23,8 @@ from ckpipe.errors import (
 from ckpipe.events import Event, EventBus
 from ckpipe.format import checksum
 from ckpipe.format.keys import LabelFilter
-from ckpipe.load.load import LoadRequest, NoTargetLock
-from ckpipe.load.select import PerRankPolicy
+from ckpipe.loading.load import LoadRequest, NoTargetLock
+from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.holds import LoadHold
 from ckpipe.lock.lock import StateLock, lock_of

@@ -30,7 +30,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.errors import StateChanged, StateLockTimeout, UsageError
 from ckpipe.events import Staged
 from ckpipe.interpreter import available_cpus, gc_paused
-from ckpipe.load.select import unmatched
+from ckpipe.loading.select import unmatched
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.lock import Fence

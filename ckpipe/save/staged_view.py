@@ -11,12 +11,12 @@ from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.tree import shared_containers
-from ckpipe.load.build import Rebuild
-from ckpipe.load.chunks import Sources, StoredTensor, StoredTensors
-from ckpipe.load.entries import entry_table
-from ckpipe.load.fill import Filling, contiguous_stride, with_lazy_bits
-from ckpipe.load.saved_state import state_of_part
-from ckpipe.load.targets import Targets
+from ckpipe.loading.build import Rebuild
+from ckpipe.loading.chunks import Sources, StoredTensor, StoredTensors
+from ckpipe.loading.entries import entry_table
+from ckpipe.loading.fill import Filling, contiguous_stride, with_lazy_bits
+from ckpipe.loading.saved_state import state_of_part
+from ckpipe.loading.targets import Targets
 from ckpipe.save.record import FilledBlock, Save
 from ckpipe.state.flatten import Captured
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
-from ckpipe.load.stateful import LoadTargets, SavedObject, SavedTensor, mismatch
+from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor, mismatch
 from ckpipe.state.values import class_path
 from ckpipe.training.names import ModelNames
 from ckpipe.training.optimizers import (

@@ -25,8 +25,8 @@ import torch
 
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.format.boxes import Box, box_volume, flat_range_boxes, flat_start, intersection, moved
-from ckpipe.load.chunks import Piece, Region, StoredTensor, StoredTensors
-from ckpipe.load.entries import Need
+from ckpipe.loading.chunks import Piece, Region, StoredTensor, StoredTensors
+from ckpipe.loading.entries import Need
 from ckpipe.memory.native import copy_bytes
 from ckpipe.state.tensors import overlaps_itself
 

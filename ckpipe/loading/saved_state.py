@@ -20,9 +20,9 @@ from ckpipe.format.keys import Json, LabelFilter, canonical, join
 from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, children_of
-from ckpipe.load.chunks import NeedsFullIndex
-from ckpipe.load.select import PerRankItems, PerRankPolicy
-from ckpipe.load.stateful import live_state
+from ckpipe.loading.chunks import NeedsFullIndex
+from ckpipe.loading.select import PerRankItems, PerRankPolicy
+from ckpipe.loading.stateful import live_state
 from ckpipe.state.kinds import is_stateful
 
 

@@ -35,13 +35,13 @@ from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, decode_key, join
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of
-from ckpipe.load.chunks import StoredTensor
-from ckpipe.load.fill import normal_tensors
-from ckpipe.load.live_tensors import FILLABLE, has_shape, misfit, writable_view
-from ckpipe.load.saved_state import SavedState
-from ckpipe.load.select import PerRankItems, PerRankPolicy, any_selected
-from ckpipe.load.stateful import LiveCounterpart
-from ckpipe.load.targets import Targets
+from ckpipe.loading.chunks import StoredTensor
+from ckpipe.loading.fill import normal_tensors
+from ckpipe.loading.live_tensors import FILLABLE, has_shape, misfit, writable_view
+from ckpipe.loading.saved_state import SavedState
+from ckpipe.loading.select import PerRankItems, PerRankPolicy, any_selected
+from ckpipe.loading.stateful import LiveCounterpart
+from ckpipe.loading.targets import Targets
 from ckpipe.state.kinds import FACTORIES, registered_as
 from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
 from ckpipe.state.values import decode_value, plain_numpy_dtype, resolve_class

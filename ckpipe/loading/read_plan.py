@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.load.entries import EntryTable, Need
+from ckpipe.loading.entries import EntryTable, Need
 
 ALLOWANCE_BYTES = 2 * CHUNK_BYTES
 """How much more than a contiguous need may be read, unless a tenth of it is more."""

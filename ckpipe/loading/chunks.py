@@ -25,7 +25,7 @@ from ckpipe.format.boxes import Box, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
-from ckpipe.load.entries import EntryTable, Need
+from ckpipe.loading.entries import EntryTable, Need
 from ckpipe.state.tensors import overlaps_itself
 
 ChunkRef = tuple[int, Chunk]

@@ -40,9 +40,9 @@ from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.load.entries import EntryTable, Need, PartData
-from ckpipe.load.fill import Destination, RawBytes
-from ckpipe.load.read_plan import (
+from ckpipe.loading.entries import EntryTable, Need, PartData
+from ckpipe.loading.fill import Destination, RawBytes
+from ckpipe.loading.read_plan import (
     PartialChunk,
     Piece,
     Read,

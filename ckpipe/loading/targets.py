@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ckpipe.errors import SharingConflict
-from ckpipe.load.chunks import StoredTensor, StoredTensors
-from ckpipe.load.entries import Need
-from ckpipe.load.fill import (
+from ckpipe.loading.chunks import StoredTensor, StoredTensors
+from ckpipe.loading.entries import Need
+from ckpipe.loading.fill import (
     Destination,
     Filling,
     contiguous_stride,
@@ -26,7 +26,7 @@ from ckpipe.load.fill import (
     with_lazy_bits,
     write,
 )
-from ckpipe.load.live_tensors import (
+from ckpipe.loading.live_tensors import (
     LiveTensor,
     is_placed,
     new_live_tensor,

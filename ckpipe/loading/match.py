@@ -22,10 +22,10 @@ import torch
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
-from ckpipe.load.build import Factory, Rebuild, same, stays
-from ckpipe.load.live_tensors import FILLABLE, misfit
-from ckpipe.load.select import any_selected
-from ckpipe.load.stateful import (
+from ckpipe.loading.build import Factory, Rebuild, same, stays
+from ckpipe.loading.live_tensors import FILLABLE, misfit
+from ckpipe.loading.select import any_selected
+from ckpipe.loading.stateful import (
     LoadTargets,
     SavedObject,
     SavedTensor,
@@ -33,7 +33,7 @@ from ckpipe.load.stateful import (
     hint_for,
     mismatch,
 )
-from ckpipe.load.targets import Targets
+from ckpipe.loading.targets import Targets
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.user_code import user_code
 

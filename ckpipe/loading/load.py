@@ -22,14 +22,14 @@ from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
-from ckpipe.load.build import Factory, Rebuild, keep_generators_apart
-from ckpipe.load.chunks import NeedsFullIndex, Sources, StoredTensors
-from ckpipe.load.entries import EntryTable, entry_table
-from ckpipe.load.match import Matching
-from ckpipe.load.reader import Reader, ReadTally, lane_buffers
-from ckpipe.load.saved_state import fitted, labels_of, lacks, state_for, without
-from ckpipe.load.select import PerRankPolicy, pruned, unmatched
-from ckpipe.load.targets import Targets
+from ckpipe.loading.build import Factory, Rebuild, keep_generators_apart
+from ckpipe.loading.chunks import NeedsFullIndex, Sources, StoredTensors
+from ckpipe.loading.entries import EntryTable, entry_table
+from ckpipe.loading.match import Matching
+from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
+from ckpipe.loading.saved_state import fitted, labels_of, lacks, state_for, without
+from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
+from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport

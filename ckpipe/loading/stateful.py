@@ -28,8 +28,8 @@ import torch
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
-from ckpipe.load.live_tensors import is_placed, local_tensor
-from ckpipe.load.select import any_selected
+from ckpipe.loading.live_tensors import is_placed, local_tensor
+from ckpipe.loading.select import any_selected
 
 
 @dataclass(eq=False, slots=True)
