@@ -24,8 +24,9 @@ from ckpipe.training.optimizers import (
     is_fsdp1,
     model_state_dict,
     named_optimizers,
+    optimizers_state,
+    private_state,
 )
-from ckpipe.training.saving import optimizers_state, private_state
 
 __all__ = ["TrainingState", "training_state"]
 

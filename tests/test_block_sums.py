@@ -15,7 +15,7 @@ from ckpipe.backend import Upload
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
 from ckpipe.format.manifest import Entry, Layout
-from ckpipe.save.block_sums import BlockSums, block_checksum, compute, joined
+from ckpipe.save.delivery import BlockSums, block_checksum, compute, joined
 from ckpipe.testing import MemoryBackend
 
 

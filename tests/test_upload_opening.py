@@ -13,8 +13,7 @@ from ckpipe.events import EventBus
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles
 from ckpipe.format.manifest import Layout
 from ckpipe.save import upload
-from ckpipe.save.block_sums import BlockSums
-from ckpipe.save.delivery import Delivery, ManifestFields, StoreContext, StoredFiles
+from ckpipe.save.delivery import BlockSums, Delivery, ManifestFields, StoreContext, StoredFiles
 from ckpipe.store.retry import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo

@@ -59,8 +59,7 @@ from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.memory.mapping import map_to_read
 from ckpipe.retention import from_data
-from ckpipe.save.block_sums import BlockSums
-from ckpipe.save.delivery import Delivery, ManifestFields, StoreContext
+from ckpipe.save.delivery import BlockSums, Delivery, ManifestFields, StoreContext
 from ckpipe.save.upload_pipeline import run_delivery
 from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy

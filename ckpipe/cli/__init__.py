@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ckpipe.cli.commands import INSTALL, plain_help, version_text
-from ckpipe.cli.streams import drop, open_closed_streams
+from ckpipe.cli.commands import INSTALL, drop, open_closed_streams, plain_help, version_text
 
 _INTERRUPTED, _CRASHED = 130, 70
 

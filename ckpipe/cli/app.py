@@ -10,9 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpipe.cli.commands import ABOUT, COMMANDS, EPILOG, Command, version_text
+from ckpipe.cli.commands import (
+    ABOUT,
+    COMMANDS,
+    EPILOG,
+    NOBODY_READS,
+    OUTPUT_FAILED,
+    Command,
+    drop,
+    version_text,
+)
 from ckpipe.cli.screen import Screen
-from ckpipe.cli.streams import NOBODY_READS, OUTPUT_FAILED, drop
 
 
 def _show_version(ctx: typer.Context, value: bool) -> None:

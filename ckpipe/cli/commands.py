@@ -1,9 +1,14 @@
-"""The table of commands, and the help for an installation without typer."""
+"""The parts of the command that need no typer: the table of commands, plain help, the streams.
+
+A command that cannot write its output ends with a code of its own.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from json import dumps
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ckpipe.version import __version__
 
@@ -79,3 +84,31 @@ def plain_help() -> str:
         f"The commands need packages that are not installed: {INSTALL}\n\n"
         f"Commands:\n{''.join(lines)}"
     )
+
+
+OUTPUT_FAILED = 3
+"""The exit code when the output could not be written."""
+
+NOBODY_READS = 141
+"""The exit code when the reader of a pipe went away: what a shell shows for SIGPIPE."""
+
+
+def open_closed_streams() -> None:
+    """Takes the places of standard streams that are closed, which a store's file would take else.
+
+    What is written to standard output fails then, and is not lost in silence.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            place = os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+            if place != number:
+                os.dup2(place, number)
+                os.close(place)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  for good
+
+
+def drop(stream: TextIO) -> None:
+    """Keeps the interpreter from writing what is left, and complaining, when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -40,7 +40,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpipe.backend import without_secrets
-from ckpipe.cli.streams import drop
+from ckpipe.cli.commands import drop
 from ckpipe.reports import size_text
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.plan.plan import RankPlan
-from ckpipe.save.block_sums import BlockSums
-from ckpipe.save.delivery import Delivery, ManifestFields
+from ckpipe.save.delivery import BlockSums, Delivery, ManifestFields
 from ckpipe.save.program import BlockPlan, split_block, tensors_of
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf

@@ -14,8 +14,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.format.checksum import ChunkSums
 from ckpipe.format.data_file import DataFiles
-from ckpipe.save.block_sums import compute
-from ckpipe.save.delivery import B, Delivery
+from ckpipe.save.delivery import B, Delivery, compute
 
 BATCH_BLOCKS = 16
 """Blocks that are looked at in one turn of a thread, if they are there. Every turn costs both

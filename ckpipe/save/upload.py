@@ -22,8 +22,7 @@ from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.names import data_file_key
-from ckpipe.save.block_sums import block_checksum
-from ckpipe.save.delivery import B, Delivery, StoreContext, StoredFiles
+from ckpipe.save.delivery import B, Delivery, StoreContext, StoredFiles, block_checksum
 from ckpipe.store.retry import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")

@@ -25,9 +25,9 @@ from ckpipe.training.optimizers import (
     OWN_OPTIONS,
     NamedOptimizer,
     attach,
+    is_placed_like,
     load_model_state_dict,
 )
-from ckpipe.training.saving import is_placed_like
 
 
 def load_targets(
@@ -41,7 +41,7 @@ def load_targets(
     """Matches what was saved with a model and its optimizers.
 
     Args:
-        saved: What was saved, in the form of :mod:`ckpipe.training.saving` or an earlier one.
+        saved: What was saved, in the form of :mod:`ckpipe.training.optimizers` or an earlier one.
         modules: The model, or stages of it.
         model: What the modules hold, by name.
         optimizers: The optimizers.
