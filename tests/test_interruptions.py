@@ -200,7 +200,7 @@ def test_user_code_that_leaves_the_program_does_so(store: Stores, main: bool) ->
                 )
             )
             good = pipeline.save({"good": Quitter(saves=True)}, step=0)
-            for step in (1, 2):  # with stages of its own, and by a head start
+            for step in (1, 2):
                 with pytest.raises(SystemExit, match="3"):
                     pipeline.save({"bad": Quitter(saves=False)}, step=step)
             store.slow.release()

@@ -122,15 +122,15 @@ def test_an_interrupt_before_the_caller_knows_of_its_save(
     with ckpipe.SyncPipeline(store.url) as pipeline:
         pipeline.save({"weight": weight}, step=0).wait()  # only later ones begin at once
         loop: Any = pipeline._core._loop
-        at_once = loop.at_once
+        call = loop.call
 
         def interrupted(function: Callable[..., object], *args: Any) -> None:
             monkeypatch.undo()
-            assert at_once(function, *args) is not None
+            assert call(function, *args) is not None
             raise KeyboardInterrupt
 
         store.slow.hold("write")  # that it ends is not by chance
-        monkeypatch.setattr(loop, "at_once", interrupted)
+        monkeypatch.setattr(loop, "call", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pipeline.save({"gate": Gate(), "weight": weight}, step=1)
         store.slow.release()

@@ -36,11 +36,10 @@ from ckpipe.running.choose import Loading, place_of
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.opening import enter, make_site, store_of
-from ckpipe.save.context import SaveContext, head_start
+from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import Follower
 from ckpipe.save.record import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
 from ckpipe.save.run import run_save
-from ckpipe.save.stage import look
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointId, LoadResult
 
@@ -166,14 +165,6 @@ class Engine(Housekeeping):
                     return self._accept(request, self._course.draft(step), error)
             return self._accept(request, await next_name(self.site, self._course, step))
 
-    def begin_at_once(self, request: SaveRequest, step: int | None) -> Save | None:
-        """The same without waiting; None for the first, and if ranks have to agree on its name."""
-        if not self._course.has_saved:
-            return None
-        step = self._next_step if step is None else step
-        name = name_at_once(self.site, self._course, step)
-        return None if name is None else self._accept(request, name)
-
     def leave(self, request: SaveRequest) -> None:
         """Gives up the save of a caller who may change what is not copied yet from now on."""
         for save in self._active:
@@ -201,20 +192,15 @@ class Engine(Housekeeping):
         self._tasks.start_soon(self._run, save, name=f"save {save.name}")
         save.interrupts_another = any(map(save.has_the_caller_of, self._active))
         self._active[save] = anyio.Event()
-        save.head = head_start(save, self.site, look)
         return save
 
     async def _run(self, save: Save) -> None:
         try:
-            if save.head is not None:
-                await save.head.over()
             with anyio.CancelScope() as save.scope:
                 if save.cancel_requested:
                     save.scope.cancel()
                 await self._guarded(save)
         finally:
-            if save.head is not None:
-                save.head.end()
             # Cancelled through its handle, or torn down with the pipeline: waiters must know.
             self._cancelled(save)
             self._tell_ended(save)
@@ -470,22 +456,6 @@ class Engine(Housekeeping):
         return budget.used, budget.capacity, budget.waiting
 
 
-def name_at_once(site: SaveContext, course: CheckpointNames, step: int) -> CheckpointId | None:
-    """Names a save like :func:`next_name`; None if other ranks have to be asked.
-
-    Args:
-        site: Where it is saved.
-        course: What was saved before; changed, unless there is no name.
-        step: The step.
-    """
-    if course.lies_back(step):
-        if site.world_size > 1:
-            return None
-        if course.has_loaded:
-            course.go_back()
-    return course.name(step)
-
-
 async def next_name(site: SaveContext, course: CheckpointNames, step: int) -> CheckpointId:
     """Names a save that begins now, newer than all others if the run went back for it.
 
@@ -500,12 +470,11 @@ async def next_name(site: SaveContext, course: CheckpointNames, step: int) -> Ch
     Raises:
         StoreError: If ranks have to agree and the store failed.
     """
-    name = name_at_once(site, course, step)
-    if name is not None:
-        return name
-    before, went_back = course.rollbacks, course.has_loaded
-    question = f"back-{before}-{step}-{course.count(step)}"
-    went_back = bool(await agree(site.patient, site.attempt, question, went_back))
-    if went_back and course.rollbacks == before:
-        course.go_back()
+    if course.lies_back(step):
+        before, went_back = course.rollbacks, course.has_loaded
+        if site.world_size > 1:
+            question = f"back-{before}-{step}-{course.count(step)}"
+            went_back = bool(await agree(site.patient, site.attempt, question, went_back))
+        if went_back and course.rollbacks == before:
+            course.go_back()
     return course.name(step)

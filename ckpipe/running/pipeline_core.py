@@ -313,8 +313,7 @@ class PipelineCore:
         """Has the pipeline accept a save; blocking."""
         loop = self._open_loop()
         loop.refuse_here()
-        save = loop.at_once(self.engine.begin_at_once, request, step)
-        return save or loop.call(self.engine.begin, request, step)
+        return loop.call(self.engine.begin, request, step)
 
     @contextmanager
     def while_it_copies(self, request: SaveRequest) -> Iterator[None]:

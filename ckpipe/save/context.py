@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +26,10 @@ from ckpipe import threads
 from ckpipe.backend import UploadLimits
 from ckpipe.catalog.find import check_not_deleted
 from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
-from ckpipe.errors import LockMisuse, PipelineBusy, SaveError, UsageError
+from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.format.data_file import DataFiles
 from ckpipe.interpreter import gc_paused
-from ckpipe.lock.holds import LockHold
 from ckpipe.lock.lock import StateLock
-from ckpipe.loop_thread import Job
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
@@ -41,7 +38,6 @@ from ckpipe.ranks.agree import agree
 from ckpipe.save.delivery import StoreContext
 from ckpipe.save.program import plan_blocks
 from ckpipe.save.record import (
-    CapturedState,
     CopyProgram,
     EarlyLateSplit,
     FilledBlock,
@@ -241,25 +237,6 @@ class SaveContext(StoreContext):
         if save.request.owners:
             await self._take_all(save, save.ration)
 
-    def reserve_at_once(self, save: Save, blocks: int) -> bool:
-        """Gives a save its whole ration if that means no waiting, no asking and no fresh memory.
-
-        Returns:
-            Whether it has it now; else nothing has changed.
-        """
-        amount = blocks * self.arena.block_bytes
-        warm = 0 < blocks <= self.arena.touched_blocks and amount <= self.budget.capacity
-        if not warm or (self.world_size > 1 and self._on_busy(save) == "skip"):
-            return False
-        try:
-            self.budget.acquire_nowait(amount)
-        except anyio.WouldBlock:
-            return False
-        save.ration = self._ration(save, blocks, blocks)
-        if save.request.owners:
-            save.blocks = save.ration.take_all()
-        return True
-
     def _ration(self, save: Save, reserved: int, blocks: int) -> Ration:
         try:
             ration = Ration(self.budget, self.arena, reserved=reserved, needed=blocks)
@@ -434,77 +411,3 @@ def available_bytes() -> int:
         return UNKNOWN_BYTES
     sizes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)
-
-
-Look = Callable[[Save, SaveContext, LockHold], CapturedState | None]
-"""Takes the state apart in a turn; blocking."""
-
-
-class HeadStart:
-    """The first turn of a save, in which its caller looks at the state.
-
-    Args:
-        save: The save.
-        turn: The turn.
-        job: The caller's work.
-    """
-
-    def __init__(self, save: Save, turn: LockHold, job: Job[CapturedState | None]) -> None:
-        self.turn = turn
-        self._save, self._job, self._began = save, job, time.perf_counter()
-
-    async def over(self) -> None:
-        """Waits until the caller has looked, or is known not to; cannot be cancelled."""
-        await self._job.ended()
-        self._save.clock.worked("walk", self._began, time.perf_counter())
-
-    def found(self, turn: LockHold) -> CapturedState | None:
-        """The caller's finding in a hold of the lock; None if it has not looked then.
-
-        Raises:
-            UnsupportedState: If it met something that cannot be saved.
-        """
-        seen = turn is self.turn and self._job.outcome.done()
-        return self._job.outcome.result() if seen else None
-
-    def end(self) -> None:
-        """Lets go of everything; the save is over, or goes on without it."""
-        self.turn.end()
-        self._save.head = None
-
-
-def head_start(save: Save, site: SaveContext, look: Look) -> HeadStart | None:
-    """Begins with a save; to be called on the pipeline's loop.
-
-    Args:
-        save: The save.
-        site: Where it is saved.
-        look: What the caller is to do.
-
-    Returns:
-        None if the save's stages have to begin with it, since it has no caller who blocks and works
-        for it, no plan to go by, not all of its memory, or no lock yet.
-    """
-    caller, program = save.request.caller, site.program
-    if caller is None or not caller.blocks or program is None:
-        return None
-    if not site.reserve_at_once(save, len(program.blocks)):
-        return None
-    with save.clock.timing("lock"):
-        turn = _turn(save, site)
-    if turn is None:
-        return None
-    job = caller.offer(look, save, site, turn)
-    if job is None:  # it was interrupted
-        turn.end()
-        return None
-    save.status = "capturing"
-    return HeadStart(save, turn, job)
-
-
-def _turn(save: Save, site: SaveContext) -> LockHold | None:
-    try:
-        token = site.lock.acquire_capture_nowait(thread=save.request.thread)
-    except LockMisuse:  # which the stage will meet as well, and knows whom to tell
-        return None
-    return None if token is None else LockHold(site.lock, save.request.thread, token)

@@ -28,9 +28,8 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[LockHol
         if site.program is not None and save.ration is None:
             # In a steady run the memory is there before trainers are held off.
             await _reserve_ahead(save, site, len(site.program.blocks))
-        ahead = None if save.head is None else save.head.turn
         for _ in range(TURNS):
-            turn, ahead = ahead or await _turn(save, site), None
+            turn = await _turn(save, site)
             try:
                 await out.send(turn)
                 await turn.ended.wait()

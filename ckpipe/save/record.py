@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import torch
@@ -43,9 +43,6 @@ from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 from ckpipe.version import __version__
-
-if TYPE_CHECKING:
-    from ckpipe.save.context import HeadStart
 
 
 class SkipSave(Exception):  # a decision, not an error
@@ -176,7 +173,6 @@ class Save(Delivery[FilledBlock]):
         self.blocks: list[Block] = []
         self.captured: Captured | None = None
         self.program: CopyProgram | None = None
-        self.head: HeadStart | None = None
         self.interrupts_another = False
 
     def _staged_is_safe(self, staged: Future[None]) -> None:

@@ -78,8 +78,7 @@ async def walk(
     async with inbox, out:
         async for turn in inbox:
             save.status = "capturing"
-            state = None if save.head is None else save.head.found(turn)
-            await out.send(state or await _looked(save, site, turn))
+            await out.send(await _looked(save, site, turn))
 
 
 async def _looked(save: Save, site: SaveContext, turn: LockHold) -> CapturedState:

@@ -1,8 +1,7 @@
-"""Later saves of a steady run begin before they have stages, and end as all others do."""
+"""Later saves of a steady run: interrupted, refused, planned again, and waiting for locks."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,22 +26,14 @@ def threads() -> DaemonThreads:
     return DaemonThreads()
 
 
-class Watching:
-    """An object that notes, when its state is asked for, which tasks its pipeline's loop has.
+class Changing:
+    """An object whose state changes, and which interrupts its caller when it is told to."""
 
-    Args:
-        pipeline: The pipeline.
-    """
-
-    def __init__(self, pipeline: ckpipe.SyncPipeline) -> None:
-        self._loop: Any = pipeline._core._loop
-        self.tasks: list[set[str]] = []
+    def __init__(self) -> None:
         self.more: Any = 1
         self.interrupted = False
 
     def state_dict(self) -> dict[str, Any]:
-        running = asyncio.all_tasks(self._loop._token.native_token)
-        self.tasks.append({task.get_name().partition(" ")[0] for task in running})
         if self.interrupted:
             self.interrupted = False
             raise KeyboardInterrupt
@@ -51,62 +42,42 @@ class Watching:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    @property
-    def had_stages(self) -> list[bool]:
-        """For each time whether the save had stages then."""
-        return ["walk" in tasks for tasks in self.tasks]
-
-
-def test_the_caller_looks_before_there_are_stages(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        watching = Watching(pipeline)
-        for step in range(3):
-            handle = pipeline.save({"watching": watching}, step=step)
-            handle.wait()
-            assert {"lock", "walk", "plan", "stage"} <= handle.report.stages.keys()
-        # The first save makes a plan, and looks a second time to copy by it.
-        assert watching.had_stages == [True, True, False, False]
-        assert pipeline.load(step=2) is not None
-
 
 def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        watching = Watching(pipeline)
-        pipeline.save({"watching": watching}, step=0).wait()
-        watching.interrupted, watching.more = True, 2
+        changing = Changing()
+        pipeline.save({"changing": changing}, step=0).wait()
+        changing.interrupted, changing.more = True, 2
         with pytest.raises(KeyboardInterrupt):
-            pipeline.save({"watching": watching}, step=1)
-        watching.more = 3
-        pipeline.save({"watching": watching}, step=2).wait()
+            pipeline.save({"changing": changing}, step=1)
+        changing.more = 3
+        pipeline.save({"changing": changing}, step=2).wait()
         assert [info.step for info in pipeline.steps()] == [0, 2]
         assert pipeline.statistics().budget_used == 0
 
 
 def test_what_cannot_be_saved_is_told_and_nothing_stays_held(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        watching = Watching(pipeline)
-        pipeline.save({"watching": watching}, step=0).wait()
-        watching.more = object()
-        with pytest.raises(UnsupportedState, match=r"watching\.more"):
-            pipeline.save({"watching": watching}, step=1)
-        assert not any(watching.had_stages[2:])
+        changing = Changing()
+        pipeline.save({"changing": changing}, step=0).wait()
+        changing.more = object()
+        with pytest.raises(UnsupportedState, match=r"changing\.more"):
+            pipeline.save({"changing": changing}, step=1)
         with pipeline.lock.mutating(timeout=PATIENCE):
-            watching.more = 3
-        pipeline.save({"watching": watching}, step=2).wait()
+            changing.more = 3
+        pipeline.save({"changing": changing}, step=2).wait()
         assert pipeline.statistics().budget_used == 0
 
 
 def test_a_structure_that_has_changed_is_planned_again(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        watching = Watching(pipeline)
-        pipeline.save({"watching": watching}, step=0).wait()
-        watching.more = torch.arange(4)
-        pipeline.save({"watching": watching}, step=1).wait()
-        # It is followed, walked, and looked at again to copy by the new plan.
-        assert watching.had_stages[2:] == [False, False, True]
+        changing = Changing()
+        pipeline.save({"changing": changing}, step=0).wait()
+        changing.more = torch.arange(4)
+        pipeline.save({"changing": changing}, step=1).wait()
         result = pipeline.load(step=1)
         assert result is not None
-        assert torch.equal(result.state["watching"]["more"], torch.arange(4))
+        assert torch.equal(result.state["changing"]["more"], torch.arange(4))
 
 
 def test_a_trainer_that_holds_the_lock_is_waited_for(store: Stores, threads: DaemonThreads) -> None:
