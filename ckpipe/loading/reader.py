@@ -39,7 +39,7 @@ from ckpipe.errors import (
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.manifest import FileRow, ManifestDocument
 from ckpipe.format.names import data_file_key
-from ckpipe.interpreter import gc_paused
+from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.entries import EntryTable, Need, PartData
 from ckpipe.loading.fill import Destination, RawBytes
 from ckpipe.loading.read_plan import (
@@ -308,6 +308,9 @@ class Reader:
                     return
                 delivery.put(source.read, self._fetch(data, source, buffer))
 
+        if all(source.cached is not None for source in sources):
+            # None of them waits, so more than processors push each other's bytes out of the cache.
+            lanes = min(lanes, available_cpus())
         await in_threads(work, min(lanes, len(reads)))
 
     async def _sources(self, data: EntryTable, reads: Sequence[Read]) -> deque[_Source]:
