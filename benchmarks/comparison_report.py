@@ -1,7 +1,7 @@
-"""Tables, verdicts and pictures of what ``compare.py`` measured.
+"""Make tables, verdicts and plots of what ``compare.py`` measured.
 
-python benchmarks/comparison_report.py OLD.json NEW.json     what has changed beyond the spread
-python benchmarks/comparison_report.py --publish NEW.json    puts tables and plots into the pages
+python benchmarks/comparison_report.py OLD.json NEW.json     print what changed beyond the spread
+python benchmarks/comparison_report.py --publish NEW.json    put tables and plots into the pages
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,41 @@ from comparison_parts import BESIDE, LIMIT
 
 OURS = "ckpipe"
 OTHER_WAYS = ("ckpipe, captured", "ckpipe, process", "ckpipe, process, captured")
-UNITS = {
-    "bytes": (1e6, "MB"),
-    "peak memory": (2.0**20, "MiB"),
-    "step rate": (1.0, "of undisturbed"),
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Describe one measure as tables and plots show it.
+
+    Args:
+        name: The column of a table.
+        title: The line above a plot.
+        unit: What the values are shown in: ``s``, ``MB``, ``MiB`` or ``of undisturbed``.
+        bare: What the machine does without any library, for comparison.
+    """
+
+    name: str
+    title: str
+    unit: str = "s"
+    bare: str = ""
+
+
+MEASURES = {
+    "blocked": Measure("blocked", "Blocked: until save() returns", bare="plain copy"),
+    "durable": Measure("durable", "Durable: until all is on disk", bare="raw write"),
+    "cold": Measure("cold load", "Cold load: past the page cache", bare="raw read"),
+    "warm": Measure("warm load", "Warm load: from the page cache", bare="raw read, cached"),
+    "bytes": Measure("on disk", "Size on disk", "MB"),
+    "peak memory": Measure("memory", "Memory of a save, above the state", "MiB"),
+    "lost s": Measure("lost", "Lost: training time a save costs"),
+    "held up s": Measure("held up", "Held up: the loop cannot run"),
+    "longest step s": Measure("longest step", "Longest training step"),
+    "durable beside it s": Measure("durable", "Durable, beside the loop"),
+    "step rate": Measure("step rate", "Step rate during a save", "of undisturbed"),
 }
+FACTORS = {"MB": 1e6, "MiB": 2.0**20}
+AXES = {"MB": "megabytes", "MiB": "mebibytes", "of undisturbed": "share of the undisturbed rate"}
+BARE = "bare machine"
 HIGHER_IS_BETTER = ("step rate",)
 LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
 """How much has to change to be told, of several rounds and of a single one, as a ratio."""
@@ -34,7 +65,8 @@ LEAST_RATE, SHARE_OF_A_SAVE = 0.85, 0.15
 _ACROSS = 3
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "benchmarks.md")
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "benchmarks.md", DOCS / "benchmark_runs.md")
 MARKS = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- bench:end -->)", re.DOTALL)
 
 Row = Mapping[str, list[float]]
@@ -112,52 +144,131 @@ def met(value: float, sense: str, goal: float) -> bool:
 def _table(measures: Mapping[str, Row]) -> list[str]:
     lines = []
     most = max((len(values) for row in measures.values() for values in row.values()), default=0)
-    for measure, row in measures.items():
-        unit, name_of_unit = UNITS.get(measure, (1.0, "s"))
+    for key, row in measures.items():
+        measure = MEASURES[key]
         limit = statistics.median(row[LIMIT]) if LIMIT in row else None
         for name, values in row.items():
             median = statistics.median(values)
-            shown = f"{median / unit:9.3f}  ({min(values) / unit:.3f} to {max(values) / unit:.3f})"
-            ratio = f"  {median / limit:6.2f} x limit" if limit and name != LIMIT else ""
-            head = f"{measure.removesuffix(' s')}, {name_of_unit}"
+            spread = f"({shown(measure, min(values))} to {shown(measure, max(values))})"
+            ratio = f"  {median / limit:6.2f} x {measure.bare}" if limit and name != LIMIT else ""
             fewer = f"  of {len(values)}" if len(values) < most else ""
-            lines.append(f"  {head:28s}{name:22s}{shown:32s}{ratio}{fewer}".rstrip())
+            lines.append(
+                f"  {measure.name:14s}{_bare_name(measure, name):26s}"
+                f"{shown(measure, median):>12s}  {spread:28s}{ratio}{fewer}".rstrip()
+            )
     return lines
 
 
+def shown(measure: Measure, value: float) -> str:
+    """Format a value for readers: milliseconds below a second, no exponents."""
+    if measure.unit == "s":
+        return f"{readable(value)} s" if abs(value) >= 1 else f"{readable(value * 1e3)} ms"
+    if measure.unit == "of undisturbed":
+        return f"{value:.2f}"
+    return f"{readable(value / FACTORS[measure.unit])} {measure.unit}"
+
+
+def readable(value: float) -> str:
+    """Format a number with three digits and without an exponent."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2f}"
+
+
+def _bare_name(measure: Measure, name: str) -> str:
+    return measure.bare if name == LIMIT else name
+
+
 def not_first(results: Mapping[str, Any]) -> Iterator[str]:
-    """Where a peer's median is better than ours."""
+    """Say where a peer's median is better than ours."""
+    for title, key, best, theirs, ours in _beaten(results):
+        measure = MEASURES[key]
+        yield f"{title}, {measure.name}: {best} {shown(measure, theirs)}, ours " + (
+            shown(measure, ours)
+        )
+
+
+def _beaten(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float, float]]:
+    """Yield table, measure, best peer, its median and ours, where ours is worse."""
     for title, measures in tables(results).items():
-        for measure, row in measures.items():
-            better = max if measure in HIGHER_IS_BETTER else min
-            others = (LIMIT, *OTHER_WAYS)
-            medians = {n: statistics.median(v) for n, v in row.items() if n not in others}
+        for key, row in measures.items():
+            medians = _medians(row)
             if OURS not in medians:
                 continue
-            best = better(medians, key=lambda name: medians[name])
-            unit = UNITS.get(measure, (1.0, "s"))[0]
-            theirs, ours = (f"{medians[name] / unit:.4g}" for name in (best, OURS))
-            if theirs != ours:
-                yield f"{title}, {measure.removesuffix(' s')}: {best} {theirs}, ours {ours}"
+            best = (max if key in HIGHER_IS_BETTER else min)(medians, key=lambda n: medians[n])
+            if shown(MEASURES[key], medians[best]) != shown(MEASURES[key], medians[OURS]):
+                yield title, key, best, medians[best], medians[OURS]
+
+
+def _medians(row: Row) -> dict[str, float]:
+    """Return the medians of ours and of the peers."""
+    others = (LIMIT, *OTHER_WAYS)
+    return {name: statistics.median(row[name]) for name in row if name not in others}
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """Write the five lines at the head of the page."""
+    title, measures = next(iter(results["states"].items()))
+    about = results["machine"]
+    ratios = []
+    for key, row in measures.items():
+        peers = [median for name, median in _medians(row).items() if name != OURS]
+        if MEASURES[key].bare and {OURS, LIMIT} <= row.keys() and peers:
+            ours, bare = statistics.median(row[OURS]), statistics.median(row[LIMIT])
+            ratios.append(
+                f"{MEASURES[key].name} {ours / bare:.2f} times the {MEASURES[key].bare} "
+                f"(best peer {min(peers) / bare:.2f})"
+            )
+    worse: dict[str, list[str]] = {}
+    for table, key, *_ in _beaten(results):
+        worse.setdefault(MEASURES[key].name, []).append(table)
+    loops = set(results["loops"])
+    behind = "; ".join(
+        f"{name} ({'every loop' if set(where) == loops else ', '.join(where)})"
+        for name, where in worse.items()
+    )
+    return "\n".join(
+        (
+            "* **Measured:** the time a save blocks, the time until it is durable, cold and warm "
+            "loads, bytes, memory, and what a save costs a training loop.",
+            f"* **On:** {about['cpus']} cores of {about['processor'] or 'a processor'}, local "
+            f"disk, {results['date']}, torch {results['versions']['torch']}; all take turns in "
+            f"{results['rounds']} rounds, figures are medians.",
+            f"* **Result** for {title}: {'; '.join(ratios)}.",
+            f"* **ckpipe is not first in:** {behind or 'nothing that was measured'}.",
+            "* **Rerun:** `make bench` (an hour), `make bench-quick` (two minutes), "
+            "`make bench-local` (this disk alone).",
+            "",
+        )
+    )
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The medians as tables for a page, contenders down and measures across."""
+    """Write the medians as tables for a page, contenders down and measures across."""
     lines: list[str] = []
     for title, measures in tables(results).items():
-        names = list(dict.fromkeys(name for row in measures.values() for name in row))
-        heads = [f"{m.removesuffix(' s')}, {UNITS.get(m, (1, 's'))[1]}" for m in measures]
         lines += [f"### {title}", "", _rounds(measures), ""]
-        lines += [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-        for name in names:
-            cells = [_cell(measure, row.get(name)) for measure, row in measures.items()]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+        heads = [MEASURES[key].name for key in measures]
+        lines += [f"| | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
+        for name in _in_order(name for row in measures.values() for name in row):
+            cells = [
+                shown(MEASURES[key], statistics.median(row[name])) if row.get(name) else ""
+                for key, row in measures.items()
+            ]
+            lines.append(f"| {BARE if name == LIMIT else name} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Order contenders: the bare machine, ours in all its ways, the peers."""
+    first = (LIMIT, OURS, *OTHER_WAYS)
+    found = dict.fromkeys(names)
+    return [n for n in first if n in found] + [n for n in found if n not in first]
+
+
 def _rounds(measures: Mapping[str, Row]) -> str:
-    """How many rounds the medians of a table are of; memory is measured once."""
+    """Say how many rounds the medians of a table are of; memory is measured once."""
     counts = {
         len(values)
         for measure, row in measures.items()
@@ -170,96 +281,143 @@ def _rounds(measures: Mapping[str, Row]) -> str:
     return f"Medians of {least}." if least == most else f"Medians of {least} to {most}."
 
 
-def _cell(measure: str, values: list[float] | None) -> str:
-    if not values:
-        return ""
-    unit = UNITS.get(measure, (1.0, ""))[0]
-    return f"{statistics.median(values) / unit:.3g}"
-
-
-def draw(results: Mapping[str, Any], folder: Path) -> list[str]:
-    """Bars for each measure of each table, and the stages and blocks of one save of ours.
+def draw(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """Draw bars for each measure of each table, and the stages and blocks of one save of ours.
 
     Returns:
-        Names of the pictures, in order.
+        Names and captions of the pictures, in order.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
-    names = []
+    drawn = []
     for title, measures in tables(results).items():
-        shown = [measure for measure in measures if len(measures[measure]) > 1]
-        lines = -(-len(shown) // _ACROSS)
+        several = [key for key in measures if len(measures[key]) > 1]
+        lines = -(-len(several) // _ACROSS)
         figure, axes = pyplot.subplots(
-            lines, _ACROSS, figsize=(11, 3 * lines + 0.3), layout="constrained", squeeze=False
+            lines, _ACROSS, figsize=(13, 3.2 * lines + 0.6), layout="constrained", squeeze=False
         )
-        for axis, measure in zip_longest(axes.flat, shown):
-            if measure is None:
+        for axis, key in zip_longest(axes.flat, several):
+            if key is None:
                 axis.set_visible(False)
             else:
-                _bars(axis, measure, measures[measure])
+                _bars(axis, MEASURES[key], measures[key])
+        contenders = {name for row in measures.values() for name in row}
+        colors = {_color(name): _kind(name) for name in _in_order(contenders)}
+        patches = [Patch(color=color, label=label) for color, label in colors.items()]
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
         figure.suptitle(title)
-        names.append(f"bench-{_slug(title)}.png")
-        figure.savefig(folder / names[-1], dpi=100)
+        beside = title in results["loops"]
+        what = "What one save costs a training loop" if beside else "Saving and loading"
+        better = "the step rate: higher is better; all else: lower" if beside else "lower is better"
+        drawn.append(
+            (
+                f"bench-{_slug(title)}.png",
+                f"{what}: {title}. Medians; {better}. Black lines go from the least to the most "
+                "of all rounds.",
+            )
+        )
+        figure.savefig(folder / drawn[-1][0], dpi=100)
         pyplot.close(figure)
     if "timeline" in results:
-        figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+        figure, axis = pyplot.subplots(figsize=(10, 5), layout="constrained")
         _gantt(axis, results["timeline"])
-        names.append("bench-timeline.png")
-        figure.savefig(folder / names[-1], dpi=100)
+        blocks = results["timeline"]["blocks"]
+        timed = [each for each in _BLOCKS if any(span is not None for span in blocks[each[1]])]
+        kinds = (("tab:gray", "a stage"), *((color, label) for _, _, color, label, _ in timed))
+        patches = [Patch(color=color, label=label) for color, label in kinds]
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+        drawn.append(
+            (
+                "bench-timeline.png",
+                "One save from the call on: its stages, and below them its blocks as they are "
+                "copied to host memory and written to disk.",
+            )
+        )
+        figure.savefig(folder / drawn[-1][0], dpi=100)
         pyplot.close(figure)
-    return names
+    return drawn
 
 
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _bars(axis: Any, measure: str, row: Row) -> None:
-    unit, name_of_unit = UNITS.get(measure, (1.0, "s"))
-    order = list(row)[::-1]
-    medians = [statistics.median(row[name]) / unit for name in order]
-    spread = [
-        [m - min(row[n]) / unit for n, m in zip(order, medians, strict=True)],
-        [max(row[n]) / unit - m for n, m in zip(order, medians, strict=True)],
-    ]
+def _kind(name: str) -> str:
+    if name == LIMIT:
+        return "the machine without any library"
+    if name in OTHER_WAYS:
+        return "ckpipe with other settings"
+    return "ckpipe" if name == OURS else "other libraries"
+
+
+def _color(name: str) -> str:
     own = {OURS: "tab:blue", LIMIT: "tab:gray"} | dict.fromkeys(OTHER_WAYS, "tab:cyan")
-    colors = [own.get(name, "tab:orange") for name in order]
-    bars = axis.barh(order, medians, xerr=spread, color=colors, ecolor="black", capsize=2)
-    axis.bar_label(bars, [f" {median:.3g}" for median in medians])
-    axis.set_title(f"{measure.removesuffix(' s')}, {name_of_unit}")
-    axis.set_xlim(min(0.0, *medians), 1.4 * max(*(max(row[n]) / unit for n in order), 1e-9))
+    return own.get(name, "tab:orange")
+
+
+def _bars(axis: Any, measure: Measure, row: Row) -> None:
+    most = max(max(values) for values in row.values())
+    factor = FACTORS.get(measure.unit, 1.0)
+    label = AXES.get(measure.unit, "seconds")
+    if measure.unit == "s" and most < 1:
+        factor, label = 1e-3, "milliseconds"
+    order = _in_order(row)[::-1]
+    medians = [statistics.median(row[name]) for name in order]
+    spread = [
+        [(m - min(row[n])) / factor for n, m in zip(order, medians, strict=True)],
+        [(max(row[n]) - m) / factor for n, m in zip(order, medians, strict=True)],
+    ]
+    bars = axis.barh(
+        [_bare_name(measure, name) for name in order],
+        [median / factor for median in medians],
+        xerr=spread,
+        color=[_color(name) for name in order],
+        ecolor="black",
+        capsize=2,
+    )
+    axis.bar_label(bars, [f" {shown(measure, median)}" for median in medians])
+    axis.set_title(measure.title, fontsize="medium")
+    axis.set_xlabel(label)
+    axis.locator_params(axis="x", nbins=5)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axis.set_xlim(min(0.0, *medians) / factor, 1.5 * max(most / factor, 1e-9))
+
+
+_BLOCKS = (
+    ("copier", "copied", "tab:blue", "a block is copied", "copy thread"),
+    ("", "summed", "goldenrod", "a block is checksummed", "checksums"),
+    ("lane", "uploaded", "seagreen", "a block is written", "upload lane"),
+)
 
 
 def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
-    """Stages as bars, and below them the blocks as copiers and lanes had them."""
+    """Draw stages as bars, and below them the blocks of copy threads and upload lanes."""
     rows: list[str] = []
     for name, stage in sorted(report["stages"].items(), key=lambda item: item[1]["began"]):
-        axis.barh(len(rows), stage["seconds"] * 1e3, left=stage["began"] * 1e3, color="tab:gray")
+        began, took = stage["began"] * 1e3, stage["seconds"] * 1e3
+        axis.barh(len(rows), took, left=began, color="tab:gray")
+        axis.text(began + took, len(rows), f" {readable(took)} ms", va="center", fontsize="small")
         rows.append(name)
     blocks = report["blocks"]
-    kinds = (
-        ("copier", "copied", "tab:blue"),
-        ("", "summed", "goldenrod"),
-        ("lane", "uploaded", "seagreen"),
-    )
-    for place, kind, color in kinds:
+    for place, kind, color, _, label in _BLOCKS:
         numbers = blocks[place] if place else [0] * len(blocks[kind])
-        # What was summed while it was copied has no time of its own for that.
+        # A block that is checksummed while it is copied has no time of its own for that.
         found = [each for each in zip(numbers, blocks[kind], strict=True) if each[1] is not None]
         for number in sorted({at for at, _ in found}):
             spans = [
                 (began / 1e3, (ended - began) / 1e3) for at, (began, ended) in found if at == number
             ]
             axis.broken_barh(spans, (len(rows) - 0.4, 0.8), color=color, edgecolor="white", lw=0.4)
-            rows.append(f"{place} {number}" if place else "checksums")
+            rows.append(f"{label} {number + 1}" if place else label)
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.08 * axis.get_xlim()[1])
     axis.set_xlabel("milliseconds after the call of save()")
-    axis.set_title("One save: stages, and its blocks copied and uploaded")
+    axis.set_title("One save of GPT-2 124M with AdamW")
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -282,45 +440,52 @@ def _differ(was: list[float], now: list[float]) -> bool:
 
 
 def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) -> None:
-    """Draws the plots into the documentation, and writes the tables between the marks of pages.
+    """Draw the plots into the documentation, and write text between the marks of pages.
 
     Args:
         results: What was measured.
-        pages: Pages that have marks, ``<!-- bench:… -->`` for ``first`` (the first and the last
-            plot), ``plots`` or ``tables``, each with ``<!-- bench:end -->`` behind it.
+        pages: Pages that have marks, ``<!-- bench:… -->`` for ``summary``, ``first`` (the first
+            and the last plot), ``plots``, ``tables`` or ``goals``, each with
+            ``<!-- bench:end -->`` behind it.
         plots: The folder of the pictures.
     """
     plots.mkdir(parents=True, exist_ok=True)
-    names = draw(results, plots)
+    drawn = draw(results, plots)
     for page in pages:
         path = plots.relative_to(page.parent).as_posix()
-        images = [f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n" for name in names]
+        images = [
+            f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n\n*{caption}*\n"
+            for name, caption in drawn
+        ]
         parts = {
-            "first": images[0] + images[-1],
-            "plots": "".join(images),
+            "summary": summary(results),
+            "first": "\n".join((images[0], images[-1])),
+            "plots": "\n".join(images),
             "tables": _page_tables(results),
+            "goals": _page_goals(results),
         }
         page.write_text(_filled(page.read_text(), parts))
 
 
 def _filled(page: str, parts: Mapping[str, str]) -> str:
-    """A page with new text between its marks."""
-    return MARKS.sub(lambda match: match[1] + parts[match[2]] + match[3], page)
+    return MARKS.sub(lambda mark: mark[1] + parts[mark[2]] + mark[3], page)
 
 
 def _page_tables(results: Mapping[str, Any]) -> str:
-    about = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    head = (
-        f"{results['date']}, {about['cpus']} cores of {about['processor'] or 'a processor'}, "
-        f"{about['platform']}; {versions}.\n"
-    )
-    told = [f"* {each}" for each in (*verdict(results), *missing(results))]
-    goals = ["", "| beside a loop | measured | to reach |", "|---|---|---|"]
+    worse = [f"* {each[0].upper()}{each[1:]}." for each in not_first(results)]
+    heads = ["### Where a peer is better", "", *worse, ""] if worse else []
+    platform = results["machine"]["platform"]
+    return "\n".join([f"{platform}; {versions}.\n", markdown(results), *heads])
+
+
+def _page_goals(results: Mapping[str, Any]) -> str:
+    told = [f"* {each}" for each in missing(results)]
+    goals = ["| beside a loop | measured | to reach |", "|---|---|---|"]
     for name, value, sense, goal in figures(results):
         miss = "" if met(value, sense, goal) else " (missed)"
         goals.append(f"| {name} | {value:.3g}{miss} | {sense} {goal:.3g} |")
-    return "\n".join([head, markdown(results), *told, *(goals if len(goals) > 3 else ()), ""])
+    return "\n".join([*told, "", *(goals if len(goals) > 2 else ()), ""])
 
 
 def main() -> None:
@@ -332,8 +497,10 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in arguments.files]
     if arguments.publish:
         publish(results[-1], PAGES, ROOT / "docs" / "plots")
-        kept = ROOT / "benchmarks" / "results" / f"compare-{results[-1]['date']}.json"
-        kept.write_text(json.dumps(results[-1], indent=1) + "\n")
+        kept = arguments.files[-1].resolve()
+        if kept.parent != ROOT / "benchmarks" / "results":
+            kept = ROOT / "benchmarks" / "results" / f"compare-{results[-1]['date']}.json"
+            kept.write_text(json.dumps(results[-1], indent=1) + "\n")
         print(f"published; the results are kept as {kept.relative_to(ROOT)}")
         return
     if len(results) != 2:

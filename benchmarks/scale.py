@@ -89,14 +89,33 @@ def report(results: Results) -> None:
             print(f"{figure:24s} {ranks:>6s} ranks {value:10.2f}   to reach {goal:6g}   {verdict}")
 
 
-PANELS = {
-    "one rank's plan of 1,000 tensors, ms": (
-        "plan ms, sharded", "plan ms, replicated", "cached ms", "dcp local ms",
+PANELS: dict[str, tuple[str, dict[str, str]]] = {
+    "One rank's plan of 1,000 tensors": (
+        "milliseconds of CPU",
+        {
+            "plan ms, sharded": "sharded",
+            "plan ms, replicated": "held by all ranks",
+            "cached ms": "sharded, plan from the cache",
+            "dcp local ms": "DCP, local plan",
+        },
     ),
-    "the index or plan of all shards, s": ("index s", "last commit s", "dcp global s"),
-    "requests of a rank": ("requests", "load: metadata requests"),
-    "metadata, KB": ("load: metadata KB", "manifest KB"),
-}  # fmt: skip
+    "The index of all shards": (
+        "seconds of CPU",
+        {
+            "index s": "all merges together",
+            "last commit s": "of that, after the last commit",
+            "dcp global s": "DCP, global plan by one rank",
+        },
+    ),
+    "Requests to the store, each rank": (
+        "requests",
+        {"requests": "a save", "load: metadata requests": "a load, for metadata"},
+    ),
+    "Metadata, each rank": (
+        "kilobytes",
+        {"load: metadata KB": "read by a load", "manifest KB": "manifest written by a save"},
+    ),
+}
 
 
 SHARDS = {
@@ -108,22 +127,27 @@ SHARDS = {
 
 
 def draw(results: Results, path: Path) -> None:
-    """Cost against ranks, both on logarithmic scales."""
+    """Draw cost against ranks, both on logarithmic scales."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    for axis, (title, figures) in zip(axes.flat, PANELS.items(), strict=True):
-        for name in figures:
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 9), layout="constrained")
+    for axis, (title, (cost, figures)) in zip(axes.flat, PANELS.items(), strict=True):
+        for name, label in figures.items():
             points = results.get(name, {})
             if points:
                 sizes = [int(n) * SHARDS.get(name, 1) for n in points]
-                axis.plot(sizes, list(points.values()), marker="o", label=name)
-        unit = "shards" if figures[0] in SHARDS else "ranks"
-        axis.set(xscale="log", yscale="log", title=title, xlabel=unit)
-        axis.legend(fontsize="small")
+                axis.plot(sizes, list(points.values()), marker="o", label=label)
+        unit = "shards of all ranks" if next(iter(figures)) in SHARDS else "ranks"
+        axis.set(xscale="log", yscale="log", title=title, xlabel=unit, ylabel=cost)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_formatter(lambda value, _: f"{value:,.10g}")
+            each.set_minor_formatter(NullFormatter())
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

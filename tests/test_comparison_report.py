@@ -46,7 +46,10 @@ def results(ours: float, peer: float) -> dict[str, Any]:
 def test_says_where_a_peer_is_better() -> None:
     assert list(comparison_report.not_first(results(2.0, 5.0))) == []
     worse = list(comparison_report.not_first(results(4.0, 2.0)))
-    assert worse == ["big, blocked: DCP 2.1, ours 4.2", "big, durable: DCP 6.3, ours 12.6"]
+    assert worse == [
+        "big, blocked: DCP 2.1 s, ours 4.2 s",
+        "big, durable: DCP 6.3 s, ours 12.6 s",
+    ]
     found = results(2.0, 5.0)
     found["peak memory"]["big"]["DCP"] = 2**19
     assert len(list(comparison_report.not_first(found))) == 1
@@ -60,10 +63,11 @@ def test_a_higher_step_rate_is_the_better_one() -> None:
 
 def test_the_text_has_ratios_and_what_was_left_out() -> None:
     shown = comparison_report.text(results(2.0, 5.0))
-    assert "2.00 x limit" in shown
+    assert "2.00 x plain copy" in shown
     assert "left out: torchsnapshot" in shown
     assert "ours is first everywhere" in shown
-    assert "peak memory, MiB" in shown
+    assert "1 MiB" in shown
+    assert "limit" not in shown
 
 
 def test_only_changes_beyond_the_spread_are_told() -> None:
@@ -85,7 +89,9 @@ def test_of_a_single_round_only_large_changes_are_told() -> None:
 
 
 def test_draws_its_pictures(tmp_path: Path) -> None:
-    names = comparison_report.draw(results(2.0, 5.0), tmp_path)
+    drawn = comparison_report.draw(results(2.0, 5.0), tmp_path)
+    names = [name for name, _ in drawn]
+    assert all(caption.endswith(".") for _, caption in drawn)
     assert names == ["bench-big.png", "bench-big-python-loop.png", "bench-timeline.png"]
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -97,16 +103,19 @@ def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
     for path in (page, other):
         path.write_text("# A\n<!-- bench:tables -->\nold\n<!-- bench:end -->\nB\n"
                         "<!-- bench:plots -->\n<!-- bench:end -->\n"
-                        "<!-- bench:first -->\n<!-- bench:end -->\n")  # fmt: skip
+                        "<!-- bench:first -->\n<!-- bench:end -->\n"
+                        "<!-- bench:summary -->\n<!-- bench:end -->\n"
+                        "<!-- bench:goals -->\n<!-- bench:end -->\n")  # fmt: skip
     for _ in range(2):
         comparison_report.publish(results(4.0, 2.0), (page, other), tmp_path / "docs" / "plots")
     text = page.read_text()
-    assert "old" not in text
-    assert "| ckpipe | 4.2 | 12.6 | 1 |" in text
+    assert "\nold\n" not in text
+    assert "| ckpipe | 4.2 s | 12.6 s | 1 MiB |" in text
+    assert "| bare machine | 1.05 s | 3.15 s |" in text
     assert "Medians of 2." in text
     assert "| big, python loop: step rate | 0.9 | >= 0.85 |" in text
     assert "* given up: DCP, times: big: it crashed" in text
-    assert "* ours is not first: big, blocked" in text
+    assert "* Big, blocked: DCP 2.1 s, ours 4.2 s." in text
     assert "](plots/bench-timeline.png)" in text
     assert "](docs/plots/bench-timeline.png)" in other.read_text()
     assert text.count("### big\n") == 1
@@ -156,11 +165,42 @@ def test_a_save_by_a_process_is_no_peer_and_has_no_goal_of_the_thread() -> None:
 def test_a_run_that_was_cut_short_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
     found = results(2.0, 5.0) | {"loops": {}, "peak memory": {}}
     del found["timeline"]
-    assert comparison_report.draw(found, tmp_path) == ["bench-big.png"]
+    assert [name for name, _ in comparison_report.draw(found, tmp_path)] == ["bench-big.png"]
 
 
 def test_the_pages_have_the_marks() -> None:
-    for page in comparison_report.PAGES:
-        assert {"plots", "first"} & {
-            match[1] for match in comparison_report.MARKS.findall(page.read_text())
-        }
+    marks = {
+        page.name: {match[1] for match in comparison_report.MARKS.findall(page.read_text())}
+        for page in comparison_report.PAGES
+    }
+    assert marks["README.md"] == marks["index.md"] == {"first"}
+    assert marks["benchmarks.md"] == {"summary", "plots", "tables"}
+    assert marks["benchmark_runs.md"] == {"goals"}
+
+
+def test_the_page_begins_with_five_lines_for_users() -> None:
+    head = comparison_report.summary(results(4.0, 2.0)).splitlines()
+    assert [line.split(":**")[0].split("**")[1].rstrip(":") for line in head] == [
+        "Measured", "On", "Result", "ckpipe is not first in", "Rerun",
+    ]  # fmt: skip
+    assert "blocked 4.00 times the plain copy (best peer 2.00)" in head[2]
+    assert "durable (big)" in head[3]
+    page = (comparison_report.DOCS / "benchmarks.md").read_text().splitlines()
+    assert page[0] == "# Benchmarks"
+    assert [line[:4] for line in page[3:8]] == ["* **"] * 5
+
+
+def test_pages_for_users_name_no_goal_and_no_run() -> None:
+    for page in ("benchmarks.md", "index.md", "../README.md"):
+        text = (comparison_report.DOCS / page).read_text()
+        assert "missed" not in text
+        assert ".json`" not in text
+        assert "the limit |" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1493.2, "1,493"), (1.5e6, "1,500,000"), (0.905, "0.905"), (117.4, "117"), (0.0039, "0.00")],
+)
+def test_numbers_are_readable(value: float, text: str) -> None:
+    assert comparison_report.readable(value) == text
