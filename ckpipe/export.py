@@ -41,7 +41,7 @@ from ckpipe.loading.load import LoadRequest, read_tensors, restore
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
-from ckpipe.save.record import Save
+from ckpipe.save.save import Save
 from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
 
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from ckpipe.loop_thread import wait_for
 from ckpipe.reports import SaveReport
-from ckpipe.save.record import Save
+from ckpipe.save.save import Save
 from ckpipe.save.staged_view import lent_state
 from ckpipe.types import CheckpointInfo, SaveStatus
 

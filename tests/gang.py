@@ -296,7 +296,7 @@ def stage_and_die(case: Case) -> None:
     rank = dist.get_rank()
     pipeline = ckpipe.SyncPipeline(case["root"], worker="process", **SETTINGS).__enter__()
     pipeline.save(private(rank, 1), step=1).wait_complete(timeout=300)
-    process = pipeline._core.engine.site.carrier.process_id  # type: ignore[attr-defined]
+    process = pipeline._core.engine.site.uploader.process_id  # type: ignore[union-attr]
     os.kill(process, signal.SIGSTOP)
     pipeline.save(private(rank, 2), step=2)
     tell(case, worker=process)

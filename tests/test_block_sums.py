@@ -1,10 +1,7 @@
-"""A block's checksums: of its pieces and of all of it, computed once for both that need them."""
+"""A block's checksums: of its pieces, and of all of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-import anyio
 import numpy as np
 import torch
 from hypothesis import given
@@ -15,17 +12,16 @@ from ckpipe.backend import Upload
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
 from ckpipe.format.manifest import Entry, Layout
-from ckpipe.save.delivery import BlockSums, block_checksum, compute, joined
+from ckpipe.save.record import BlockSums, FilledBlock, block_checksum
+from ckpipe.save.serialize import compute
 from ckpipe.testing import MemoryBackend
 
 
-@dataclass(eq=False)
-class Filled:
+class Filled(FilledBlock):
     """A block in memory of its own."""
 
-    plan: BlockRange
-    data: memoryview
-    sums: BlockSums = field(default_factory=BlockSums)
+    def release(self) -> None:
+        return
 
 
 def block(parts: list[tuple[int, int, int]]) -> Filled:
@@ -61,8 +57,8 @@ async def test_the_checksum_of_a_block_follows_from_those_of_its_pieces(
 ) -> None:
     filled = block(parts)
     cargo = cargo_of(filled)
-    await compute(cargo, [filled])
-    assert joined(cargo, filled) == crc32c(filled.data)
+    compute(cargo, [filled])
+    assert await block_checksum(cargo, filled) == crc32c(filled.data)
 
 
 @given(
@@ -83,11 +79,12 @@ async def test_only_what_is_not_known_is_computed(
     for number in known:  # what is known is taken as it is
         values = np.array([wrong[number]], np.uint32)
         filled.sums.learn(len(right), np.array([number]), values)
-    told, elsewhere = filled.sums.learnt, BlockSums()
-    elsewhere.learn_all(told)
+    told, elsewhere = filled.sums.to_bytes(), BlockSums()
+    elsewhere.take_bytes(told)
     assert bool(told) == bool(right and len(known) == len(right))
-    assert elsewhere.learnt == told
-    await compute(cargo, [filled])
+    assert elsewhere.to_bytes() == told
+    if not filled.sums.all_known:
+        compute(cargo, [filled])
     assert filled.sums.values == [wrong[n] if n in known else right[n] for n in range(len(right))]
 
 
@@ -96,30 +93,13 @@ async def test_pieces_in_another_order_do_as_well() -> None:
     plan = filled.plan
     turned = Filled(BlockRange(0, 0, plan.nbytes, plan.spans[::-1]), filled.data)
     cargo = cargo_of(turned)
-    await compute(cargo, [turned])
-    assert joined(cargo, turned) == crc32c(filled.data)
-
-
-async def test_who_comes_second_waits_and_finds_them() -> None:
-    blocks = [block([(4, 0, 100)]), block([(5, CHUNK_BYTES - 7, 300)])]
-    blocks[1].plan = replace(blocks[1].plan, offset=4096)
-    cargo = cargo_of(*blocks)
-    found: list[int] = []
-
-    async def ask(filled: Filled) -> None:
-        found.append(await block_checksum(cargo, filled))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(compute, cargo, blocks)
-        tasks.start_soon(ask, blocks[0])
-        tasks.start_soon(ask, blocks[1])
-        tasks.start_soon(compute, cargo, blocks[::-1])
-    assert sorted(found) == sorted(crc32c(filled.data) for filled in blocks)
-    assert [len(filled.sums.values) for filled in blocks] == [1, 2]
+    compute(cargo, [turned])
+    assert await block_checksum(cargo, turned) == crc32c(filled.data)
 
 
 async def test_large_gaps_are_summed_beside_the_loop() -> None:
     filled = block([(1 << 19, 0, 10)])
+    compute(cargo_of(filled), [filled])
     assert await block_checksum(cargo_of(filled), filled) == crc32c(filled.data)
 
 

@@ -184,7 +184,7 @@ def test_what_is_summed_while_it_is_copied_is_right(
         for half in split_block(block, later):
             (sums,) = fill_blocks([(half, memory)], captured)
             if sums is not None:
-                values = dict(zip(sums.slots.tolist(), sums.values.tolist(), strict=True))
+                values = dict(zip(*(each.tolist() for each in sums), strict=True))
                 assert found.keys().isdisjoint(values)
                 found |= values
         for number, value in found.items():
@@ -200,7 +200,7 @@ def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: 
     for block in plan_blocks(plan, captured.tensors, block_bytes):
         (sums,) = fill_blocks([(block, arena.take())], captured)
         assert sums is not None
-        assert sums.slots.tolist() == list(range(block.sum_count))
+        assert sums[0].tolist() == list(range(block.sum_count))
 
 
 def test_a_gather_finds_tensors_that_have_moved() -> None:

@@ -16,18 +16,26 @@ import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
 from ckpipe.errors import CaptureTooSlow, StateChanged, StateLockTimeout
+from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.lock import StateLock
 from ckpipe.memory.arena import Arena
+from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.save import stage
 from ckpipe.save.program import plan_blocks, split_block, tensors_of
-from ckpipe.save.record import FilledBlock
+from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.save.stage import BlockCopiers, Piece
 from ckpipe.state.flatten import capture
+from ckpipe.types import CheckpointId
 
 BLOCK = 1 << 16
+SAVE = Save(
+    CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0),
+    0,
+    SaveRequest(None, LabelFilter(), {}, {}, final=False, thread=-1),
+)
 
 
 @pytest.fixture
@@ -86,10 +94,11 @@ def test_a_capture_is_not_broken_where_another_holds_on(
         pass
 
 
-class DeviceReads:
+class DeviceReads(StreamFence):
     """The end of copies on a device that a test controls."""
 
     def __init__(self) -> None:
+        super().__init__("", None)
         self.over = threading.Event()
         self.held_back: list[str] = []
 
@@ -124,16 +133,17 @@ def test_devices_of_trainers_wait_for_reads_that_are_not_over(
 # ---- copies from a device that is not there ----
 
 
-class SlowDevice:
+class SlowDevice(SideStreams):
     """Takes every tensor for one of its own; copies happen when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__(())
         self.queued: list[tuple[Callable[[], object], DeviceReads]] = []
 
     def serves(self, device: str) -> bool:
         return True
 
-    def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[DeviceReads]:
+    def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[StreamFence]:
         assert list(devices)
         self.queued.append((copy, DeviceReads()))
         return [self.queued[-1][1]]
@@ -154,7 +164,7 @@ def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[Piece], list[Piece
     arena = Arena(BLOCK)
     soon, late = [], []
     for each in plan_blocks(plan, captured.tensors, BLOCK):
-        filled = FilledBlock(each, arena.take())
+        filled = StagedBlock(SAVE, each, arena.take())
         at_once, rest = split_block(each, later)
         soon.append(Piece(filled, at_once, last=False))
         late.append(Piece(filled, rest))
@@ -166,7 +176,7 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
 ) -> None:
     captured, soon, late, _ = pieces_of({"w": torch.arange(60_000.0), "b": torch.ones(5)}, {0})
     device = SlowDevice()
-    out: list[FilledBlock] = []
+    out: list[StagedBlock] = []
     turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=4)
     assert copiers.threads == 1
@@ -192,7 +202,7 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
 ) -> None:
     captured, _, late, _ = pieces_of({"w": torch.arange(60_000.0)}, {0})
     device = SlowDevice()
-    out: list[FilledBlock] = []
+    out: list[StagedBlock] = []
     turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=1)
     copiers.defer(MutationDetector(captured, range(len(captured.tensors))), 60)
@@ -246,16 +256,6 @@ async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> Non
 # ---- copies from host memory ----
 
 
-class NoDevice:
-    """All tensors lie in host memory."""
-
-    def serves(self, device: str) -> bool:
-        return False
-
-    def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[DeviceReads]:
-        raise AssertionError("nothing is on a device")
-
-
 @pytest.mark.parametrize(
     ("threads", "most", "sizes"),
     [
@@ -277,7 +277,8 @@ async def test_of_blocks_that_are_copied_late_more_and_more_leave_together(
     turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     out: list[list[int]] = []
     copiers = BlockCopiers(
-        turn, captured, NoDevice(), lambda some: out.append([each.plan.offset for each in some]),
+        turn, captured, SideStreams(()),
+        lambda some: out.append([each.plan.offset for each in some]),
         threads=threads,
     )  # fmt: skip
     copiers.defer(MutationDetector(captured, [0]), 60)
@@ -302,8 +303,8 @@ async def test_a_change_of_any_of_the_blocks_that_are_copied_together_is_noticed
     captured, _, late, _ = pieces_of(state, set(range(6)))
     samples = [ByteSample(captured.tensors, tensors_of(piece.work)) for piece in late]
     turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
-    out: list[FilledBlock] = []
-    copiers = BlockCopiers(turn, captured, NoDevice(), out.extend, threads=1)
+    out: list[StagedBlock] = []
+    copiers = BlockCopiers(turn, captured, SideStreams(()), out.extend, threads=1)
     copiers.defer(MutationDetector(captured, range(6), samples), 60)
     copiers.add(replace(piece, sample=sample) for piece, sample in zip(late, samples, strict=True))
     if way == "written":

@@ -14,8 +14,17 @@ from ckpipe.format.data_file import DataFiles
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
 from ckpipe.plan.plan import LocalPlanner
-from ckpipe.save.program import Copy, CopyWindow, Fill, Gather, Step, plan_blocks, split_block
-from ckpipe.save.record import CopyProgram, divide
+from ckpipe.save.program import (
+    Copy,
+    CopyProgram,
+    CopyWindow,
+    Fill,
+    Gather,
+    Step,
+    divide,
+    plan_blocks,
+    split_block,
+)
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import capture, walk
 from ckpipe.state.tensors import is_dense, tensor_leaf

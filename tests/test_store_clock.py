@@ -18,6 +18,7 @@ from ckpipe import errors
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
 from ckpipe.catalog.leases import store_time
 from ckpipe.format.names import LEASES, index_id, index_key, launch_id
+from ckpipe.save.retention import prune
 from ckpipe.store import registry
 from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
@@ -161,4 +162,4 @@ async def test_retention_goes_on_if_the_index_it_would_ask_is_gone(store: Stores
         assert id is not None
         depot = pipeline._core.engine.site
         await depot.backend.delete([index_key(id)])
-        assert len((await depot.prune(launch_id(id.attempt), after=id)).keep) == 1
+        assert len((await prune(depot, launch_id(id.attempt), after=id)).keep) == 1

@@ -13,7 +13,8 @@ from ckpipe.events import EventBus
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles
 from ckpipe.format.manifest import Layout
 from ckpipe.save import upload
-from ckpipe.save.delivery import BlockSums, Delivery, ManifestFields, StoreContext, StoredFiles
+from ckpipe.save.context import StoreContext
+from ckpipe.save.record import FilledBlock, ManifestFields, SaveRecord
 from ckpipe.store.retry import RetryPolicy
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -21,19 +22,18 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 SIZE = 8192
 
 
-class Held:
+PLAN = BlockRange(0, 0, SIZE, ())
+
+
+class Held(FilledBlock):
     """A block of zeros."""
 
-    plan = BlockRange(0, 0, SIZE, ())
-    data = memoryview(bytes(SIZE))
-    sums = BlockSums()
-
-
-class Planned(Delivery[Held]):
-    """A save of one block that only the upload knows."""
-
-    def release(self, filled: Held) -> None:
+    def release(self) -> None:
         return
+
+
+class Planned(SaveRecord):
+    """A save of one block that only the upload knows."""
 
     def contents(self) -> ManifestFields:
         raise AssertionError("nothing is committed here")
@@ -65,20 +65,20 @@ def depot(backend: MemoryBackend) -> StoreContext:
 def planned() -> Planned:
     save = Planned(CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0), 0, 0.0, "token")
     file = DataFile("rank-00000.safetensors", b"{}", range(0), SIZE)
-    save.cargo = DataFiles((file,), Layout((), ()), (Held.plan,))
+    save.files = DataFiles((file,), Layout((), ()), (PLAN,))
     return save
 
 
 async def test_the_first_file_is_opened_before_there_is_a_block_of_it() -> None:
     backend = Telling()
-    blocks, inbox = create_memory_object_stream[Held](math.inf)
-    out, stored = create_memory_object_stream[StoredFiles](1)
+    blocks, inbox = create_memory_object_stream[FilledBlock](math.inf)
+    out, stored = create_memory_object_stream[DataFiles](1)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(upload.run, planned(), depot(backend), inbox, out)
             await backend.opened.wait()
             async with blocks:
-                await blocks.send(Held())
+                await blocks.send(Held(PLAN, memoryview(bytes(SIZE))))
         async with stored:
             assert len((await stored.receive()).header_sums) == 1
     assert [each.size async for each in backend.list("")] == [SIZE]
@@ -86,8 +86,8 @@ async def test_the_first_file_is_opened_before_there_is_a_block_of_it() -> None:
 
 async def test_a_file_that_was_opened_for_nothing_is_given_up() -> None:
     backend = Telling()
-    blocks, inbox = create_memory_object_stream[Held](math.inf)
-    out, stored = create_memory_object_stream[StoredFiles](1)
+    blocks, inbox = create_memory_object_stream[FilledBlock](math.inf)
+    out, stored = create_memory_object_stream[DataFiles](1)
     with anyio.fail_after(30):
         async with blocks, stored, anyio.create_task_group() as tasks:
             tasks.start_soon(upload.run, planned(), depot(backend), inbox, out)

@@ -295,7 +295,7 @@ class Inherited(torch.utils.data.Dataset[tuple[bool, bool]]):
 def test_workers_of_a_loader_do_not_disturb_it(pipeline: ckpipe.SyncPipeline, how: str) -> None:
     pipeline.save(state_of(1)).wait()
     worker = worker_of(pipeline)
-    link: Any = pipeline._core.engine.site.carrier
+    link: Any = pipeline._core.engine.site.uploader
     asked = Inherited(os.readlink(f"/proc/self/fd/{link._link.process.socket.fileno()}"))
     assert asked[0] == (True, True)
     loader = torch.utils.data.DataLoader(asked, num_workers=1, multiprocessing_context=how)
@@ -325,10 +325,10 @@ def test_what_cannot_cross_is_said_at_open_or_stays_here(
         pass
     monkeypatch.setattr(LocalBackend, "prefers_worker", True)
     with ckpipe.SyncPipeline(tmp_path, retention=rule) as opened:
-        assert not hasattr(opened._core.engine.site.carrier, "process_id")
+        assert not hasattr(opened._core.engine.site.uploader, "process_id")
         opened.save(state_of(1)).wait()
     with ckpipe.SyncPipeline(tmp_path) as opened:
-        assert hasattr(opened._core.engine.site.carrier, "process_id")
+        assert hasattr(opened._core.engine.site.uploader, "process_id")
 
 
 def test_a_worker_that_cannot_start_says_why_and_a_thread_saves(

@@ -46,8 +46,8 @@ def held_save(pipeline: ckpipe.SyncPipeline) -> tuple[int, ckpipe.SyncSaveHandle
 
 def process_of(pipeline: ckpipe.SyncPipeline) -> WorkerProcess:
     """What starts and buries a pipeline's worker."""
-    carrier: Any = pipeline._core.engine.site.carrier
-    process: WorkerProcess = carrier._link.process
+    uploader: Any = pipeline._core.engine.site.uploader
+    process: WorkerProcess = uploader._link.process
     return process
 
 

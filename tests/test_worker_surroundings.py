@@ -125,13 +125,13 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}, step=1).wait()
     for stream in range(3):
         os.close(stream)
-    carrier = pipeline._core.engine.site.carrier
-    link = carrier._link
+    uploader = pipeline._core.engine.site.uploader
+    link = uploader._link
     link.process.kill()
     while not link.over.is_set():
         time.sleep(0.01)
     pipeline.save({"w": 2}, step=2).wait()
-    assert carrier._link.process.socket.fileno() > 2
+    assert uploader._link.process.socket.fileno() > 2
     assert Arena(65536, shared=True).take().segment.descriptor > 2
 """
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckpipe import errors, events
 from ckpipe.errors import CkpipeError
@@ -208,9 +208,6 @@ def plain(value: Any) -> Any:
 VERSION = 1
 """Of the protocol. Both ends are one installation; another version is a mixture of two."""
 
-Use = Literal["serialize", "upload"]
-"""The stage that a block is for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -313,7 +310,6 @@ class Block:
         number: The number of the block in its cargo.
         segment: Where in the shared memory it lies.
         at: The same, in bytes from the segment's beginning.
-        use: Which stage may have it.
         sums: Its checksums, if all of them are known and it is announced for the first time.
     """
 
@@ -321,7 +317,6 @@ class Block:
     number: int
     segment: int
     at: int
-    use: Use
     sums: bytes
 
 

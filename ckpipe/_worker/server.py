@@ -18,7 +18,6 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -59,8 +58,9 @@ from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.memory.mapping import map_to_read
 from ckpipe.retention import from_data
-from ckpipe.save.delivery import BlockSums, Delivery, ManifestFields, StoreContext
-from ckpipe.save.upload_pipeline import run_delivery
+from ckpipe.save.context import StoreContext
+from ckpipe.save.deliver import deliver
+from ckpipe.save.record import FilledBlock, ManifestFields, SaveRecord
 from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
 from ckpipe.types import CheckpointInfo
@@ -95,26 +95,26 @@ class SharedMemory:
         return self._segments[segment][at : at + nbytes]
 
 
-@dataclass(eq=False, slots=True)
-class SharedBlock:
+class SharedBlock(FilledBlock):
     """A block that lies in shared memory.
 
     Args:
-        number: Its number in the cargo.
+        job: The save.
+        number: Its number among the blocks of the save.
         plan: Where it belongs.
         data: Its bytes.
-        users: How many stages still need it.
-        sums: Its checksums.
     """
 
-    number: int
-    plan: BlockRange
-    data: memoryview
-    users: int = 2
-    sums: BlockSums = field(default_factory=BlockSums)
+    def __init__(self, job: Job, number: int, plan: BlockRange, data: memoryview) -> None:
+        super().__init__(plan, data)
+        self._job, self.number = job, number
+
+    def release(self) -> None:
+        """See :class:`~ckpipe.save.record.FilledBlock`."""
+        self._job.free(self)
 
 
-class Job(Delivery[SharedBlock]):
+class Job(SaveRecord):
     """A save on its way through the worker.
 
     Args:
@@ -127,12 +127,10 @@ class Job(Delivery[SharedBlock]):
     def __init__(self, begin: Begin, cargo: DataFiles, rank: int, channel: Channel) -> None:
         super().__init__(begin.id, rank, begin.began, begin.token)
         self.again = begin.again
-        self.number, self.cargo, self._channel = begin.save, cargo, channel
+        self.number, self.files, self._channel = begin.save, cargo, channel
         self._waits = begin.waits
         self._contents: ManifestFields | None = None
-        self._blocks: dict[int, SharedBlock] = {}
-        self._unsummed, self._sums = create_memory_object_stream[SharedBlock](math.inf)
-        self._filled, self._uploads = create_memory_object_stream[SharedBlock](math.inf)
+        self._filled, self._blocks = create_memory_object_stream[FilledBlock](math.inf)
         self._scope = anyio.CancelScope()
         self.settled = anyio.Event()
 
@@ -142,15 +140,14 @@ class Job(Delivery[SharedBlock]):
         return self._contents is not None
 
     def take(self, block: Block, memory: SharedMemory) -> None:
-        """Passes a block on to the stage that may have it."""
-        assert self.cargo is not None
-        known = self._blocks.get(block.number)
-        if known is None:
-            plan = self.cargo.blocks[block.number]
-            view = memory.view(block.segment, block.at, plan.nbytes)
-            known = self._blocks[block.number] = SharedBlock(block.number, plan, view)
-            known.sums.learn_all(block.sums)
-        (self._filled if block.use == "upload" else self._unsummed).send_nowait(known)
+        """Passes a block on to the stages."""
+        assert self.files is not None
+        plan = self.files.blocks[block.number]
+        view = memory.view(block.segment, block.at, plan.nbytes)
+        filled = SharedBlock(self, block.number, plan, view)
+        filled.sums.take_bytes(block.sums)
+        with contextlib.suppress(anyio.BrokenResourceError):  # the save has failed
+            self._filled.send_nowait(filled)
 
     def seal(self, handed: Handed, structure: Structure) -> None:
         """Takes what the manifest says; no blocks come after it."""
@@ -161,31 +158,28 @@ class Job(Delivery[SharedBlock]):
             structure, handed.values, handed.started, handed.writer, handed.metadata,
             handed.metrics, handed.final,
         )  # fmt: skip
-        self._unsummed.close()
+        self.copied.set()
         self._filled.close()
 
     def give_up(self) -> None:
         """Cancels what is not done yet."""
         self._scope.cancel()
 
-    def release(self, filled: SharedBlock) -> None:
-        """See :class:`~ckpipe.save.delivery.Delivery`."""
-        filled.users -= 1
-        if not filled.users:
-            del self._blocks[filled.number]
-            free = Free(self.number, filled.number)
-            if self._waits and not self.handed:
-                self._channel.post(free)
-            else:
-                self._channel.post_soon(free, NOTICE_SECONDS)
+    def free(self, filled: SharedBlock) -> None:
+        """Tells the trainer that a block is in use no more."""
+        free = Free(self.number, filled.number)
+        if self._waits and not self.handed:
+            self._channel.post(free)
+        else:
+            self._channel.post_soon(free, NOTICE_SECONDS)
 
     def contents(self) -> ManifestFields:
-        """See :class:`~ckpipe.save.delivery.Delivery`."""
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
         assert self._contents is not None
         return self._contents
 
     def settle(self, info: CheckpointInfo) -> None:
-        """See :class:`~ckpipe.save.delivery.Delivery`."""
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
         self.settled.set()
         assert self.durable_seconds is not None
         logger.info("%s is committed by rank %d", self.name, self.rank)
@@ -202,14 +196,12 @@ class Job(Delivery[SharedBlock]):
         error: Exception | None = SaveCancelled("The save was given up")
         try:
             with self._scope:
-                await run_delivery(self, depot, self._sums, self._uploads)
+                await deliver(self, depot, self._blocks)
                 error = None
         except Exception as group:
             error = first_error(group)
             # For the log of the worker only: the trainer raises it.
             logger.info("%s: %s: %s", self.name, type(error).__name__, error)
-        finally:
-            self._blocks.clear()
         unsettled = self.unsettled is not None
         self._channel.post(Ended(self.number, error, unsettled, self.clock.to_data()))
 

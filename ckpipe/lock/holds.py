@@ -31,7 +31,7 @@ class LockHold:
         self._lock, self._thread, self._token = lock, thread, token
         self._home = threading.current_thread()
         self.ended = anyio.Event()
-        self.copied = False
+        self.released = self.copied = False
         self._users = 0
         self._ending = False
 
@@ -67,6 +67,7 @@ class LockHold:
 
     def release(self) -> None:
         """Lets trainers go on; for when no thread reads the state. May be called twice."""
+        self.released = True
         if self._token is not None:
             self._lock.release_capture(self._token)
 

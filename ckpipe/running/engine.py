@@ -38,8 +38,9 @@ from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.opening import enter, make_site, store_of
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import Follower
-from ckpipe.save.record import FilledBlock, Save, SaveRequest, SkipSave, fail, resolve
+from ckpipe.save.memory import lend_blocks, take_back
 from ckpipe.save.run import run_save
+from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock, fail, resolve
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointId, LoadResult
 
@@ -278,13 +279,13 @@ class Engine(Housekeeping):
             save.call_off()
             await self._active[save].wait()
 
-    async def hold_staged(self, save: Save, thread: int | None = None) -> list[FilledBlock]:
-        """Keep the memory that a save was copied to; see :meth:`SaveContext.lend`."""
-        return self.site.lend(save, thread)
+    async def hold_staged(self, save: Save, thread: int | None = None) -> list[StagedBlock]:
+        """Keep the memory that a save was copied to; see :func:`lend_blocks`."""
+        return lend_blocks(save, self.site, thread)
 
-    async def release_staged(self, save: Save, held: list[FilledBlock]) -> None:
+    async def release_staged(self, save: Save, held: list[StagedBlock]) -> None:
         """Ends what :meth:`hold_staged` began."""
-        self.site.take_back(save, held)
+        take_back(save, self.site, held)
 
     async def trim(self) -> int:
         """Give free staging memory back to the system; returns how many bytes."""

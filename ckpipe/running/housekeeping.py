@@ -18,6 +18,7 @@ from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.names import launch_id
 from ckpipe.loading.reader import verify
 from ckpipe.retention import Decision
+from ckpipe.save import retention
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
@@ -121,7 +122,9 @@ class Housekeeping(abc.ABC):
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""
         launch = launch_id(self.site.attempt)
-        return await (self.site.decide(launch) if dry_run else self.site.prune(launch))
+        return await (
+            retention.decide(self.site, launch) if dry_run else retention.prune(self.site, launch)
+        )
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """The complete checkpoint with the best value of a metric."""

@@ -16,7 +16,6 @@ from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.launch import Launch, Rendezvous, draft_launch, unclaimed_attempt
 from ckpipe.ranks.topology import Topology
 from ckpipe.save.context import SaveContext, block_size, initial_budget
-from ckpipe.save.upload_pipeline import Here
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, create_reader, scheme_of
 from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy
@@ -129,7 +128,6 @@ def make_site(
         rank=entry.topology.rank,
         world_size=entry.topology.world_size,
         attempt=entry.launch.attempt,
-        carrier=Here(),
         rule=settings.retention.rule,
         block_bytes=block,
         lanes=settings.upload.lanes,
@@ -142,6 +140,6 @@ def make_site(
     if around is None:
         return site, None
     worker = WorkerUploader(settings.worker, lambda: make_hello(settings, site, around), site)
-    site.carrier = worker
+    site.uploader = worker
     site.arena.on_drop = worker.drop
     return site, worker

@@ -44,7 +44,7 @@ from ckpipe.running.calls import (
 from ckpipe.running.engine import Engine
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.statistics import Ledger, Statistics
-from ckpipe.save.record import FilledBlock, Save, SaveRequest
+from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.settings import Settings
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
@@ -365,7 +365,7 @@ class PipelineCore:
             failures = self._open_loop().at_once(self.engine.take_failures)
             raise_or_warn(failures, self.settings.on_error)
 
-    def give_back(self, save: Save, held: list[FilledBlock]) -> None:
+    def give_back(self, save: Save, held: list[StagedBlock]) -> None:
         """Gives staging memory back that a caller has looked at; blocking."""
         if self._loop is not None and self._engine is not None:  # else it went with the pipeline
             self._loop.submit(self._engine.release_staged, save, held).result()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckpipe.events import Event, RankCommitted, Retrying, SaveEnded, SaveStarted
 from ckpipe.reports import SaveReport, size_text
-from ckpipe.save.record import Save
+from ckpipe.save.save import Save
 from ckpipe.types import SaveStatus
 
 

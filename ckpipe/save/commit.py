@@ -24,14 +24,15 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
-from ckpipe.format.data_file import file_rows
+from ckpipe.format.data_file import DataFiles, file_rows
 from ckpipe.format.manifest import BundleKind, ManifestDocument, RankManifest
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agree import agree
 from ckpipe.reports import size_text
-from ckpipe.save.delivery import B, Delivery, StoreContext, StoredFiles
+from ckpipe.save.context import StoreContext
+from ckpipe.save.record import SaveRecord
 from ckpipe.store.retry import Tries, telling
 from ckpipe.types import CheckpointInfo
 
@@ -41,10 +42,9 @@ _OTHERS = "whether all other ranks have committed is for the store to say"
 
 
 async def run(
-    save: Delivery[B],
+    save: SaveRecord,
     depot: StoreContext,
-    inbox: MemoryObjectReceiveStream[StoredFiles],
-    sums: MemoryObjectReceiveStream[list[int]],
+    inbox: MemoryObjectReceiveStream[DataFiles],
     out: MemoryObjectSendStream[CheckpointInfo],
 ) -> None:
     """Writes this rank's manifest, and the index if the checkpoint is complete then.
@@ -58,13 +58,12 @@ async def run(
         CorruptCheckpoint: If another rank's manifest is damaged; this rank has committed.
         StoreError: If the store failed; nothing was written, unless this rank has committed.
     """
-    async with inbox, sums, out:
-        async for stored in inbox:
-            checksums = await sums.receive()
+    async with inbox, out:
+        async for files in inbox:
             with save.clock.timing("commit"):
-                bundle, data = await threads.run_sync(_drawn_up, save, depot, stored, checksums)
-                await _create(save, depot, data, bundle.parts[0].token)
-            info = _commit(save, depot, bundle, len(data))
+                bundle, data = await threads.run_sync(_drawn_up, save, depot, files)
+                await _create(save, depot, data)
+            info = _commit(save, depot, bundle, len(data) + files.size)
             if depot.world_size > 1:
                 with save.clock.timing("complete"):
                     if not await _completed(save, depot, info):
@@ -73,7 +72,7 @@ async def run(
 
 
 def _commit(
-    save: Delivery[B], depot: StoreContext, bundle: ManifestDocument, metadata_bytes: int
+    save: SaveRecord, depot: StoreContext, bundle: ManifestDocument, size: int
 ) -> CheckpointInfo:
     """Tell all waiters that this rank's part is durable."""
     info = _info(save, depot)
@@ -83,7 +82,6 @@ def _commit(
     else:
         save.unsettled = info
     save.durable_seconds = save.elapsed
-    size = metadata_bytes + (save.cargo.size if save.cargo else 0)
     save.settle(info)
     where = (save.name, save.id.step, save.rank)
     depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
@@ -92,7 +90,7 @@ def _commit(
     return info
 
 
-async def _completed(save: Delivery[B], depot: StoreContext, info: CheckpointInfo) -> bool:
+async def _completed(save: SaveRecord, depot: StoreContext, info: CheckpointInfo) -> bool:
     """Completes the checkpoint if this was the last commit; True if it is complete now.
 
     Who waits for it may have seen all commits first, and have written the index.
@@ -110,7 +108,7 @@ async def _completed(save: Delivery[B], depot: StoreContext, info: CheckpointInf
     return outcome.complete
 
 
-async def _tell_copies(save: Delivery[B], depot: StoreContext, digest: MetricsSidecar) -> None:
+async def _tell_copies(save: SaveRecord, depot: StoreContext, digest: MetricsSidecar) -> None:
     """Warn, once in a launch, that ranks write the same bytes."""
     save.clock.copied_bytes = digest.copied_bytes
     if depot.told_copies or not digest.is_wasteful:
@@ -125,7 +123,7 @@ async def _tell_copies(save: Delivery[B], depot: StoreContext, digest: MetricsSi
     )  # fmt: skip
 
 
-def _info(save: Delivery[B], depot: StoreContext) -> CheckpointInfo:
+def _info(save: SaveRecord, depot: StoreContext) -> CheckpointInfo:
     id = save.id
     info = CheckpointInfo(str(id), id.step, id.attempt, id.count, complete=False, reason=_OTHERS)
     if depot.world_size > 1:
@@ -138,23 +136,22 @@ def _kind(depot: StoreContext) -> BundleKind:
     return "manifest" if depot.world_size > 1 else "index"
 
 
-def _key(save: Delivery[B], depot: StoreContext) -> str:
+def _key(save: SaveRecord, depot: StoreContext) -> str:
     return manifest_key(save.id, save.rank) if depot.world_size > 1 else index_key(save.id)
 
 
 def _drawn_up(
-    save: Delivery[B], depot: StoreContext, stored: StoredFiles, checksums: list[int]
+    save: SaveRecord, depot: StoreContext, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
-    contents, cargo = save.contents(), save.cargo
-    assert cargo is not None
+    contents = save.contents()
     part = RankManifest(
         rank=save.rank,
         structure=0,
         layout=0,
         values=contents.values,
-        files=file_rows(cargo.files, stored.header_sums),
-        checksums=tuple(checksums),
+        files=file_rows(files.files, files.header_sums),
+        checksums=tuple(save.checksums),
         token=save.token,
         started=contents.started,
         writer=contents.writer,
@@ -165,14 +162,14 @@ def _drawn_up(
     )
     report = save.report().to_data() if depot.keep_reports else None
     bundle = ManifestDocument(
-        _kind(depot), save.id, depot.world_size, (contents.structure,), (cargo.layout,), (part,),
+        _kind(depot), save.id, depot.world_size, (contents.structure,), (files.layout,), (part,),
         report=report,
     )  # fmt: skip
     with gc_paused():
         return bundle, encode_bundle(bundle)
 
 
-async def _create(save: Delivery[B], depot: StoreContext, data: bytes, token: str) -> None:
+async def _create(save: SaveRecord, depot: StoreContext, data: bytes) -> None:
     """Creates this rank's object once, and finds out what became of it if the answer was lost."""
     key = _key(save, depot)
     tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
@@ -181,16 +178,14 @@ async def _create(save: Delivery[B], depot: StoreContext, data: bytes, token: st
         try:
             return await tries.once(lambda: depot.backend.put(key, data, PutMode.CREATE))
         except StoreError as error:
-            if await _landed(save, depot, key, token, error):
+            if await _landed(save, depot, key, error):
                 return None
             # What the store has refused cannot land later, as what was not answered can.
             save.may_count = before or not isinstance(error, StoreFull | PermissionDenied)
             await tries.wait_after(error)
 
 
-async def _landed(
-    save: Delivery[B], depot: StoreContext, key: str, token: str, cause: BaseException
-) -> bool:
+async def _landed(save: SaveRecord, depot: StoreContext, key: str, cause: BaseException) -> bool:
     """Reads the object back: True if it is ours, False if there is none.
 
     Raises:
@@ -212,7 +207,7 @@ async def _landed(
             key=key,
             hint="Nothing was deleted. Look at the store; verify() tells whether it is complete",
         ) from cause
-    if any(part.rank == save.rank and part.token == token for part in bundle.parts):
+    if any(part.rank == save.rank and part.token == save.token for part in bundle.parts):
         return True
     raise CommitConflict(
         "Another writer has committed under this name",

@@ -1,41 +1,61 @@
-"""Stage 1: waits for a moment at which no trainer changes the state, and keeps it so."""
+"""Stage 1: take the state lock, and take the state apart under it on the thread that called."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 
+import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
-from ckpipe.errors import PipelineBusy, SaveError, StateChanged, UsageError
+from ckpipe.errors import PipelineBusy, SaveError, StateChanged, StateLockTimeout, UsageError
+from ckpipe.interpreter import gc_paused
+from ckpipe.loading.select import unmatched
 from ckpipe.lock.holds import LockHold
+from ckpipe.loop_thread import on_caller
+from ckpipe.memory.cuda import events_behind
 from ckpipe.save.context import SaveContext
-from ckpipe.save.record import Save
+from ckpipe.save.memory import reserve
+from ckpipe.save.program import devices_of
+from ckpipe.save.save import CapturedState, Save
+from ckpipe.state.capture_cache import capture_cache_of
+from ckpipe.state.flatten import Walked, walk
 
 logger = logging.getLogger("ckpipe")
 
-TURNS = 3
-"""A first walk to plan from, one to copy by, and one more if the structure changed between."""
+HOLDS = 3
+"""One to plan from, one to copy by, and one more if the structure changed between."""
+
+WAITS = 3
+"""How often a save waits for the lock if its caller's event loop then comes too late to walk."""
 
 
-async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[LockHold]) -> None:
-    """Gives the save its turns on the state, one after the other, until one has been copied.
+async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[CapturedState]) -> None:
+    """Captures the state, again if the lock had to be given back, until it has been copied.
 
     Raises:
+        UnsupportedState: Names the first object that cannot be saved.
         StateLockTimeout: If trainers held the lock for too long.
-        StateChanged: If the structure changed in every turn.
+        StateChanged: If the structure changed in every hold.
     """
     async with out:
         if site.program is not None and save.ration is None:
-            # In a steady run the memory is there before trainers are held off.
-            await _reserve_ahead(save, site, len(site.program.blocks))
-        for _ in range(TURNS):
-            turn = await _turn(save, site)
+            # In a steady run the memory is there before trainers are held off. It is what the last
+            # state needed; this one, of which nothing is known, may need less.
             try:
-                await out.send(turn)
-                await turn.ended.wait()
+                await reserve(save, site, len(site.program.blocks))
+            except PipelineBusy:
+                raise
+            except (SaveError, UsageError) as error:
+                logger.debug("%s: the memory of the last state is not free: %s", save.name, error)
+        for _ in range(HOLDS):
+            hold = await _hold(save, site)
+            try:
+                await out.send(await _captured(save, site, hold))
+                await hold.ended.wait()
             finally:
-                turn.end()
-            if turn.copied:
+                hold.end()
+            if hold.copied:
                 return
     raise StateChanged(
         "The structure of the state changed while it was being planned",
@@ -43,17 +63,7 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[LockHol
     )
 
 
-async def _reserve_ahead(save: Save, site: SaveContext, blocks: int) -> None:
-    """Reserves what the last state needed; this one, of which nothing is known, may need less."""
-    try:
-        await site.reserve(save, blocks)
-    except PipelineBusy:
-        raise
-    except (SaveError, UsageError) as error:
-        logger.debug("%s: the memory of the last state cannot be had: %s", save.name, error)
-
-
-async def _turn(save: Save, site: SaveContext) -> LockHold:
+async def _hold(save: Save, site: SaveContext) -> LockHold:
     caller, thread = save.request.caller, save.request.thread
     with save.clock.timing("lock"):
         if caller is not None and not caller.blocks:
@@ -63,3 +73,65 @@ async def _turn(save: Save, site: SaveContext) -> LockHold:
             site.settings.lock.timeout_seconds, thread=thread, awaited=caller is not None
         )
     return LockHold(site.lock, thread, token)
+
+
+async def _captured(save: Save, site: SaveContext, hold: LockHold) -> CapturedState:
+    """Have the thread that called take the state apart, once it comes to that under the lock."""
+    save.status = "capturing"
+    caller, limits = save.request.caller, site.settings.lock
+    with hold.in_use():
+        for waits_left in reversed(range(WAITS + 1)):
+            with save.clock.timing("walk"):
+                state = await on_caller(caller, _walk, save, site, hold)
+            if state is not None:
+                return state
+            if caller is not None and waits_left:
+                patience, grace = limits.timeout_seconds, limits.max_step_wait_seconds
+                with save.clock.timing("lock"):
+                    await hold.wait(patience, grace, caller.do_pending)
+    raise StateLockTimeout(
+        f"The event loop that called save() did not run within {limits.max_step_wait_seconds:g} s "
+        "while the state lock was free for it, and trainers went on",
+        hint="Let the loop run while save() is awaited: move what blocks it to a thread",
+    )
+
+
+def _walk(save: Save, site: SaveContext, hold: LockHold) -> CapturedState | None:
+    """Takes the state apart; None if the lock has to be waited for first."""
+    if not hold.begin():
+        return None
+    state, select = save.request.state, save.request.select
+    with hold.here(), torch.no_grad(), gc_paused():
+        captured = None if site.trail is None else site.trail.follow(state, select)
+        if captured is None:
+            walked = walk(state, select, pickling=site.settings.pickle == "allow")
+            _check_selection(save, site, walked)
+            site.trail = capture_cache_of(walked, select)
+            captured = walked.captured
+    if not save.request.owners:
+        captured.objects = []  # only a copy beside training is planned by them
+    return CapturedState(hold, captured, events_behind(captured.derived(devices_of)))
+
+
+def _check_selection(save: Save, site: SaveContext, walked: Walked) -> None:
+    """Tells of globs of ``include`` that name nothing; of many ranks one may well have nothing.
+
+    Raises:
+        UsageError: If nothing would be saved because of ``include`` or ``exclude``.
+    """
+    captured, select, step = walked.captured, save.request.select, save.id.step
+    if site.world_size > 1 or select.selects_all:
+        return
+    absent = unmatched(select, [captured.tree])
+    said = f"include names what is not in the state: {', '.join(absent)}"
+    if absent and not captured.tensors and not captured.values:
+        hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
+        raise UsageError(said, step=step, hint=hint)
+    if walked.emptied_by(select):
+        raise UsageError(
+            "include and exclude leave nothing of the state to save",
+            step=step,
+            hint="Include something, or call save only when there is something to save",
+        )
+    if absent:
+        warnings.warn(f"{said} [step {step}]", RuntimeWarning, stacklevel=2)

@@ -1,14 +1,26 @@
-"""Stage 3: finds or makes the plan, and the memory that it needs."""
+"""Stage 2: find or make the plan, and reserve the memory that it needs."""
 
 from __future__ import annotations
 
+import contextlib
+from hashlib import sha256
+
+from anyio.from_thread import check_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe import threads
-from ckpipe.plan.plan import fingerprint
+from ckpipe.errors import UsageError
+from ckpipe.format.data_file import DataFiles
+from ckpipe.interpreter import gc_paused
+from ckpipe.plan.check import OWN_PLANNERS, check_plan
+from ckpipe.plan.plan import RankPlan, fingerprint
 from ckpipe.save.context import SaveContext
-from ckpipe.save.record import CapturedState, CopyProgram, PlannedState, Save
+from ckpipe.save.memory import reserve
+from ckpipe.save.program import CopyProgram, plan_blocks
+from ckpipe.save.save import CapturedState, PlannedState, Save
 from ckpipe.state.flatten import Captured
+from ckpipe.types import CheckpointId, JointPlanner, Planner
+from ckpipe.user_code import user_code
 
 
 async def run(
@@ -17,54 +29,95 @@ async def run(
     inbox: MemoryObjectReceiveStream[CapturedState],
     out: MemoryObjectSendStream[PlannedState],
 ) -> None:
-    """Passes a state on if a plan and the memory for it are there.
+    """Passes a state on once a plan and the memory for it are there.
 
-    Else trainers may go on while it plans and waits for memory, and the next turn looks at the
-    state again.
+    A local plan is made while the lock is held. It is released for a plan that may wait for other
+    ranks and while memory is waited for; the state is captured once more then.
 
     Raises:
         UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
         PlanTimeout: If ranks do not come to plan together in time.
+        SkipSave: If memory is short and ``on_busy`` is ``"skip"``.
         PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
         UsageError: If the state is to be copied beside training and the budget is too small.
     """
-    # The site remembers one program for all saves, and saves of several structures replace each
-    # other's; a save that has made one does not depend on that.
-    own: CopyProgram | None = None
+    own: CopyProgram | None = None  # saves of other structures may replace the site's
     async with inbox, out:
         async for state in inbox:
-            if state.deferral is not None:
-                known = state.deferral.program
-                await out.send(
-                    PlannedState(state.turn, state.captured, state.after, known, state.deferral)
-                )
-                continue
             with save.clock.timing("plan"):
-                program = _fitting(state.captured, own, site.reusable_program)
-                if program is not None and _has_memory(save, program):
-                    await out.send(PlannedState(state.turn, state.captured, state.after, program))
-                    continue
-                state.turn.release()
+                wanted, known = fingerprint(state.captured), _reusable_program(site)
+                program = next(
+                    (p for p in (own, known) if p and p.plan.fingerprint == wanted), None
+                )
                 if program is None:
-                    before = site.program
-                    program = await threads.run_sync(site.make_program, state.captured, save.id)
-                    save.replanned |= program is not before
-                    site.program = program
-            own = program
-            await site.reserve(save, len(program.blocks))
-            state.turn.end()
+                    if _may_wait(site.planner):
+                        state.hold.release()
+                    program = await threads.run_sync(_make_program, site, state.captured, save.id)
+                    save.replanned |= program is not site.program
+                    own = site.program = program
+            if not _has_memory(save, program):
+                await reserve(save, site, len(program.blocks), state.hold)
+            if state.hold.released:
+                state.hold.end()
+            else:
+                await out.send(PlannedState(state.hold, state.captured, state.after, program))
 
 
-def _fitting(captured: Captured, *programs: CopyProgram | None) -> CopyProgram | None:
-    """The first of some programs that serves a captured state."""
-    wanted = fingerprint(captured)
-    return next((each for each in programs if each and each.plan.fingerprint == wanted), None)
+def _may_wait(planner: Planner) -> bool:
+    """Tell whether a planner may wait for other ranks, or runs code of the user."""
+    return isinstance(planner, JointPlanner) or type(planner) not in OWN_PLANNERS
+
+
+def _reusable_program(site: SaveContext) -> CopyProgram | None:
+    """The last program, if it serves another save without a question to other ranks."""
+    return None if isinstance(site.planner, JointPlanner) else site.program
 
 
 def _has_memory(save: Save, program: CopyProgram) -> bool:
-    """Tell whether a save's ration is for this program, not for one that another save has
-    replaced.
-    """
     if save.request.owners:
         return len(save.blocks) == len(program.blocks)
     return save.ration is not None and save.ration.needed == len(program.blocks)
+
+
+def _make_program(site: SaveContext, captured: Captured, save: CheckpointId) -> CopyProgram:
+    """Plans a captured state; blocking.
+
+    Raises:
+        UnsupportedState: If a tensor cannot be saved.
+        UsageError: If the planner is not one of ckpipe's and its plan is not valid, or it
+            raised what would end the program.
+        SaveError: If ranks that plan together do not come to a plan.
+    """
+    with gc_paused():
+        if type(site.planner) in OWN_PLANNERS:
+            plan = _plan(site, captured, save)
+        else:
+            plan = _foreign_plan(site, captured, save)
+        if site.program is not None and site.program.plan is plan:
+            return site.program
+        blocks = plan_blocks(plan, captured.tensors, site.arena.block_bytes)
+        files = DataFiles(plan.files, plan.layout, blocks)
+        return CopyProgram(plan, blocks, files, type(site.planner).__name__)
+
+
+def _foreign_plan(site: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:
+    try:
+        with user_code(f"The planner {type(site.planner).__name__}", ""):
+            plan = _plan(site, captured, save)
+    except UsageError:
+        # A planner that waits may have been told that its save is cancelled.
+        with contextlib.suppress(RuntimeError):
+            check_cancelled()
+        raise
+    if site.program is None or site.program.plan is not plan:
+        check_plan(plan, captured, site.planner, rank=site.rank, world_size=site.world_size)
+    return plan
+
+
+def _plan(site: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:
+    planner, rank, world_size = site.planner, site.rank, site.world_size
+    if not isinstance(planner, JointPlanner):
+        return planner.plan(captured, rank=rank, world_size=world_size)
+    root = sha256((site.settings.url or "").encode()).hexdigest()[:16]
+    name = f"{root}/{save.attempt}/{save.step}-{save.count}"
+    return planner.plan_save(captured, save=name, rank=rank, world_size=world_size)

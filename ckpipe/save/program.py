@@ -1,5 +1,8 @@
 """Fill the blocks of a data file from tensors, by a program that is made once for each plan.
 
+With guarded optimizers the work is divided: what has to be copied at once, and what beside
+training.
+
 Making the program is pure. Running it is one call for one block or a few, in one of several worker
 threads. Bytes that lie in host memory as the file wants them are moved as they are: torch's own
 parallel copy waits for its slowest thread at every tensor, and loses more than a core's share when
@@ -13,16 +16,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.optim import Optimizer
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
-from ckpipe.format.data_file import BlockRange, EntryRange
+from ckpipe.format.data_file import BlockRange, DataFiles, EntryRange
+from ckpipe.lock.late_copies import (
+    ByteSample,
+    OwnedFacts,
+    owned_leaves,
+    owned_tensors,
+    worth_watching,
+)
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.native import copy_crc32c_each
@@ -246,6 +257,11 @@ def tensors_of(plan: BlockPlan) -> array[int]:
     return numbers
 
 
+def devices_of(state: Captured) -> set[str]:
+    """The devices that tensors of a state are on."""
+    return {leaf.device for leaf in state.tensors}
+
+
 def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]:
     """The two halves of a block's work: what must be copied at once, and what may be later.
 
@@ -269,17 +285,8 @@ def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]
     return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
 
 
-@dataclass(frozen=True, slots=True)
-class FoundSums:
-    """Checksums of a block that are known once it is copied.
-
-    Args:
-        slots: Which of the block's.
-        values: What they are.
-    """
-
-    slots: npt.NDArray[np.int64]
-    values: npt.NDArray[np.uint32]
+FoundSums = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
+"""Checksums of a block that are known once it is copied: which of the block's, and their values."""
 
 
 def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums | None]:
@@ -349,7 +356,7 @@ class _Moves:
         for number, column in self._slots.items():
             slots = np.frombuffer(column, np.int64)
             whole = slots >= 0
-            found[number] = FoundSums(slots[whole], sums[done : done + len(slots)][whole])
+            found[number] = (slots[whole], sums[done : done + len(slots)][whole])
             done += len(slots)
         return found
 
@@ -384,3 +391,84 @@ def _bytes_from(tensor: torch.Tensor) -> torch.Tensor:
     start = tensor.storage_offset() * tensor.itemsize
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return raw.set_(storage, start, (storage.nbytes() - start,), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyProgram:
+    """A plan with the blocks that carry it out; serves every save of the same structure.
+
+    Args:
+        plan: The plan.
+        blocks: What fills which block.
+        files: What the rank brings to the store.
+        planner: The class of the planner, for the manifest.
+    """
+
+    plan: RankPlan
+    blocks: tuple[BlockPlan, ...]
+    files: DataFiles
+    planner: str
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyLateSplit:
+    """The parts of a save that are copied before it returns, and while training goes on.
+
+    Args:
+        leaves: The leaves of the state that was divided.
+        program: The program whose blocks were divided.
+        facts: What was known of the tensors that optimizers own; None if not enough.
+        owned: The numbers of the leaves that are copied later, in order.
+        halves: For each block, its work before and after.
+        samples: For each block, of what is copied after; it tells if that was changed before.
+        worth: False if all is copied before, whatever optimizers own.
+    """
+
+    leaves: list[TensorLeaf]
+    program: CopyProgram
+    facts: OwnedFacts | None = None
+    owned: list[int] = field(default_factory=list)
+    halves: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
+    samples: list[ByteSample] = field(default_factory=list)
+    worth: bool = True
+
+    @property
+    def all_later(self) -> bool:
+        """Tell whether nothing has to be copied before training goes on."""
+        return bool(self.owned) and not any(at_once.steps for at_once, _ in self.halves)
+
+    def serves(self, captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> bool:
+        """Tell whether another save would be divided just so.
+
+        Args:
+            captured: Its state.
+            program: Its program.
+            owners: The optimizers that own some of it now.
+        """
+        if self.leaves is not captured.tensors or self.program is not program:
+            return False
+        if not self.worth:
+            return True
+        facts = self.facts
+        return facts is not None and facts.hold(owned_tensors(owners), captured.objects)
+
+
+def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> EarlyLateSplit:
+    """Divides a save's work: what optimizers own is copied later, if that is worth it.
+
+    Args:
+        captured: The state, with the objects that the walk has met.
+        program: Its program.
+        owners: The optimizers.
+    """
+    tensors = owned_tensors(owners)
+    owned = owned_leaves(captured.tensors, tensors)
+    if not worth_watching([captured.tensors[number] for number in owned]):
+        return EarlyLateSplit(captured.tensors, program, worth=False)
+    halves = [split_block(plan, owned) for plan in program.blocks]
+    try:
+        facts = OwnedFacts(tensors, captured.objects)
+    except RuntimeError:  # such as that there are no strides
+        facts = None
+    samples = [ByteSample(captured.tensors, tensors_of(later)) for _, later in halves]
+    return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)

@@ -2,18 +2,14 @@
 
 ::
 
-    lock ──holds──▶ walk ──states──▶ plan ──planned──▶ copy ──filled──▶ second half
+    lock ──captured──▶ plan ──planned──▶ stage ──blocks──▶ serialize ──blocks──▶ upload (lanes)
+                                                                                    │ files
+                                                     retention ◀──complete── commit ◀┘
 
-    second half, here or in a process of its own (ckpipe.save.upload_pipeline):
-
-    filled ──┬──▶ serialize ──sums──┐
-             └──▶ upload (lanes)    │
-                     │ stored       │
-                   commit ◀─────────┘──complete──▶ retain
-
-Streams hold nothing, so that a slow stage slows those before it; only those of filled blocks take
-as many as come, since the save's ration of memory bounds those already. A block is free again when
-its checksums are computed and it is uploaded.
+The first three stages take the state, and run in the trainer. The last four take bytes only, and
+run in the trainer too or in its worker process (:mod:`ckpipe.save.deliver`). The streams in front
+of them take all blocks that come, since the save's ration of memory bounds these already; the
+others hold nothing, so that a slow stage slows those before it.
 """
 
 from __future__ import annotations
@@ -21,11 +17,14 @@ from __future__ import annotations
 import math
 
 from anyio import create_memory_object_stream, create_task_group
+from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.lock.holds import LockHold
+from ckpipe.interpreter import short_switch_interval
 from ckpipe.save import lock, plan, stage
-from ckpipe.save.context import SaveContext
-from ckpipe.save.record import CapturedState, FilledBlock, PlannedState, Save
+from ckpipe.save.context import SaveContext, StoreContext
+from ckpipe.save.deliver import deliver
+from ckpipe.save.record import FilledBlock
+from ckpipe.save.save import CapturedState, PlannedState, Save
 
 
 async def run_save(save: Save, site: SaveContext) -> None:
@@ -37,21 +36,29 @@ async def run_save(save: Save, site: SaveContext) -> None:
         ExceptionGroup: What went wrong in a stage; nothing of the save counts then, unless its
             ``committed`` is resolved.
     """
-    turns_out, turns = create_memory_object_stream[LockHold](0)
-    states_out, states = create_memory_object_stream[CapturedState](0)
+    name = save.name
+    captured_out, captured = create_memory_object_stream[CapturedState](0)
     planned_out, planned = create_memory_object_stream[PlannedState](0)
-    unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)
-    filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
+    blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
     try:
         async with create_task_group() as tasks:
-            tasks.start_soon(lock.run, save, site, turns_out, name=f"lock {save.name}")
-            tasks.start_soon(stage.walk, save, site, turns, states_out, name=f"walk {save.name}")
-            tasks.start_soon(plan.run, save, site, states, planned_out, name=f"plan {save.name}")
-            tasks.start_soon(
-                stage.copy, save, site, planned, unsummed_out, filled_out, name=f"copy {save.name}"
-            )
-            tasks.start_soon(
-                site.carrier.deliver, save, site, unsummed, filled, name=f"deliver {save.name}"
-            )
+            tasks.start_soon(lock.run, save, site, captured_out, name=f"lock {name}")
+            tasks.start_soon(plan.run, save, site, captured, planned_out, name=f"plan {name}")
+            tasks.start_soon(stage.run, save, site, planned, blocks_out, name=f"stage {name}")
+            if site.uploader is None:
+                await deliver_here(save, site, blocks)
+            else:
+                await site.uploader.deliver(save, site, blocks)
     finally:
         save.close_ration()
+
+
+async def deliver_here(
+    save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
+) -> None:
+    """Brings a save to the store in this process, once it is known what to store."""
+    save.handed_over.set()
+    async with blocks:
+        await save.planned.wait()
+        with short_switch_interval(depot.switch_interval):
+            await deliver(save, depot, blocks)

@@ -1,63 +1,86 @@
-"""Stage 4: puts the checksums of each block with the others, beside its upload.
+"""Stage 4: compute the checksums that the copy did not, and collect those of all blocks.
 
-Those that are not known since it was copied are computed first.
+The manifest has a checksum for each mebibyte of each entry. A store that verifies each request
+gets one of the whole block, which follows from those and from the few bytes between entries.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import anyio
-from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from ckpipe.format.checksum import ChunkSums
+from ckpipe import threads
+from ckpipe.format.checksum import ChunkSums, crc32c_of_each
 from ckpipe.format.data_file import DataFiles
-from ckpipe.save.delivery import B, Delivery, compute
+from ckpipe.save.record import FilledBlock, SaveRecord
 
 BATCH_BLOCKS = 16
-"""Blocks that are looked at in one turn of a thread, if they are there. Every turn costs both
-threads the interpreter several times; a block that waits for the rest of a few milliseconds of
-work does not matter to who waits for its memory."""
+"""Blocks that are looked at in one call of a thread, if they are there: each call takes the GIL
+several times."""
+
+_ON_LOOP_SPANS = 256
+"""How many parts of entries are handled without a thread."""
 
 
 async def run(
-    save: Delivery[B],
-    inbox: MemoryObjectReceiveStream[B],
-    out: MemoryObjectSendStream[list[int]],
+    save: SaveRecord,
+    inbox: MemoryObjectReceiveStream[FilledBlock],
+    out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
-    """Passes on the checksum of every mebibyte of every entry, in the order of the entries."""
+    """Passes blocks on whose checksums are known, and leaves those of all entries in the record."""
     sums: ChunkSums | None = None
     async with inbox, out:
-        async for filled in inbox:
-            sums = sums or _sums_of(save)
-            batch = [filled, *_there_already(inbox)]
-            unknown = [each.plan.nbytes for each in batch if not each.sums.all_known]
-            with save.clock.timing("serialize", sum(unknown)):
-                await compute(_cargo(save), batch)
+        async for first in inbox:
+            assert save.files is not None
+            files, sums = save.files, sums or ChunkSums(save.files.sum_table)
+            batch = [first, *_there_already(inbox)]
+            unknown = [each for each in batch if not each.sums.all_known]
+            with save.clock.timing("serialize", sum(each.plan.nbytes for each in unknown)):
+                if unknown or sum(len(each.plan.spans) for each in batch) > _ON_LOOP_SPANS:
+                    pace = await threads.run_sync(_sum_up, files, sums, batch, unknown)
+                else:
+                    pace = _sum_up(files, sums, batch, unknown)
+            ended = time.perf_counter()
+            for each in reversed(unknown):
+                began = ended - pace * each.plan.nbytes
+                save.clock.summed(each.plan, began, ended)
+                ended = began
             for each in batch:
-                if each.sums.ended:
-                    save.clock.summed(each.plan, each.sums.began, each.sums.ended)
-                save.release(each)
-                sums.add_block(_cargo(save).cuts(each.plan), each.sums.values)
-        await checkpoint_if_cancelled()  # the stream ends early if the copy failed
-        if save.cargo is not None:
-            sums = sums or _sums_of(save)
-            await out.send(sums.finished())
+                await out.send(each)
+        if not save.copied.is_set():
+            await anyio.sleep_forever()  # the copy has failed, which cancels this
+        assert save.files is not None
+        save.checksums = (sums or ChunkSums(save.files.sum_table)).finished()
 
 
-def _sums_of(save: Delivery[B]) -> ChunkSums:
-    return ChunkSums(_cargo(save).sum_table)
-
-
-def _cargo(save: Delivery[B]) -> DataFiles:
-    assert save.cargo is not None
-    return save.cargo
-
-
-def _there_already(inbox: MemoryObjectReceiveStream[B]) -> Iterator[B]:
-    """The blocks that go to the thread together with the first of a batch."""
+def _there_already(inbox: MemoryObjectReceiveStream[FilledBlock]) -> Iterator[FilledBlock]:
     with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
         for _ in range(BATCH_BLOCKS - 1):
             yield inbox.receive_nowait()
+
+
+def _sum_up(
+    files: DataFiles,
+    sums: ChunkSums,
+    batch: Sequence[FilledBlock],
+    unknown: Sequence[FilledBlock],
+) -> float:
+    """Computes what is not known, and adds all; returns seconds for each byte of what was not."""
+    began = time.perf_counter()
+    compute(files, unknown)
+    seconds = time.perf_counter() - began
+    for each in batch:
+        sums.add_block(files.cuts(each.plan), each.sums.values)
+    return seconds / max(1, sum(each.plan.nbytes for each in unknown))
+
+
+def compute(files: DataFiles, unknown: Sequence[FilledBlock]) -> None:
+    """Computes the checksums of some blocks that are not known, in one call; blocking."""
+    if unknown:
+        parts = [each.sums.unknown(each.data, files.cuts(each.plan)) for each in unknown]
+        for each, values in zip(unknown, crc32c_of_each(parts), strict=True):
+            each.sums.complete(values)

@@ -17,7 +17,7 @@ from ckpipe.loading.entries import entry_table
 from ckpipe.loading.fill import Filling, contiguous_stride, with_lazy_bits
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
-from ckpipe.save.record import FilledBlock, Save
+from ckpipe.save.save import Save, StagedBlock
 from ckpipe.state.flatten import Captured
 
 _MAX_ITEM = 16
@@ -31,7 +31,7 @@ class FileImage:
         block_bytes: The size of a block; only the last of a file holds less.
     """
 
-    def __init__(self, blocks: Sequence[FilledBlock], block_bytes: int) -> None:
+    def __init__(self, blocks: Sequence[StagedBlock], block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._blocks = {(each.plan.file, each.plan.offset): each for each in blocks}
 
@@ -101,7 +101,7 @@ def _rows(captured: Captured) -> tuple[TensorRow, ...]:
     )  # fmt: skip
 
 
-def lent_state(save: Save, held: Sequence[FilledBlock]) -> Any:
+def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     """The state of a save over the blocks that hold it.
 
     Args:

@@ -11,10 +11,8 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Generic
 
 import anyio
-from anyio.lowlevel import checkpoint_if_cancelled
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe.backend import Upload
@@ -22,7 +20,8 @@ from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.names import data_file_key
-from ckpipe.save.delivery import B, Delivery, StoreContext, StoredFiles, block_checksum
+from ckpipe.save.context import StoreContext
+from ckpipe.save.record import FilledBlock, SaveRecord, block_checksum
 from ckpipe.store.retry import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")
@@ -32,47 +31,41 @@ ABORT_SECONDS = 15.0
 
 
 async def run(
-    save: Delivery[B],
+    save: SaveRecord,
     depot: StoreContext,
-    inbox: MemoryObjectReceiveStream[B],
-    out: MemoryObjectSendStream[StoredFiles],
+    inbox: MemoryObjectReceiveStream[FilledBlock],
+    out: MemoryObjectSendStream[DataFiles],
 ) -> None:
-    """Uploads all data files. If it fails, what was uploaded is given up again.
+    """Uploads all data files, and gives each block's memory back.
+
+    If it fails, what was uploaded is given up again.
 
     Raises:
         StoreError: If the store failed and retries did not help.
     """
-    files = _Files(save, depot)
+    assert save.files is not None
+    uploads = _Uploads(save, depot, save.files)
     async with inbox, out:
         try:
             await depot.let_retention_catch_up()
             async with anyio.create_task_group() as lanes:
-                lanes.start_soon(files.open_first, name="opening of the first file")
+                # The first file is opened while its first block is copied.
+                lanes.start_soon(uploads.open_first, name="opening of the first file")
                 for lane in range(depot.lanes):
-                    lanes.start_soon(_lane, files, lane, inbox.clone(), name=f"upload lane {lane}")
-            await checkpoint_if_cancelled()  # the stream ends early if the copy failed
-            if save.cargo is None:
-                return  # the save was given up before there was a plan
-            await files.complete()
-            await out.send(StoredFiles(save.cargo.header_sums))
+                    lanes.start_soon(uploads.lane, lane, inbox.clone(), name=f"upload lane {lane}")
+            await uploads.complete()
+            await out.send(save.files)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await files.abort()
+                await uploads.abort()
             raise
 
 
-async def _lane(files: _Files[B], lane: int, inbox: MemoryObjectReceiveStream[B]) -> None:
-    async with inbox:
-        async for filled in inbox:
-            for some in files.together(filled, inbox):
-                await files.write(some, lane)
-
-
-class _Files(Generic[B]):
+class _Uploads:
     """The data files of one save on their way."""
 
-    def __init__(self, save: Delivery[B], depot: StoreContext) -> None:
-        self._save, self._depot = save, depot
+    def __init__(self, save: SaveRecord, depot: StoreContext, files: DataFiles) -> None:
+        self._save, self._depot, self._files = save, depot, files
         self._uploads: dict[int, Upload] = {}
         self._opening = anyio.Lock()
         self._written: Counter[int] = Counter()
@@ -80,38 +73,36 @@ class _Files(Generic[B]):
         self._policy = telling(depot.retry, depot.events, save.id, save.rank)
         self._writing = replace(self._policy, limiter=depot.limiter)
 
-    @property
-    def _cargo(self) -> DataFiles:
-        assert self._save.cargo is not None
-        return self._save.cargo
-
     async def open_first(self) -> None:
-        """Opens the first file before there is a block of it, if it is known what to store."""
-        if self._save.cargo is not None and self._save.cargo.blocks:
-            await self._upload(self._save.cargo.blocks[0].file)
+        if self._files.blocks:
+            await self._upload(self._files.blocks[0].file)
 
-    def together(self, first: B, inbox: MemoryObjectReceiveStream[B]) -> list[list[B]]:
-        """The blocks that a lane writes in one call each: one, and its share of those that
-        wait.
-        """
-        found = [first]
+    async def lane(self, lane: int, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
+        async with inbox:
+            async for filled in inbox:
+                for some in self._together(filled, inbox):
+                    await self._write(some, lane)
+
+    def _together(
+        self, first: FilledBlock, inbox: MemoryObjectReceiveStream[FilledBlock]
+    ) -> list[list[FilledBlock]]:
+        """One block and the lane's share of those that wait, by the calls that write them."""
+        upload = self._uploads.get(first.plan.file)
+        most = 1 if upload is None or upload.takes_checksums else upload.most_blocks
         share = 1 + inbox.statistics().current_buffer_used // self._depot.lanes
+        found = [first]
         with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
-            while len(found) < min(share, self._most_blocks(first.plan.file)):
+            while len(found) < min(share, most):
                 found.append(inbox.receive_nowait())
         by_file = itertools.groupby(found, lambda filled: filled.plan.file)
         return [list(some) for _, some in by_file]
 
-    def _most_blocks(self, file: int) -> int:
-        upload = self._uploads.get(file)
-        return 1 if upload is None or upload.takes_checksums else upload.most_blocks
-
-    async def write(self, some: list[B], lane: int) -> None:
+    async def _write(self, some: list[FilledBlock], lane: int) -> None:
         """Writes blocks of one file."""
         save, plans = self._save, [filled.plan for filled in some]
         upload = await self._upload(plans[0].file)
         if upload.takes_checksums:
-            checksum = await block_checksum(self._cargo, some[0])
+            checksum = await block_checksum(self._files, some[0])
 
         async def attempt() -> None:
             if upload.takes_checksums:
@@ -124,24 +115,22 @@ class _Files(Generic[B]):
         with save.clock.uploading(plans, lane):
             await retrying(self._writing, attempt)
         for filled in some:
-            self._done(filled)
-
-    def _done(self, filled: B) -> None:
-        save, nbytes = self._save, filled.plan.nbytes
-        save.release(filled)
-        self._written[filled.plan.file] += 1
-        self._bytes += nbytes
-        total = self._cargo.size
-        self._depot.events.emit(
-            BlockUploaded(save.name, save.id.step, save.rank, nbytes, self._bytes, total)
-        )
+            filled.release()
+            nbytes = filled.plan.nbytes
+            self._written[filled.plan.file] += 1
+            self._bytes += nbytes
+            self._depot.events.emit(
+                BlockUploaded(
+                    save.name, save.id.step, save.rank, nbytes, self._bytes, self._files.size
+                )
+            )
 
     async def _upload(self, number: int) -> Upload:
         if (known := self._uploads.get(number)) is not None:
             return known
         async with self._opening:
             if number not in self._uploads:
-                file = self._cargo.files[number]
+                file = self._files.files[number]
                 key = data_file_key(self._save.id, file.name)
                 block_bytes = self._depot.block_bytes
                 open_upload = partial(
@@ -160,7 +149,7 @@ class _Files(Generic[B]):
 
     async def complete(self) -> None:
         """Makes every file durable, one after the other."""
-        blocks = Counter(block.file for block in self._cargo.blocks)
+        blocks = Counter(block.file for block in self._files.blocks)
         if self._written != blocks:  # no assert: this must hold under python -O too
             raise AssertionError("a block was never written")
         for number, upload in list(self._uploads.items()):
@@ -169,7 +158,7 @@ class _Files(Generic[B]):
             del self._uploads[number]
 
     async def _complete(self, number: int, upload: Upload) -> None:
-        file = self._cargo.files[number]
+        file = self._files.files[number]
         key = data_file_key(self._save.id, file.name)
         tries, may_be_ours = Tries(self._policy), self._save.again
         # Noted before it is complete: a save that is cancelled meanwhile does not hear of it.

@@ -30,7 +30,6 @@ from ckpipe._worker.protocol import (
     Stop,
     Told,
     Unable,
-    Use,
     encode,
 )
 from ckpipe._worker.server import MOST_CARGOES
@@ -38,8 +37,8 @@ from ckpipe.errors import CkpipeError, WorkerDied
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
-from ckpipe.save.delivery import StoreContext
-from ckpipe.save.record import FilledBlock, Save
+from ckpipe.save.context import StoreContext
+from ckpipe.save.save import Save, StagedBlock
 from ckpipe.worker.process import LOOKS, HangJudge, WorkerProcess
 
 logger = logging.getLogger("ckpipe")
@@ -66,8 +65,8 @@ class Errand:
 
     def __init__(self, save: Save, number: int, places: dict[tuple[int, int], int]) -> None:
         self.save, self.number, self.places = save, number, places
-        self.blocks: dict[int, FilledBlock] = {}
-        self.freed: list[tuple[FilledBlock, int]] = []
+        self.blocks: dict[int, StagedBlock] = {}
+        self.freed: list[tuple[StagedBlock, int]] = []
         """The blocks that the worker was through with, and how often each was handed out then."""
         self.error: Exception | None = None
         self.ended = anyio.Event()
@@ -117,8 +116,8 @@ class Link:
 
     def begin(self, save: Save) -> Errand:
         """Announces a save, of which it is known what it stores."""
-        assert save.cargo is not None
-        cargo, places = self._cargo(save.cargo)
+        assert save.files is not None
+        cargo, places = self._cargo(save.files)
         self._begun += 1
         errand = self._errands[self._begun] = Errand(save, self._begun, places)
         waits = save.ration is None or save.ration.waits
@@ -143,8 +142,8 @@ class Link:
         self._channel.post(NewCargo(self._cargo_number, cargo))
         return self._cargo_number, places
 
-    def announce(self, errand: Errand, filled: FilledBlock, use: Use) -> None:
-        """Says that one stage may have a block."""
+    def announce(self, errand: Errand, filled: StagedBlock) -> None:
+        """Says that the stages may have a block."""
         segment = filled.block.segment
         if segment.number not in self._segments:
             assert segment.descriptor is not None
@@ -152,10 +151,9 @@ class Link:
             message = Segment(segment.number, len(segment.memory), segment.offset)
             self._channel.post(message, segment.descriptor)
         number = errand.places[filled.plan.file, filled.plan.offset]
-        sums = b"" if number in errand.blocks else filled.sums.learnt
         errand.blocks[number] = filled
-        at = filled.block.at
-        block = Block(errand.number, number, segment.number, at, use, sums)
+        at, sums = filled.block.at, filled.sums.to_bytes()
+        block = Block(errand.number, number, segment.number, at, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: ArenaSegment) -> None:
@@ -265,8 +263,7 @@ class Link:
         if errand is not None:
             filled = errand.blocks.pop(free.number)
             errand.freed.append((filled, filled.block.uses))
-            errand.save.release(filled)
-            errand.save.release(filled)  # of both stages
+            filled.release()
 
     def _settle(self, settled: Settled) -> None:
         save = self._errands[settled.save].save

@@ -12,7 +12,7 @@ from ckpipe._worker import MARK
 from ckpipe._worker.protocol import Hello, is_plain, plain
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
-from ckpipe.save.delivery import StoreContext
+from ckpipe.save.context import StoreContext
 from ckpipe.store.registry import is_registered_here, scheme_of
 from ckpipe.worker.process import LOOKS
 

@@ -31,13 +31,14 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
-from ckpipe._worker.protocol import Hello, Use
+from ckpipe._worker.protocol import Hello
 from ckpipe.errors import WorkerDied
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
-from ckpipe.save.delivery import StoreContext
-from ckpipe.save.record import FilledBlock, Save
-from ckpipe.save.upload_pipeline import run_delivery
+from ckpipe.save.context import StoreContext
+from ckpipe.save.record import FilledBlock
+from ckpipe.save.run import deliver_here
+from ckpipe.save.save import Save, StagedBlock
 from ckpipe.settings import Worker
 from ckpipe.worker.connection import Errand, Link
 from ckpipe.worker.process import WorkerProcess
@@ -56,24 +57,24 @@ class _Voyage:
     """A save while it is copied and brought to the store: its blocks, in order of arrival."""
 
     def __init__(self) -> None:
-        self.planned = anyio.Event()
-        self.handed = anyio.Event()
-        self.copied = False
-        self.blocks: list[tuple[FilledBlock, Use]] = []
+        self.blocks: list[StagedBlock] = []
+        self._ended = False
         self._changed = anyio.Event()
 
-    def change(self) -> None:
-        """Tell who waits for blocks, or for the end of the copy."""
+    async def collect(self, save: Save, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
+        """Take the blocks as they are filled."""
+        async for filled in inbox:
+            assert isinstance(filled, StagedBlock)
+            self.blocks.append(filled)
+            self._change()
+        self._ended = save.copied.is_set()
+        self._change()
+
+    def _change(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def collect(self, inbox: MemoryObjectReceiveStream[FilledBlock], use: Use) -> None:
-        """Take the blocks that one stage may have."""
-        async for filled in inbox:
-            self.blocks.append((filled, use))
-            self.change()
-
-    async def each(self, save: Save) -> AsyncIterator[tuple[FilledBlock, Use]]:
+    async def each(self) -> AsyncIterator[StagedBlock]:
         """Iterate over all blocks from the first, and return once the save is copied as well."""
         number = 0
         while True:
@@ -81,22 +82,20 @@ class _Voyage:
             while number < len(self.blocks):
                 yield self.blocks[number]
                 number += 1
-            # Blocks may still be on their way here when the copy has ended.
-            if self.copied and save.cargo is not None and number == 2 * len(save.cargo.blocks):
+            if self._ended:
                 return
             await changed.wait()
 
     def take_again(self, save: Save, errand: Errand) -> bool:
         """Take the blocks that a dead worker was through with; False if one holds other bytes."""
-        taken: dict[FilledBlock, FilledBlock] = {}
+        taken: dict[StagedBlock, StagedBlock] = {}
         for filled, uses in errand.freed:
             if (again := save.take_again(filled, uses)) is None:
                 for each in taken.values():
-                    save.release(each)
-                    save.release(each)  # of both stages
+                    each.release()
                 return False
             taken[filled] = again
-        self.blocks = [(taken.get(filled, filled), use) for filled, use in self.blocks]
+        self.blocks = [taken.get(filled, filled) for filled in self.blocks]
         return True
 
 
@@ -114,7 +113,6 @@ class WorkerUploader:
         self._tasks: TaskGroup | None = None
         self._link: Link | None = None
         self._starting = anyio.Lock()
-        self._voyages: dict[Save, _Voyage] = {}
         self._closed = False
 
     @property
@@ -171,11 +169,7 @@ class WorkerUploader:
             self._link.drop(segment)
 
     async def deliver(
-        self,
-        save: Save,
-        depot: StoreContext,
-        unsummed: MemoryObjectReceiveStream[FilledBlock],
-        filled: MemoryObjectReceiveStream[FilledBlock],
+        self, save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
         """Has a worker bring a save to the store; returns when it is through.
 
@@ -184,35 +178,17 @@ class WorkerUploader:
                 again.
             CkpipeError: What went wrong in the worker.
         """
-        voyage = self._voyage(save)
-        try:
-            async with unsummed, filled, anyio.create_task_group() as tasks:
-                tasks.start_soon(voyage.collect, unsummed, "serialize")
-                tasks.start_soon(voyage.collect, filled, "upload")
-                await self._bring(save, depot, voyage)
-                tasks.cancel_scope.cancel()
-        finally:
-            del self._voyages[save]
-
-    def set_out(self, save: Save) -> None:
-        """Has the worker open the data file while the first block is copied."""
-        self._voyage(save).planned.set()
-
-    async def hand_over(self, save: Save) -> None:
-        """Returns when a save that is copied will be finished whatever becomes of this process."""
-        voyage = self._voyage(save)
-        voyage.copied = True
-        voyage.change()
-        await voyage.handed.wait()
-
-    def _voyage(self, save: Save) -> _Voyage:
-        return self._voyages.setdefault(save, _Voyage())
+        voyage = _Voyage()
+        async with blocks, anyio.create_task_group() as tasks:
+            tasks.start_soon(voyage.collect, save, blocks)
+            await self._bring(save, depot, voyage)
+            tasks.cancel_scope.cancel()
 
     async def _bring(self, save: Save, depot: StoreContext, voyage: _Voyage) -> None:
         """Deliver a save by a worker, by the next one if that dies, and then by a thread."""
         for _ in range(WORKERS):
             try:
-                link = await self._embark(voyage)
+                link = await self._embark(save)
             except WorkerDied as error:
                 death = error
                 continue
@@ -240,10 +216,10 @@ class WorkerUploader:
         logger.warning("%s is delivered by a thread of this process: %s", save.name, death)
         await _by_thread(save, depot, voyage)
 
-    async def _embark(self, voyage: _Voyage) -> Link:
+    async def _embark(self, save: Save) -> Link:
         """The worker that a save goes by, once it is known what is to be stored."""
         await self._connected()  # it starts while that is found out
-        await voyage.planned.wait()
+        await save.planned.wait()
         return await self._connected()
 
     async def _by_worker(self, save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
@@ -256,13 +232,13 @@ class WorkerUploader:
                     await errand.ended.wait()
                 tasks.cancel_scope.cancel()
         finally:
-            await self._end(save, voyage, link, errand)
+            await self._end(save, link, errand)
 
-    async def _end(self, save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
+    async def _end(self, save: Save, link: Link, errand: Errand) -> None:
         """Makes sure that the worker does not look at the blocks of a save any more."""
         if errand.ended.is_set():
             return
-        if voyage.handed.is_set() and self._settings.survive and not save.cancel_requested:
+        if save.handed_over.is_set() and self._settings.survive and not save.cancel_requested:
             return  # the pipeline is torn down, which does not concern what is staged
         link.give_up(errand)
         with anyio.CancelScope(shield=True):
@@ -283,25 +259,21 @@ class WorkerUploader:
 
 async def _tell(save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
     """Announce each block to a worker, and then what the manifest says."""
-    async for filled, use in voyage.each(save):
-        link.announce(errand, filled, use)
+    async for filled in voyage.each():
+        link.announce(errand, filled)
     await link.hand_over(errand)
-    voyage.handed.set()
+    save.handed_over.set()
 
 
 async def _by_thread(save: Save, depot: StoreContext, voyage: _Voyage) -> None:
     """Deliver a save in this process, as if it had no worker."""
-    unsummed_out, unsummed = create_memory_object_stream[FilledBlock](math.inf)
-    filled_out, filled = create_memory_object_stream[FilledBlock](math.inf)
-    voyage.handed.set()
+    blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
 
     async def feed() -> None:
-        async with unsummed_out, filled_out:
-            async for each, use in voyage.each(save):
-                (unsummed_out if use == "serialize" else filled_out).send_nowait(each)
+        async with blocks_out:
+            async for filled in voyage.each():
+                blocks_out.send_nowait(filled)
 
-    await voyage.planned.wait()
-    async with anyio.create_task_group() as tasks, unsummed, filled:
+    async with anyio.create_task_group() as tasks:
         tasks.start_soon(feed)
-        with short_switch_interval(depot.switch_interval):
-            await run_delivery(save, depot, unsummed, filled)
+        await deliver_here(save, depot, blocks)

@@ -1,0 +1,63 @@
+"""The last four stages of a save, in the trainer or in its worker process.
+
+::
+
+    blocks ──▶ serialize ──blocks──▶ upload (lanes) ──files──▶ commit ──complete──▶ retention
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import anyio
+from anyio import create_memory_object_stream, create_task_group
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from ckpipe.format.data_file import DataFiles
+from ckpipe.save import commit, retention, serialize, upload
+from ckpipe.save.context import StoreContext
+from ckpipe.save.record import FilledBlock, SaveRecord
+from ckpipe.types import CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+REMOVE_SECONDS = 5.0
+"""How long removing what a failed save has stored may take; nothing can cancel it meanwhile."""
+
+
+async def deliver(
+    save: SaveRecord, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
+) -> None:
+    """Brings a save that is planned to the store; when it returns, retention is through too.
+
+    If it fails before it can have committed, what it has stored is removed again, for a store
+    that was too full for the rest would stay full.
+
+    Args:
+        save: The save.
+        depot: Where it goes.
+        blocks: All of its blocks, in any order.
+
+    Raises:
+        ExceptionGroup: What went wrong in a stage.
+    """
+    name = save.name
+    summed_out, summed = create_memory_object_stream[FilledBlock](math.inf)
+    stored_out, stored = create_memory_object_stream[DataFiles](0)
+    complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
+    try:
+        async with create_task_group() as tasks:
+            tasks.start_soon(serialize.run, save, blocks, summed_out, name=f"serialize {name}")
+            tasks.start_soon(upload.run, save, depot, summed, stored_out, name=f"upload {name}")
+            tasks.start_soon(commit.run, save, depot, stored, complete_out, name=f"commit {name}")
+            tasks.start_soon(retention.run, save, depot, complete, name=f"retention {name}")
+    except BaseException:
+        if save.stored and not save.may_count and not save.again:
+            # If the store lets it at once; else a sweep does.
+            with anyio.move_on_after(REMOVE_SECONDS, shield=True):
+                try:
+                    await depot.backend.delete(save.stored)
+                except Exception as error:  # what made the save fail is told
+                    logger.warning("Data files of %s were left behind: %s", name, error)
+        raise

@@ -1,0 +1,187 @@
+"""Reserve staging memory for saves, and lend it to readers of a staged state."""
+
+from __future__ import annotations
+
+import errno
+from functools import partial
+from pathlib import Path
+
+import anyio
+import torch
+
+from ckpipe import threads
+from ckpipe.errors import PipelineBusy, SaveError, UsageError
+from ckpipe.lock.holds import LockHold
+from ckpipe.memory.budget import Ration
+from ckpipe.ranks.agree import agree
+from ckpipe.save.context import Lending, SaveContext
+from ckpipe.save.save import Save, SkipSave, StagedBlock
+
+UNKNOWN_BYTES = 1 << 40
+"""What counts as available where the system does not say."""
+
+AVAILABLE_SHARE = 0.4
+"""The largest share of the available host memory that staging takes by itself."""
+
+
+async def reserve(save: Save, site: SaveContext, blocks: int, hold: LockHold | None = None) -> None:
+    """Gives a save its ration of staging memory, for a file image of so many blocks.
+
+    Args:
+        save: The save.
+        site: Where it gets its memory.
+        blocks: How many blocks.
+        hold: Held now; it is released before the save waits for others.
+
+    Raises:
+        SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
+        PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
+        UsageError: If it is to be copied beside training and the budget is too small, or if
+            the thread that saves would wait for memory that it has been lent itself.
+        SaveError: If the system has no memory left; none is held then.
+    """
+    if save.ration is not None:
+        save.ration.close()
+        save.ration = None
+    size, budget = site.arena.block_bytes, site.budget
+    wanted = size * (blocks + sum(each.blocks for each in site.lent.values()))
+    if site.settings.staging.bytes is None and wanted > budget.capacity:
+        # Without a bound of the user's the budget grows to what is wanted, up to a point.
+        available = await threads.run_sync(available_bytes)
+        most = int(AVAILABLE_SHARE * (available + budget.capacity))
+        budget.raise_capacity(min(wanted, most) // size * size)
+    # A state without tensors takes none: it would have none to give back before its end.
+    reserved = min(blocks, max(1, budget.capacity // size))
+    await _acquire(save, site, reserved * size, hold)
+    try:
+        save.ration = Ration(budget, site.arena, reserved=reserved, needed=blocks)
+    except MemoryError as error:
+        budget.release(reserved * size)
+        too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
+        raise SaveError(
+            f"The system has no memory for {reserved * size >> 20} MiB of staging",
+            step=save.id.step,
+            rank=site.rank,
+            hint="A limit on file sizes (ulimit -f) counts for memory that is shared with a "
+            "worker process too: raise it, or set worker='thread'"
+            if too_large
+            else "Lower staging_bytes; larger states stream through it",
+        ) from error
+    site.recent_blocks = [*site.recent_blocks[-7:], reserved]
+    if save.request.owners:
+        await _draw_all(save, site, save.ration)
+
+
+async def _draw_all(save: Save, site: SaveContext, ration: Ration) -> None:
+    """Draws all blocks ahead of a copy beside training, so that no step waits for memory."""
+    if not ration.is_whole:
+        raise UsageError(
+            f"The state needs more than the {site.budget.capacity >> 20} MiB of staging "
+            'memory, so it cannot be saved with until="captured"',
+            step=save.id.step,
+            rank=site.rank,
+            hint='Raise staging_bytes, or save with until="staged"',
+        )
+    save.blocks = ration.take_all()
+    limiter = anyio.CapacityLimiter(max(1, torch.get_num_threads()))
+    async with anyio.create_task_group() as tasks:
+        for block in save.blocks:
+            if not block.touched:
+                tasks.start_soon(partial(threads.run_sync, block.touch, limiter=limiter))
+
+
+async def _acquire(save: Save, site: SaveContext, amount: int, hold: LockHold | None) -> None:
+    on_busy = "wait" if save.request.urgent else site.settings.on_busy
+    busy = False
+    try:
+        site.budget.acquire_nowait(amount)
+    except anyio.WouldBlock:
+        busy = True
+    try:
+        if hold is not None and (busy or (on_busy == "skip" and site.world_size > 1)):
+            hold.release()
+        if on_busy == "skip" and await _is_skipped(save, site, busy):
+            raise SkipSave("Earlier saves hold the staging memory")
+    except BaseException:
+        if not busy:
+            site.budget.release(amount)
+        raise
+    if not busy:
+        return
+    if on_busy == "fail":
+        raise PipelineBusy(
+            "Earlier saves hold the staging memory",
+            step=save.id.step,
+            rank=site.rank,
+            hint='Save less often, raise staging_bytes, or set on_busy to "wait" or "skip"',
+        )
+    _refuse_deadlock(save, site, amount)
+    with save.clock.timing("wait"):
+        await site.budget.acquire(amount)
+
+
+async def _is_skipped(save: Save, site: SaveContext, busy: bool) -> bool:
+    """Decide whether a save is skipped: of many ranks the first decides for all."""
+    if site.world_size == 1:
+        return busy
+    question = f"skip-{save.id.step}-{save.id.count}"
+    return bool(await agree(site.patient, site.attempt, question, busy))
+
+
+def _refuse_deadlock(save: Save, site: SaveContext, amount: int) -> None:
+    if save.interrupts_another:
+        raise UsageError(
+            "This save began inside another of its thread, whose memory it would wait for",
+            step=save.id.step,
+            rank=site.rank,
+            hint="Save when that has returned; a signal handler had better note that it was "
+            "called, as preemption=True does",
+        )
+    own = sum(each.blocks for each in site.lent.values() if each.thread == save.request.thread)
+    if own and own * site.arena.block_bytes + amount > site.budget.capacity:
+        raise UsageError(
+            "This thread has been lent the staging memory that its save would wait for",
+            step=save.id.step,
+            rank=site.rank,
+            hint="Leave staged_state() before saving, or raise staging_bytes",
+        )
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, in bytes, as the kernel estimates it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no such file outside Linux
+        return UNKNOWN_BYTES
+    sizes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)
+
+
+def lend_blocks(save: Save, site: SaveContext, thread: int | None) -> list[StagedBlock]:
+    """Keeps the memory that a save was copied to, until :func:`take_back`.
+
+    Args:
+        save: The save.
+        site: Where it got its memory.
+        thread: The thread that looks at it, if no other will give it back.
+
+    Raises:
+        UsageError: If it is not all copied yet, or some of it has been used again.
+    """
+    try:
+        held = save.hold_blocks()
+    except LookupError as error:
+        raise UsageError(
+            f"The staged state cannot be looked at: {error.args[0]}",
+            step=save.id.step,
+            rank=site.rank,
+            hint="Look after the save is staged and before the next save or load begins",
+        ) from None
+    site.lent[save] = Lending(thread, len(held))
+    return held
+
+
+def take_back(save: Save, site: SaveContext, held: list[StagedBlock]) -> None:
+    """Ends what :func:`lend_blocks` began."""
+    if not save.release_view(held):
+        site.lent.pop(save, None)

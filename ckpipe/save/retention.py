@@ -1,0 +1,136 @@
+"""Stage 7: remove old checkpoints by the retention rules, once the new one is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from datetime import datetime
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from ckpipe.catalog.find import write_sidecar
+from ckpipe.catalog.leases import (
+    live_subjects,
+    protected_subjects,
+    read_leases,
+    store_time,
+    time_now,
+)
+from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text
+from ckpipe.catalog.prune import prune as prune_store
+from ckpipe.errors import ObjectNotFound
+from ckpipe.events import Pruned
+from ckpipe.format.names import index_key, launch_id
+from ckpipe.retention import Decision
+from ckpipe.save.context import StoreContext
+from ckpipe.save.record import SaveRecord
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+
+async def run(
+    save: SaveRecord, depot: StoreContext, inbox: MemoryObjectReceiveStream[CheckpointInfo]
+) -> None:
+    """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
+
+    In the process that trains it waits a moment before it prunes, so that commit and prune do not
+    hit the same training step. A prune serves all checkpoints that are complete when it begins. If
+    one who waited for the checkpoint has written its index first, there is no digest, which others
+    read the index for.
+
+    Raises:
+        StoreError: If the store failed; the next save prunes again.
+    """
+    async with inbox:
+        async for info in inbox:
+            # Here it delays neither the commit nor what waits for it.
+            if info.id in depot.facts:
+                await write_sidecar(depot.backend, info.key, depot.facts.digest(info.id))
+            if depot.rule is None:
+                continue
+            depot.unpruned += 1
+            if depot.prune_pending:
+                continue
+            depot.prune_pending = True
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    await held.enter_async_context(depot.pruning)
+                    await anyio.sleep(depot.prune_delay)
+                finally:
+                    depot.prune_pending = False
+                with save.clock.timing("retention"):
+                    decision = await prune(depot, launch_id(save.id.attempt), after=save.id)
+            for name in decision.remove:
+                reason = decision.reasons[name]
+                depot.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
+
+
+async def decide(depot: StoreContext, launch: str) -> Decision:
+    """Decide what :func:`prune` would do, and why.
+
+    Args:
+        launch: The id of this launch.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    now = await time_now(depot.patient)
+    protected = await _protected_by_all(depot, now, launch)
+    return await decide_on(depot.patient, depot.rule, protected, depot.facts, now=now)
+
+
+async def prune(depot: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
+    """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
+
+    Args:
+        launch: The id of this launch, of which the newest checkpoint stays.
+        after: A checkpoint whose index this process has written just now. It tells the time,
+            which costs several writes else.
+
+    Raises:
+        StoreError: If the store failed; pruning again goes on where it stopped.
+    """
+    waiting = depot.unpruned
+    now = await _time(depot, after)
+    protected = await _protected_by_all(depot, now, launch)
+    decision = await prune_store(
+        depot.patient, depot.rule, protected, depot.facts, depot.deleted,
+        sweep_after=depot.sweep_after, now=now, retired=depot.retired,
+    )  # fmt: skip
+    depot.kept, depot.unpruned = len(decision.keep), max(0, depot.unpruned - waiting)
+    _tell_missing(depot, decision)
+    _tell_links(depot, decision)
+    return decision
+
+
+def _tell_links(depot: StoreContext, decision: Decision) -> None:
+    """Warns once of each checkpoint that should go and cannot be deleted through a link."""
+    for name in decision.keep:
+        reason = decision.reasons[name]
+        if reason.startswith(BEHIND_LINK) and name not in depot.told_links:
+            depot.told_links.add(name)
+            logger.warning("Retention leaves %s: %s", name, reason)
+
+
+def _tell_missing(depot: StoreContext, decision: Decision) -> None:
+    """Warns once of a metric that no checkpoint has, from the second checkpoint on."""
+    if len(decision.keep) > 1:
+        for metric in set(decision.missing_metrics) - depot.told_missing:
+            depot.told_missing.add(metric)
+            logger.warning("%s", missing_text(metric, depot.facts))
+
+
+async def _time(depot: StoreContext, after: CheckpointId | None) -> datetime:
+    """The time by the store's own clock, if anything early, which keeps more and not less."""
+    if after is not None:
+        with contextlib.suppress(ObjectNotFound):  # somebody has deleted it already
+            return (await depot.patient.stat(index_key(after))).modified
+    return await store_time(depot.patient)
+
+
+async def _protected_by_all(depot: StoreContext, now: datetime, launch: str) -> dict[str, str]:
+    """Ids that retention must not remove, also since others load them, and running launches."""
+    leases = protected_subjects(live_subjects(await read_leases(depot.patient), now))
+    return dict.fromkeys([*leases, launch], "somebody holds a lease on it") | depot.protected()

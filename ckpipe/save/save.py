@@ -1,0 +1,310 @@
+"""One save in the trainer: what to save, how far it is, and the calls that wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import secrets
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import torch
+from torch.optim import Optimizer
+
+from ckpipe.format.keys import Json, LabelFilter
+from ckpipe.format.manifest import Structure, TensorRow
+from ckpipe.lock.holds import LockHold
+from ckpipe.loop_thread import Caller
+from ckpipe.memory.arena import Block
+from ckpipe.memory.budget import Ration
+from ckpipe.save.program import BlockPlan, CopyProgram
+from ckpipe.save.record import FilledBlock, ManifestFields, SaveRecord
+from ckpipe.state.flatten import Captured
+from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
+from ckpipe.version import __version__
+
+
+class SkipSave(Exception):  # a decision, not an error
+    """The save is to be skipped; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The request of a caller of ``save``.
+
+    Args:
+        state: The state.
+        select: Which labels to save.
+        metrics: Metrics, non-finite floats encoded.
+        metadata: Metadata, plain JSON.
+        final: Whether it is the run's final checkpoint.
+        thread: The thread that called.
+        owners: Guarded optimizers whose tensors are copied while training goes on; none if the
+            caller waits for all copies.
+        urgent: Whether there may be no later one, so that it waits where others are skipped.
+        caller: Runs user code on the thread that called; None if that is the pipeline's own.
+    """
+
+    state: Any
+    select: LabelFilter
+    metrics: Mapping[str, Json]
+    metadata: Mapping[str, Json]
+    final: bool
+    thread: int
+    owners: tuple[Optimizer, ...] = ()
+    urgent: bool = False
+    caller: Caller | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """The result of a walk over the state.
+
+    Args:
+        hold: The hold of the lock under which it is true.
+        captured: What was found.
+        after: Events on devices, behind the work that the walk and its thread have queued.
+    """
+
+    hold: LockHold
+    captured: Captured
+    after: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedState(CapturedState):
+    """A captured state whose plan and memory are there, so that copying can begin."""
+
+    program: CopyProgram
+
+
+class StagedBlock(FilledBlock):
+    """A block in the trainer's staging memory.
+
+    Args:
+        save: The save.
+        plan: What it holds.
+        block: The memory.
+    """
+
+    plan: BlockPlan
+
+    def __init__(self, save: Save, plan: BlockPlan, block: Block) -> None:
+        super().__init__(plan, block.view[: plan.nbytes])
+        self._save, self.block = save, block
+        self.users = 1
+        """The upload, and each view of the staged state."""
+        self.began = self.ended = 0.0
+        """When the first of it was copied, and when all of it was."""
+        self.copier = 0
+        """The thread that copied the last of it."""
+
+    def release(self) -> None:
+        """Takes it back from one user; its memory is free once all are through with it."""
+        self.users -= 1
+        if not self.users:
+            self._save.free(self)
+
+
+class Save(SaveRecord):
+    """One save on its way, from the lock on.
+
+    Attributes are set by the stages, on the pipeline's thread; the futures may be waited for on
+    any thread.
+
+    Args:
+        id: The checkpoint.
+        rank: The rank.
+        request: The request of the caller.
+    """
+
+    def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
+        super().__init__(id, rank, time.perf_counter(), secrets.token_hex(16))
+        self.request = request
+        self.planned, self.handed_over = anyio.Event(), anyio.Event()
+        """Set when it is known what is stored, and when it will be stored whatever becomes of this
+        process, if a worker process does that."""
+        self._filled: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
+        self._in_use: dict[Block, StagedBlock] = {}
+        self._views = 0
+        self.started_at = time.time()
+        self.status: SaveStatus = "queued"
+        self.safe: Future[None] = Future()
+        self.staged: Future[None] = Future()
+        self.staged.add_done_callback(self._staged_is_safe)
+        self.committed: Future[CheckpointInfo] = Future()
+        self.scope: anyio.CancelScope | None = None
+        self.cancel_requested = False
+        self.ration: Ration | None = None
+        self.blocks: list[Block] = []
+        self.captured: Captured | None = None
+        self.program: CopyProgram | None = None
+        self.interrupts_another = False
+
+    def _staged_is_safe(self, staged: Future[None]) -> None:
+        error = staged.exception()
+        if error is None:
+            resolve(self.safe, None)
+        else:
+            fail(self.safe, error)
+
+    def has_the_caller_of(self, other: Save) -> bool:
+        """Tell whether it was called in the middle of another's call, which goes on after it
+        only.
+        """
+        callers = self.request.caller, other.request.caller
+        return (
+            all(caller is not None and caller.blocks for caller in callers)
+            and self.request.thread == other.request.thread
+            and not other.safe.done()
+        )
+
+    def take_up(self, state: PlannedState) -> None:
+        """Takes the state and the plan that the copy goes by."""
+        self.captured, self.program = state.captured, state.program
+        self.files = state.program.files
+        self.planned.set()
+
+    def contents(self) -> ManifestFields:
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
+        captured, program, request = self.captured, self.program, self.request
+        assert captured is not None
+        assert program is not None
+        return ManifestFields(
+            captured.described(_structure),
+            tuple(captured.values),
+            datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
+            {
+                "ckpipe": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "planner": program.planner,
+            },
+            request.metadata,
+            request.metrics,
+            request.final,
+        )
+
+    def settle(self, info: CheckpointInfo) -> None:
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
+        self.status = "committed"
+        resolve(self.committed, info)
+
+    def note(self, filled: StagedBlock) -> None:
+        """Notes a block that is filled, and is in use by the stages after the copy."""
+        self._in_use[filled.block] = filled
+        self.clock.copied(filled.plan, filled.began, filled.ended, filled.copier)
+        self._filled.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
+
+    def free(self, filled: StagedBlock) -> None:
+        """Gives back the memory of a block that is in use no more."""
+        self._in_use.pop(filled.block, None)
+        if self.ration is not None:
+            self.ration.give(filled.block)
+
+    def hold_blocks(self) -> list[StagedBlock]:
+        """Keeps all blocks of the file image until :meth:`release_view` is called.
+
+        Raises:
+            LookupError: Says why not, if not all of it is there any more, or yet.
+        """
+        if not self.staged.done() or self.program is None:
+            raise LookupError("it is not all copied yet")
+        if len({reference for _, reference, _ in self._filled}) < len(self._filled):
+            raise LookupError("it went through less memory than it has bytes")
+        held: list[StagedBlock] = []
+        try:
+            for plan, reference, uses in self._filled:
+                block = reference()
+                filled = None
+                if block is not None and block.uses == uses:
+                    filled = self._used_again(StagedBlock(self, plan, block))
+                if filled is None:
+                    raise LookupError("its memory serves a later save or load, or was given back")
+                held.append(filled)
+        except LookupError:
+            for each in held:
+                each.release()
+            raise
+        self._views += 1
+        return held
+
+    def take_again(self, filled: StagedBlock, uses: int) -> StagedBlock | None:
+        """Take a block for the stages that were through with it; None if it holds other bytes.
+
+        Args:
+            filled: The block.
+            uses: How often its memory had been handed out when it was filled.
+        """
+        return self._used_again(filled, first=True) if filled.block.uses == uses else None
+
+    def _used_again(self, filled: StagedBlock, *, first: bool = False) -> StagedBlock | None:
+        block = filled.block
+        if block not in self._in_use:
+            if self.ration is None or not self.ration.take_back(block, first=first):
+                return None
+            filled.users = 0
+            self._in_use[block] = filled
+        again = self._in_use[block]
+        again.users += 1
+        return again
+
+    def release_view(self, held: list[StagedBlock]) -> int:
+        """Gives back what :meth:`hold_blocks` returned; returns how many still look."""
+        self._views -= 1
+        for each in held:
+            each.release()
+        return self._views
+
+    def close_ration(self) -> None:
+        """Gives all memory back but what is looked at; the stages are through with it."""
+        keep = self._in_use if self._views else {}
+        if self.ration is not None:
+            self.ration.close(keep=keep)
+        for filled in keep.values():
+            filled.users = self._views
+        self._in_use = dict(keep)
+        self.blocks.clear()
+
+    def call_off(self) -> None:
+        """Has the stages give up, now or once they have begun."""
+        self.cancel_requested = True
+        if self.scope is not None:
+            self.scope.cancel()
+
+    def forget_state(self) -> None:
+        """Drops what refers to the caller's objects; nothing needs them once all is copied."""
+        self.request = SaveRequest(
+            None, self.request.select, self.request.metrics, self.request.metadata,
+            self.request.final, self.request.thread,
+        )  # fmt: skip
+
+
+def _structure(captured: Captured) -> Structure:
+    """The structure of a state as its manifest has it."""
+    rows = tuple(
+        TensorRow(
+            leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
+            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )  # fmt: skip
+    return Structure(captured.tree, rows, len(captured.values))
+
+
+def resolve(future: Future[Any], value: Any) -> None:
+    """Gives a future its value, unless it is done; for any thread."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(value)
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Gives a future its error, unless it is done; for any thread."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
