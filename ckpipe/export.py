@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import anyio
 import anyio.from_thread
@@ -46,6 +46,8 @@ from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
 
 INDEX = "model.safetensors.index.json"
 TORCH_FILE = "state.pt"
+
+Item = TypeVar("Item")
 
 _BATCH_BYTES = 256 << 20
 """How many bytes of tensors are held in memory, unless a single one is larger."""
@@ -163,7 +165,7 @@ class _Exporting:
         if not self._settings.expanded:
             sizes = {each.row.label: each.nbytes for each in tensors}
             check_expansion("An export", [self._bundle], sum(sizes.values()), sizes)
-        shards = list(shards_of(tensors, self._settings))
+        shards = list(batches(tensors, lambda each: each.nbytes, self._settings.max_shard_bytes))
         names = [
             f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, 1 + len(shards))
         ]
@@ -201,7 +203,7 @@ class _Exporting:
         header = encode_header(entries)
         async with await self._open(name, len(header) + offset) as file:
             await file.write(memoryview(header))
-            for batch in _cut(shard, _BATCH_BYTES):
+            for batch in batches(shard, lambda each: each.nbytes, _BATCH_BYTES):
                 labels = {each.row.label for each in batch}
                 tensors = await read_tensors(
                     self._backend, self._bundle, labels, self._arena, lanes=self._settings.lanes
@@ -301,21 +303,19 @@ def _no_part(part: str | None) -> UsageError:
     return UsageError(f"The checkpoint has {what}", hint=hint)
 
 
-def shards_of(tensors: list[_Named], settings: ExportSettings) -> Iterator[list[_Named]]:
-    """Cuts tensors into shards."""
-    yield from _cut(tensors, settings.max_shard_bytes)
-
-
-def _cut(tensors: list[_Named], most: int) -> Iterator[list[_Named]]:
-    """Groups tensors, in their order, so that each group has so many bytes or is one alone."""
-    group: list[_Named] = []
+def batches(
+    items: Iterable[Item], nbytes: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
+    """Group items, in their order, so that a group has at most so many bytes or is one alone."""
+    group: list[Item] = []
     filled = 0
-    for each in tensors:
-        if group and filled + each.nbytes > most:
+    for each in items:
+        size = nbytes(each)
+        if group and filled + size > most:
             yield group
             group, filled = [], 0
         group.append(each)
-        filled += each.nbytes
+        filled += size
     if group:
         yield group
 

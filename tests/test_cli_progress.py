@@ -1,4 +1,4 @@
-"""Progress is shown to whoever looks on, and to nobody else."""
+"""A terminal is shown how far an action is; a pipe is not."""
 
 from __future__ import annotations
 
@@ -17,41 +17,47 @@ from commands import PROGRAM
 from rich.console import Console
 
 from ckpipe.cli import screen
-from ckpipe.cli.screen import Meter, Spinner, of_things
+from ckpipe.cli.screen import Meter, of_things
 
 
-def shown(*, terminal: bool) -> str:
-    """What a meter prints on the way through a mebibyte."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120)
-    with Meter(console, "copying", None) as meter:
+def counted(console: Console, *, late: bool) -> None:
+    """Count a mebibyte, and show it as a second later."""
+    with Meter(console, "copying") as meter:
         meter.expect(1 << 20)
+        if late:
+            meter.show()
         for _ in range(4):
             meter.advance(1 << 18)
-    return out.getvalue()
 
 
-def test_a_terminal_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "SILENT_SECONDS", -1.0)
-    text = shown(terminal=True)
-    assert "copying" in text
-    assert "1.0/1.0 MiB" in text
-    assert "/s" in text
-    assert text.endswith("\x1b[2K")  # the line is wiped when the action is over
+def terminal(out: io.StringIO) -> Console:
+    return Console(file=out, force_terminal=True, width=120)
+
+
+def test_a_terminal_shows_rate_and_time_left() -> None:
+    out = io.StringIO()
+    counted(terminal(out), late=True)
+    assert "copying" in out.getvalue()
+    assert "1.0/1.0 MiB" in out.getvalue()
+    assert "/s" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K")  # the line is wiped when the action is over
 
 
 def test_pipes_and_quick_actions_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "SILENT_SECONDS", 3600.0)
-    assert shown(terminal=True) == ""
-    monkeypatch.setattr(screen, "SILENT_SECONDS", -1.0)
-    assert shown(terminal=False) == ""
-
-
-def test_things_are_counted_with_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "SILENT_SECONDS", -1.0)
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    with Meter(console, "reading indexes", 3, of_things) as meter:
+    counted(terminal(out), late=False)
+    counted(Console(file=out, force_terminal=False, width=120), late=True)
+    with Meter(terminal(out), "at work", unit=None) as meter:
+        meter.end()
+        meter.show()  # as a timer would that was just too late to be cancelled
+    assert out.getvalue() == ""
+
+
+def test_things_are_counted_with_their_rate() -> None:
+    out = io.StringIO()
+    with Meter(terminal(out), "reading indexes", 3, of_things) as meter:
+        meter.show()
         for _ in range(3):
             meter.advance(1)
     assert "3/3" in out.getvalue()
@@ -73,24 +79,10 @@ class Seen(io.StringIO):
 def test_what_cannot_be_counted_is_said_to_be_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "SILENT_SECONDS", 0.0)
     out = Seen()
-    with Spinner(Console(file=out, force_terminal=True, width=80)):
+    with Meter(terminal(out), "at work", unit=None):
         assert out.written.wait(30)
     assert "at work" in out.getvalue()
     assert out.getvalue().endswith("\x1b[2K")
-
-
-def test_nobody_is_told_who_does_not_look_or_does_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    out = Seen()
-    monkeypatch.setattr(screen, "SILENT_SECONDS", 3600.0)
-    with Spinner(Console(file=out, force_terminal=True, width=80)) as spinner:
-        spinner.end()
-        spinner._show()  # as a timer would that was just too late to be cancelled
-    monkeypatch.setattr(screen, "SILENT_SECONDS", 0.0)
-    with Spinner(Console(file=out, force_terminal=False, width=80)) as spinner:
-        spinner._show()
-    assert out.getvalue() == ""
 
 
 def test_a_terminal_is_told_while_torch_is_imported_and_gets_its_cursor_back(
@@ -99,15 +91,15 @@ def test_a_terminal_is_told_while_torch_is_imported_and_gets_its_cursor_back(
     # In short waits: a signal that comes just before a long one begins would not end it.
     (tmp_path / "torch.py").write_text("import time\nwhile True:\n    time.sleep(0.01)\n")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    master, terminal = pty.openpty()
+    master, slave = pty.openpty()
     shown = b""
     try:
         with subprocess.Popen(
             [*PROGRAM, "verify", "."],
-            stdin=terminal, stdout=terminal, stderr=terminal,
+            stdin=slave, stdout=slave, stderr=slave,
             env=os.environ | {"TERM": "xterm", "PYTHONPATH": path},
         ) as process:  # fmt: skip
-            os.close(terminal)
+            os.close(slave)
             while b"at work" not in shown:
                 shown += os.read(master, 1024)
             process.send_signal(signal.SIGINT)

@@ -6,9 +6,8 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpipe
-from ckpipe.catalog.inspect import tensor_bytes
-from ckpipe.cli.diff import Sides, batches, compare_structures, compare_tensors, differences
+from ckpipe.cli.diff import Comparison, TensorDifference, compare_structures, differences
 from ckpipe.cli.screen import Meter, Screen
+from ckpipe.export import batches
 from ckpipe.format.codec import encode_bundle
+from ckpipe.format.keys import label_filter
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, index_key
 from ckpipe.types import CheckpointId
@@ -49,6 +49,13 @@ def save(root: Path, *states: dict[str, Any]) -> None:
             pipeline.save(state, step=step, until="committed")
 
 
+def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
+    comparison = Comparison(first, second)
+    for a, b in comparison.pieces():
+        comparison.add(a, b)
+    return comparison.result("x")
+
+
 floats = st.lists(st.sampled_from([0.0, -0.0, 1.5, -3.0, NAN, math.inf]), min_size=1, max_size=9)
 
 
@@ -56,7 +63,7 @@ floats = st.lists(st.sampled_from([0.0, -0.0, 1.5, -3.0, NAN, math.inf]), min_si
 def test_differences_are_those_of_plain_arithmetic(a: list[float], b: list[float]) -> None:
     size = min(len(a), len(b))
     first, second = torch.tensor(a[:size]), torch.tensor(b[:size])
-    found = compare_tensors("x", first, second)
+    found = compare_tensors(first, second)
     pairs = list(zip(a[:size], b[:size], strict=True))
     gaps = [0.0 if x == y or (x != x and y != y) else abs(y - x) for x, y in pairs]
     if found is None:
@@ -73,8 +80,8 @@ def test_differences_are_those_of_plain_arithmetic(a: list[float], b: list[float
 def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
     first = torch.tensor([0, 1, 0, 1]).to(dtype)
     second = torch.tensor([0, 1, 1, 1]).to(dtype)
-    assert compare_tensors("x", first, first.clone()) is None
-    found = compare_tensors("x", first, second)
+    assert compare_tensors(first, first.clone()) is None
+    found = compare_tensors(first, second)
     assert found is not None
     assert (found.elements, found.different, found.norm, found.largest) == (4, 1, 1.0, 1.0)
     assert found.relative == pytest.approx(1 / math.sqrt(2))
@@ -82,13 +89,13 @@ def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
 
 def test_large_whole_numbers_are_told_apart() -> None:
     first = torch.tensor([2**60, 2**60])
-    found = compare_tensors("x", first, first + torch.tensor([0, 1]))
+    found = compare_tensors(first, first + torch.tensor([0, 1]))
     assert found is not None
     assert found.different == 1
 
 
 def test_negative_zero_is_a_difference_of_bits_only() -> None:
-    found = compare_tensors("x", torch.tensor([0.0]), torch.tensor([-0.0]))
+    found = compare_tensors(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert found is not None
     assert (found.different, found.norm, found.relative) == (0, 0.0, 0.0)
 
@@ -96,7 +103,7 @@ def test_negative_zero_is_a_difference_of_bits_only() -> None:
 def test_structures() -> None:
     one = {"a": torch.zeros(2), "b": torch.zeros(3), "lr": 0.1, "gone": 1, "set": {1}}
     two = {"a": torch.ones(2), "b": torch.zeros(4), "lr": 0.2, "new": torch.zeros(1), "set": {2}}
-    found = compare_structures(manifest_of(one)[0], manifest_of(two)[0])
+    found = compare_structures(manifest_of(one)[0], manifest_of(two)[0], label_filter(None))
     assert found.common == ("a",)
     assert found.only_first == ("gone",)
     assert found.only_second == ("new",)
@@ -107,14 +114,10 @@ def test_structures() -> None:
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 200))
 def test_batches_are_bounded(sizes: list[int], nbytes: int) -> None:
-    bundle, _ = manifest_of(
-        {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
-    )
-    rows = {row.label: row for row in bundle.structures[0].tensors}
-    found = list(batches(bundle, rows, nbytes))
-    assert [label for batch in found for label in batch] == list(rows)
+    found = list(batches(enumerate(sizes), lambda each: each[1], nbytes))
+    assert [each for batch in found for each in batch] == list(enumerate(sizes))
     for batch in found:
-        assert len(batch) == 1 or sum(tensor_bytes(rows[label]) for label in batch) <= nbytes
+        assert len(batch) == 1 or sum(size for _, size in batch) <= nbytes
 
 
 def test_diff_of_states_with_everything(call: Commands, tmp_path: Path) -> None:
@@ -259,10 +262,9 @@ def test_an_interrupt_ends_the_comparison_of_a_large_tensor(tmp_path: Path) -> N
 class Metered(Screen):
     """A screen that keeps its meter."""
 
-    @contextmanager
-    def meter(self, *arguments: Any, **options: Any) -> Iterator[Meter]:
-        with super().meter(*arguments, **options) as self.kept:
-            yield self.kept
+    def meter(self, *arguments: Any, **options: Any) -> Meter:
+        self.kept = super().meter(*arguments, **options)
+        return self.kept
 
 
 @pytest.mark.parametrize("match", [None, ["own", "half"]])
@@ -273,11 +275,16 @@ def test_progress_ends_when_all_that_matches_is_compared(
     ids = save_ranks(tmp_path, 5, 5, 6), save_ranks(tmp_path, 6, 5, 7)
     for steps, sizes in ((("0", "1"), {"half": 28, "other": 396}), (ids, {"alike": 16, "own": 24})):
         screen = Metered(True)
-        sides = Sides((str(tmp_path),) * 2, (str(steps[0]), str(steps[1])), match)
-
-        async def compare(screen: Screen = screen, sides: Sides = sides) -> None:
-            await differences(screen, sides, structure=False)
-
+        urls = (str(tmp_path), str(tmp_path))
+        compare = partial(
+            differences,
+            screen,
+            urls,
+            (str(steps[0]), str(steps[1])),
+            match,
+            structure=False,
+            expanded=False,
+        )
         anyio.run(compare)
         (task,) = screen.kept._progress.tasks
         chosen = sum(size for label, size in sizes.items() if match is None or label in match)

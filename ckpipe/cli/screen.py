@@ -14,11 +14,8 @@ import json
 import math
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, RenderableType
@@ -73,122 +70,60 @@ Unit = Callable[[], tuple[ProgressColumn, ...]]
 
 
 class Meter:
-    """Shows how far an action is; silent without a terminal, and at first.
+    """Show how far an action is, or only that the command is at work.
+
+    Nothing is shown without a terminal, nor in the first second. A thread of its own begins to
+    show, so that it also does where nothing is counted and where the event loop is blocked.
 
     Args:
-        console: Where to show it; nothing is shown unless it is a terminal.
+        console: Where to show it.
         action: What is done.
         total: How much there is to do; None if that is not known yet.
-        unit: What is counted: :func:`of_bytes` or :func:`of_things`.
+        unit: What is counted: :func:`of_bytes` or :func:`of_things`; None shows the time alone.
     """
 
     def __init__(
-        self, console: Console, action: str, total: int | None, unit: Unit = of_bytes
+        self, console: Console, action: str, total: int | None = None, unit: Unit | None = of_bytes
     ) -> None:
-        text, left = TextColumn("{task.description}"), TimeRemainingColumn()
-        columns = (text, BarColumn(), *unit(), left)
+        text = TextColumn("{task.description}")
+        columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), text, TimeElapsedColumn())
+        if unit is not None:
+            columns = (text, BarColumn(), *unit(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task(action, total=total)
-        self._silent = not console.is_terminal
-        self._since = time.monotonic()
-        self._shown = False
+        self._lock, self._over = threading.Lock(), not console.is_terminal
+        self._timer = threading.Timer(SILENT_SECONDS, self.show)
+        self._timer.daemon = True
 
     def expect(self, amount: int) -> None:
-        """Says how much more there will be than was known."""
+        """Add what there will be more than was known."""
         total = self._progress.tasks[0].total or 0
         self._progress.update(self._task, total=total + amount)
 
     def advance(self, amount: int) -> None:
-        """Says that so much more is done."""
+        """Count what is done."""
         self._progress.update(self._task, advance=amount)
-        if not self._shown and not self._silent and time.monotonic() - self._since > SILENT_SECONDS:
-            self._shown = True
-            self._progress.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._shown:
-            self._progress.stop()
-
-
-class SubProgress:
-    """Tells a meter of an action in parts of known size, never more of a part than its size.
-
-    Args:
-        meter: Shows how far the action is.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._left = 0
-        self.expect = meter.expect
-
-    def count(self, amount: int) -> None:
-        """Says that so much more is done of the part that is being done, if there is one."""
-        done = min(amount, self._left)
-        self._left -= done
-        self._meter.advance(done)
-
-    @contextmanager
-    def of(self, amount: int) -> Iterator[None]:
-        """Does a part of this size; what was not counted of it counts at its end."""
-        self._left = amount
-        yield
-        self.count(self._left)
-
-
-class Spinner:
-    """Says that a command is at work, if it takes longer than a second and shows nothing else.
-
-    A thread of its own begins to, so that it also shows where nothing is counted.
-
-    Args:
-        console: Where to show it; nothing is shown unless it is a terminal.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(SILENT_SECONDS, self._show)
-        self._timer.daemon = True
-        self._shown: Progress | None = None
-        self._over = not console.is_terminal
-
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Begin to show it, unless it is over."""
         with self._lock:
             if not self._over:
-                columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-                self._shown = Progress(*columns, console=self._console, transient=True)
-                self._shown.add_task("at work", total=None)
-                self._shown.start()
+                self._progress.start()
 
     def end(self) -> None:
-        """Shows nothing any more; may be called again."""
+        """Show nothing any more; may be called again."""
         with self._lock:
             self._over = True
             self._timer.cancel()
-            shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.stop()
+            if self._progress.live.is_started:
+                self._progress.stop()
 
     def __enter__(self) -> Self:
         if not self._over:
             self._timer.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
 
@@ -209,7 +144,7 @@ class Screen:
         self.as_json, self._file = as_json, settings
         self.out = _console(stderr=False)
         self.err = _console(stderr=True)
-        self.spinner = Spinner(self.err)
+        self.spinner = Meter(self.err, "at work", unit=None)
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -281,20 +216,10 @@ class Screen:
         if patterns:
             self.note(f"no name matches {' or '.join(each or repr(each) for each in patterns)}")
 
-    @contextmanager
-    def meter(
-        self, action: str, total: int | None = None, unit: Unit = of_bytes
-    ) -> Iterator[Meter]:
-        """Shows how far an action is, if it takes longer than a second and runs in a terminal.
-
-        Args:
-            action: What is done, as a word or two.
-            total: How much there is to do, if that is known.
-            unit: What is counted.
-        """
+    def meter(self, action: str, total: int | None = None, unit: Unit = of_bytes) -> Meter:
+        """Return a meter of an action, as :class:`Meter` has it, in the place of the spinner."""
         self.spinner.end()
-        with Meter(self.err, action, total, unit) as meter:
-            yield meter
+        return Meter(self.err, action, total, unit)
 
 
 class _Console(Console):

@@ -7,13 +7,12 @@ torch.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ckpipe.cli.running import Expanded, MaybeStep, Url, serve
 from ckpipe.cli.screen import Screen
-from ckpipe.errors import UsageError
 
 
 def verify_(
@@ -26,16 +25,9 @@ def verify_(
 ) -> None:
     """Reads a checkpoint whole and checks every byte of it. Exits with 1 if it is damaged."""
 
-    from ckpipe.cli.verify import verify_all, verify_one  # needs torch, for which no help waits
+    from ckpipe.cli.verify import verify_run  # needs torch, for which no help waits
 
-    async def work(screen: Screen) -> int:
-        if not every:
-            return await verify_one(screen, url, step)
-        if step is not None:
-            raise UsageError("--all verifies every checkpoint", hint="Leave the step out")
-        return await verify_all(screen, url)
-
-    serve(ctx, work)
+    serve(ctx, lambda screen: verify_run(screen, url, step, every=every))
 
 
 def diff(
@@ -59,10 +51,13 @@ def diff(
     Exits with 1 if they differ.
     """
 
-    from ckpipe.cli.diff import Sides, differences  # needs torch, for which no help waits
+    from ckpipe.cli.diff import differences  # needs torch, for which no help waits
 
-    sides = Sides((url, other or url), (first, second), match, expanded)
-    serve(ctx, lambda screen: differences(screen, sides, structure=structure))
+    async def work(screen: Screen) -> int:
+        urls, steps = (url, other or url), (first, second)
+        return await differences(screen, urls, steps, match, structure=structure, expanded=expanded)
+
+    serve(ctx, work)
 
 
 class Form(StrEnum):
@@ -97,9 +92,13 @@ def export_(
     It is written to a folder <id>.torch or <id>.hf, in which nothing is ever replaced.
     """
 
-    from ckpipe.cli.export import Order, export_run  # needs torch, for which no help waits
+    from ckpipe.cli.export import export_run  # needs torch, for which no help waits
 
     options = {"part": part, "max_shard_bytes": max_shard}
     given = {name: value for name, value in options.items() if value is not None}
-    order = Order(url, step, "torch" if form is Form.TORCH else "hf", target, given, expanded)
-    serve(ctx, lambda screen: export_run(screen, order))
+
+    async def work(screen: Screen) -> int:
+        kind: Literal["torch", "hf"] = "torch" if form is Form.TORCH else "hf"
+        return await export_run(screen, url, step, kind, target, given, expanded=expanded)
+
+    serve(ctx, work)

@@ -13,7 +13,12 @@ from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Meter, Screen, size, visible
-from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UsageError,
+)
 from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
@@ -21,32 +26,26 @@ from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointInfo, VerifyResult
 
 
-async def verify_all(screen: Screen, url: str) -> int:
-    """Verifies every complete checkpoint, the oldest first; returns the exit code."""
+async def verify_run(screen: Screen, url: str, step: str | None, *, every: bool) -> int:
+    """Verify a checkpoint, or every complete one, the oldest first; return the exit code."""
+    if every and step is not None:
+        raise UsageError("--all verifies every checkpoint", hint="Leave the step out")
     results = []
     with screen.meter("verifying") as meter:
         async with open_store(url, screen.settings, Access.READ, meter.advance) as backend:
-            infos = [each for each in await discover(backend) if each.complete]
-            for each in reversed(infos):
+            if every:
+                infos = [each for each in reversed(await discover(backend)) if each.complete]
+            else:
+                infos = [await chosen(backend, step)]
+            for each in infos:
                 try:
                     results.append(await _verified(backend, each, screen.settings, meter))
                 except CheckpointIncomplete:
+                    if not every:
+                        raise
                     screen.left_out(each)
     if not results:
         raise CheckpointNotFound("There is no complete checkpoint here")
-    return _told(screen, url, results)
-
-
-async def verify_one(screen: Screen, url: str, step: str | None) -> int:
-    """Verifies the checkpoint that an argument names; returns the exit code."""
-    with screen.meter("verifying") as meter:
-        async with open_store(url, screen.settings, Access.READ, meter.advance) as backend:
-            info = await chosen(backend, step)
-            result = await _verified(backend, info, screen.settings, meter)
-    return _told(screen, url, [result])
-
-
-def _told(screen: Screen, url: str, results: list[dict[str, Any]]) -> int:
     screen.result({"url": url, "results": results}, *(Text(_sentence(r)) for r in results))
     return OK if all(each["ok"] for each in results) else FOUND
 
