@@ -13,9 +13,6 @@ import json
 import os
 import pkgutil
 import signal
-import subprocess
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +25,7 @@ import torch
 import torch._dynamo  # the first DTensor imports it, which costs each rank a second
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
+from forks import Case, Forks, forks, serve
 from mortal_runs import die, note, notes
 from planning_ranks import hurried
 from shared_states import check_layouts, check_shared, joint_planner, shared
@@ -49,7 +47,6 @@ from ckpipe_local import LocalBackend
 from ckpipe_s3 import S3Backend
 
 URL = "gang://store"
-Case = dict[str, Any]
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}, "meeting_timeout_seconds": 60}
 
 
@@ -354,45 +351,16 @@ _CASES = (
 CASES: dict[str, Callable[[Case], None]] = {each.__name__: each for each in _CASES}
 
 
-def main() -> None:
-    """Runs one world for each line of the standard input."""
-    for number, line in enumerate(sys.stdin):
-        case = json.loads(line)
-        children: list[int] = []
-        for rank in range(case["ranks"]):
-            child = os.fork()
-            if child == 0:
-                _live(case, rank, f"{case['root']}.store-{number}")
-            children.append(child)
-        codes = _ended(children)
-        sys.stdout.write(f"{json.dumps(codes)}\n")
-        sys.stdout.flush()
-
-
-def _ended(children: list[int]) -> list[int | None]:
-    """Waits for the end of all ranks."""
-    codes: dict[int, int | None] = {}
-    while len(codes) < len(children):
-        process, status = os.wait()
-        codes[process] = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    return [codes[child] for child in children]
-
-
-def _live(case: Case, rank: int, store: str) -> None:
-    try:
-        warnings.simplefilter("error")
-        size = case["ranks"]
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-        torch.set_num_threads(1)
-        file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
-        )
-        (CASES.get(case["do"]) or pkgutil.resolve_name(case["do"]))(case)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+def _live(case: Case, rank: int, number: int) -> None:
+    warnings.simplefilter("error")
+    size = case["ranks"]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{case['root']}.store-{number}", size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
+    )
+    (CASES.get(case["do"]) or pkgutil.resolve_name(case["do"]))(case)
 
 
 class Gang:
@@ -402,18 +370,12 @@ class Gang:
         process: The process that forks them.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Forks) -> None:
         self._process = process
 
     def run(self, do: str, root: Path, ranks: int, **case: Any) -> list[int | None]:
-        """Runs a world; returns the exit codes of its ranks, None for one that was killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = json.dumps({"do": do, "root": str(root), "ranks": ranks, **case})
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        codes: list[int | None] = json.loads(self._process.stdout.readline())
-        return codes
+        """Run a world; return the exit codes of its ranks, None for one that was killed."""
+        return self._process.ranks({"do": do, "root": str(root), **case}, ranks)
 
 
 def told(root: Path, what: str) -> dict[int, list[Any]]:
@@ -429,12 +391,9 @@ def told(root: Path, what: str) -> dict[int, list[Any]]:
 @contextmanager
 def gang() -> Iterator[Gang]:
     """The process that forks worlds, for as long as it is needed."""
-    command = [sys.executable, __file__]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with forks(__file__) as process:
         yield Gang(process)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_live)

@@ -11,17 +11,14 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from forks import serve
 
 import ckpipe
 import ckpipe.pipeline
@@ -142,59 +139,9 @@ def train(case: dict[str, Any]) -> None:
                 handle = pipeline.save(state, step=step)
 
 
-def main() -> None:
-    """Runs one child for each line of the standard input."""
-    for line in sys.stdin:
-        case = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _live(case)
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{status}\n")
-        sys.stdout.flush()
-
-
-def _live(case: dict[str, Any]) -> None:
-    try:
-        {"save_some": save_some, "train": train}[case["do"]](case)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-class Runs:
-    """Starts runs and waits for their end.
-
-    Args:
-        process: The process that forks them.
-    """
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def run(self, do: str, root: Path, **case: Any) -> int | None:
-        """Runs a case; returns its exit code, or None if it was killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": do, "root": str(root), **case}) + "\n")
-        self._process.stdin.flush()
-        status = int(self._process.stdout.readline())
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            return None
-        return os.WEXITSTATUS(status)
-
-
-@contextmanager
-def runs() -> Iterator[Runs]:
-    """The process that forks runs, for as long as it is needed."""
-    command = [sys.executable, __file__]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield Runs(process)
+def _live(case: dict[str, Any], rank: int, number: int) -> None:
+    {"save_some": save_some, "train": train}[case["do"]](case)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_live)

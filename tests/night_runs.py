@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import serve
 from night_store import SCHEME
 
 import ckpipe
@@ -242,27 +239,10 @@ def small_files(processes: list[int], limit: int) -> Iterator[None]:
                 resource.prlimit(each, resource.RLIMIT_FSIZE, endless)
 
 
-def main() -> None:
-    """Runs one trainer for each line of the standard input."""
-    for line in sys.stdin:
-        case = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _live(case)
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{status}\n")
-        sys.stdout.flush()
-
-
-def _live(case: dict[str, Any]) -> None:
+def _live(case: dict[str, Any], rank: int, number: int) -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # of saves that failed
     torch.set_num_threads(1)
-    try:
-        Trainer(case).live()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    Trainer(case).live()
 
 
 def install(folder: Path) -> None:
@@ -274,43 +254,5 @@ def install(folder: Path) -> None:
     (about / "entry_points.txt").write_text(f"[ckpipe.backends]\n{target}\n")
 
 
-class Trainers:
-    """Starts trainers and waits for their end.
-
-    Args:
-        process: The process that forks them.
-    """
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def run(self, case: dict[str, Any]) -> int | None:
-        """Runs one; returns its exit code, or None if it was killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
-        status = int(self._process.stdout.readline())
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            return None
-        return os.WEXITSTATUS(status)
-
-
-@contextmanager
-def trainers(folder: Path) -> Iterator[Trainers]:
-    """The process that forks trainers, for as long as it is needed."""
-    install(folder)
-    path = os.pathsep.join([str(folder), str(Path(__file__).parent), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield Trainers(process)
-
-
 if __name__ == "__main__":
-    main()
+    serve(_live)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gang import SETTINGS, URL, Case, collectives, private, tell
+from forks import Case
+from gang import SETTINGS, URL, collectives, private, tell
 from mortal_runs import note
 from odd_states import FULL, HALVES, ODD, on, spread, wrong
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

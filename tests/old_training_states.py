@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gang import SETTINGS, Case, gang, tell
+from forks import Case
+from gang import SETTINGS, gang, tell
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor

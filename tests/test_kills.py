@@ -8,8 +8,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import mortal_runs
 import pytest
-from mortal_runs import SAVES, Runs, notes, runs, state_of
+from forks import Forks, forks
+from mortal_runs import SAVES, notes, state_of
 from pipelines import same
 from sampling import EVERY, SEED
 
@@ -21,8 +23,8 @@ STEPS = 30
 
 
 @pytest.fixture(scope="module")
-def mortal() -> Iterator[Runs]:
-    with runs() as made:
+def mortal() -> Iterator[Forks]:
+    with forks(mortal_runs.__file__) as made:
         yield made
 
 
@@ -54,45 +56,53 @@ def check(root: Path) -> None:
                     pipeline.load(step=info.id)
 
 
-def moments(mortal: Runs, root: Path) -> list[tuple[int, str]]:
+def moments(mortal: Forks, root: Path) -> list[tuple[int, str]]:
     """Before and after which store operations of an undisturbed run a process can be killed."""
-    assert mortal.run("save_some", root) == 0
+    assert mortal.run({"do": "save_some", "root": str(root)}) == 0
     last, in_vain = json.loads(notes(root)[-1])
     every = itertools.product(range(1, last + 1), ("before", "after"))
     return [each for each in every if each not in {(number, "after") for number in in_vain}]
 
 
-def test_killed_at_any_store_operation(mortal: Runs, chance: random.Random, tmp_path: Path) -> None:
+def test_killed_at_any_store_operation(
+    mortal: Forks, chance: random.Random, tmp_path: Path
+) -> None:
     cases = moments(mortal, tmp_path / "undisturbed")
     for number, landing in cases if EVERY else chance.sample(cases, SAMPLE):
         root = tmp_path / f"run-{number}-{landing}"
-        assert mortal.run("save_some", root, at=number, landing=landing) is None
+        assert (
+            mortal.run({"do": "save_some", "root": str(root), "at": number, "landing": landing})
+            is None
+        )
         check(root)
         before = len(committed(root))
-        assert mortal.run("save_some", root) == 0
+        assert mortal.run({"do": "save_some", "root": str(root)}) == 0
         assert len(committed(root)) == before + SAVES
         check(root)
 
 
 def test_killed_at_any_moment_again_and_again(
-    mortal: Runs, chance: random.Random, tmp_path: Path
+    mortal: Forks, chance: random.Random, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
     for _ in range(KILLS):
         seconds = chance.uniform(0, 0.1)
-        assert mortal.run("save_some", root, seconds=seconds, saves=10**6) is None
+        assert (
+            mortal.run({"do": "save_some", "root": str(root), "seconds": seconds, "saves": 10**6})
+            is None
+        )
         check(root)
-    assert mortal.run("save_some", root) == 0
+    assert mortal.run({"do": "save_some", "root": str(root)}) == 0
     check(root)
     steps = committed(root)
     assert steps == sorted(steps)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(mortal: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(mortal: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root of a training run that nothing has disturbed."""
     root = tmp_path_factory.mktemp("training") / "undisturbed"
-    assert mortal.run("train", root, steps=STEPS) == 0
+    assert mortal.run({"do": "train", "root": str(root), "steps": STEPS}) == 0
     return root
 
 
@@ -118,11 +128,23 @@ def losses(root: Path) -> dict[int, str]:
     ],
 )
 def test_training_goes_on_to_the_last_bit(
-    mortal: Runs, undisturbed: Path, tmp_path: Path, verb: str, landing: str, nth: int
+    mortal: Forks, undisturbed: Path, tmp_path: Path, verb: str, landing: str, nth: int
 ) -> None:
     killed = tmp_path / "killed"
-    assert mortal.run("train", killed, steps=STEPS, verb=verb, landing=landing, nth=nth) is None
-    assert mortal.run("train", killed, steps=STEPS) == 0
+    assert (
+        mortal.run(
+            {
+                "do": "train",
+                "root": str(killed),
+                "steps": STEPS,
+                "verb": verb,
+                "landing": landing,
+                "nth": nth,
+            }
+        )
+        is None
+    )
+    assert mortal.run({"do": "train", "root": str(killed), "steps": STEPS}) == 0
     resumed_from = [int(line.split()[1]) for line in notes(killed) if line.startswith("from")]
     assert resumed_from[0] == 0
     assert 0 < resumed_from[1] < STEPS

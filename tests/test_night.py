@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import night_runs
 import pytest
-from night_runs import Ledger, Trainers, digest, trainers
+from forks import Forks, forks
+from night_runs import Ledger, digest, install
 from sampling import EVERY, SEED
 
 import ckpipe
@@ -36,8 +38,9 @@ TROUBLES = (*PASSING, *KILLS, "kill the worker at an operation", "errors")
 
 
 @pytest.fixture
-def night(tmp_path: Path) -> Iterator[Trainers]:
-    with trainers(tmp_path / "path") as made:
+def night(tmp_path: Path) -> Iterator[Forks]:
+    install(tmp_path / "path")
+    with forks(night_runs.__file__, tmp_path / "path") as made:
         yield made
 
 
@@ -218,7 +221,7 @@ def left_over(root: Path, kept: list[str]) -> list[str]:
 
 @pytest.mark.timeout(900)
 def test_a_night_in_fast_motion(
-    night: Trainers, chance: random.Random, root: Path, tmp_path: Path
+    night: Forks, chance: random.Random, root: Path, tmp_path: Path
 ) -> None:
     (root / "notes.txt").write_text("not ckpipe's")
     run = Night(tmp_path, root, chance)

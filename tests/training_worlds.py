@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gang import SETTINGS, Case, tell
+from forks import Case
+from gang import SETTINGS, tell
 from training_cells import RANKS, SCENARIOS, TRIPLED, Cell, Saved
 from training_models import Trained, make
 from training_optimizers import LR
