@@ -29,12 +29,12 @@ from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.format.codec import decode_bundle, encode_bundle
+from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.loading.entries import entry_table
 from ckpipe.loading.load import LoadRequest, _match
 from ckpipe.loading.read_plan import ReadLimits, plan_reads
 from ckpipe.plan.plan import LocalPlanner, fingerprint
@@ -250,7 +250,7 @@ def load(ranks: int) -> Figures:
     request = LoadRequest(target, LabelFilter(), strict=True, cast=False, pickling=False)
 
     def planned() -> None:
-        data = entry_table(bundle)
+        data = EntryTable(bundle)
         matched = _match(bundle, data, request, 0, 1)
         plan_reads(data, matched.targets.needs, ReadLimits(16 << 20, 4096))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckpipe.backend import UploadLimits
 from ckpipe.catalog.copy import FileCheck, block_bytes_for
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.loading.entries import PartData
+from ckpipe.format.entry_table import EntryTable
 
 BUNDLE, IMAGES = manifest_of(
     {
@@ -22,7 +22,9 @@ BUNDLE, IMAGES = manifest_of(
         "empty": torch.empty(0),
     }
 )
-DATA = PartData(BUNDLE.parts[0], BUNDLE.layouts[0])
+DATA = EntryTable(BUNDLE)
+DATA.join(0)
+ENTRIES = [DATA.entry(number) for number in range(len(DATA.sizes))]
 (IMAGE,) = IMAGES.values()
 
 
@@ -48,10 +50,10 @@ def test_every_flipped_bit_is_a_fault_of_what_it_lies_in(
     image = bytearray(IMAGE)
     image[at] ^= 1 << bit
     fault = fault_of(bytes(image), block_bytes)
-    begins = dict(zip((entry.name for entry in DATA.entries), DATA.begins, strict=True))
+    begins = dict(zip((entry.name for entry in ENTRIES), DATA.begins, strict=True))
     within = [
         repr(entry.name)
-        for entry in DATA.entries
+        for entry in ENTRIES
         if begins[entry.name] <= at < begins[entry.name] + entry.nbytes
     ]
     assert fault == (within[0] if within else "its header")

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
-from ckpipe.format.manifest import Entry, FileRow, Layout, RankManifest
-from ckpipe.loading.chunks import Piece
-from ckpipe.loading.entries import Need, PartData
-from ckpipe.loading.read_plan import ALLOWANCE_BYTES, Read, ReadLimits, batched, plan_reads
+from ckpipe.format.entry_table import EntryTable
+from ckpipe.format.manifest import Entry, FileRow, Layout, ManifestDocument, RankManifest
+from ckpipe.loading.chunks import ChunkCopy
+from ckpipe.loading.read_plan import (
+    ALLOWANCE_BYTES,
+    LEAST_BYTES,
+    Need,
+    Read,
+    ReadChunk,
+    ReadLimits,
+    batched,
+    plan_reads,
+)
+from ckpipe.types import CheckpointId
 
 HEADER_BYTES = 4096
 
 
-def part_data(sizes: list[list[int]]) -> PartData:
+def table_of(sizes: list[list[int]]) -> EntryTable:
     """Files that hold entries of these sizes; a chunk's checksum is its number."""
     entries: list[Entry] = []
     files: list[FileRow] = []
@@ -30,7 +41,16 @@ def part_data(sizes: list[list[int]]) -> PartData:
         files.append(FileRow(f"rank-00000.{number}", HEADER_BYTES + offset, HEADER_BYTES, 0))
     sums = tuple(range(sum(chunk_count(row.nbytes) for row in entries)))
     part = RankManifest(0, 0, 0, (), tuple(files), sums, "", "", {})
-    return PartData(part, Layout(tuple(entries), ()))
+    layout = Layout(tuple(entries), ())
+    id = CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0)
+    table = EntryTable(ManifestDocument("manifest", id, 1, (), (layout,), (part,)))
+    table.join(0)
+    return table
+
+
+def all_needs(data: EntryTable) -> list[Need]:
+    """Every byte of every entry."""
+    return [Need(number, 0, size) for number, size in enumerate(data.sizes)]
 
 
 entry_sizes = st.one_of(
@@ -48,28 +68,29 @@ limits = st.builds(
 
 @dataclass(frozen=True)
 class Case:
-    data: PartData
+    data: EntryTable
     needs: list[Need]
     limits: ReadLimits
+    lanes: int
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    data = part_data(draw(st.lists(st.lists(entry_sizes, max_size=6), min_size=1, max_size=2)))
+    data = table_of(draw(st.lists(st.lists(entry_sizes, max_size=6), min_size=1, max_size=2)))
     needs = []
-    for number, row in enumerate(data.entries):
+    for number, size in enumerate(data.sizes):
         for _ in range(draw(st.integers(0, 2))):
             if draw(st.booleans()):
-                needs.append(Need(number, 0, row.nbytes))
+                needs.append(Need(number, 0, size))
             else:
-                lo = draw(st.integers(0, row.nbytes))
-                needs.append(Need(number, lo, draw(st.integers(lo, row.nbytes))))
-    return Case(data, draw(st.permutations(needs)), draw(limits))
+                lo = draw(st.integers(0, size))
+                needs.append(Need(number, lo, draw(st.integers(lo, size))))
+    return Case(data, draw(st.permutations(needs)), draw(limits), draw(st.integers(1, 9)))
 
 
-def absolute(data: PartData, need: Need) -> tuple[int, int, int]:
+def absolute(data: EntryTable, need: Need) -> tuple[int, int, int]:
     begin = data.begins[need.entry]
-    return data.entries[need.entry].file, begin + need.lo, begin + need.hi
+    return data.entry_files[need.entry], begin + need.lo, begin + need.hi
 
 
 def contiguous(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -84,29 +105,39 @@ def contiguous(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]
 
 
 @given(cases())
-def test_pieces_are_whole_chunks_that_cover_the_needs_once(case: Case) -> None:
+def test_reads_bring_every_byte_of_the_chunks_that_are_needed_once(case: Case) -> None:
     data = case.data
-    seen: set[tuple[int, int]] = set()
-    for read in plan_reads(data, case.needs, case.limits):
-        for piece in read.pieces:
-            row = data.entries[piece.entry]
-            assert piece.lo % CHUNK_BYTES == 0
-            assert piece.hi == min(piece.lo + CHUNK_BYTES, row.nbytes)
-            assert piece.checksum == data.first_sums[piece.entry] + piece.lo // CHUNK_BYTES
-            assert read.offset + piece.at == data.begins[piece.entry] + piece.lo
-            assert piece.at >= 0
-            assert piece.at + piece.hi - piece.lo <= read.size
-            assert (piece.entry, piece.lo) not in seen
-            seen.add((piece.entry, piece.lo))
+    seen: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for read in plan_reads(data, case.needs, case.limits, case.lanes):
+        for chunk in read.chunks + read.cut:
+            begin, end = brought(read, chunk)
+            assert chunk.lo % CHUNK_BYTES == 0
+            assert chunk.hi == min(chunk.lo + CHUNK_BYTES, data.sizes[chunk.entry])
+            assert chunk.checksum == data.first_sums[chunk.entry] + chunk.lo // CHUNK_BYTES
+            assert read.offset + chunk.at == data.begins[chunk.entry] + chunk.lo
+            assert (chunk in read.chunks) == (end - begin == chunk.hi - chunk.lo)
+            seen[chunk.entry, chunk.lo].append((chunk.lo + begin, chunk.lo + end))
+    for (entry, lo), parts in seen.items():
+        assert contiguous([(0, *part) for part in parts]) == [
+            (0, lo, min(lo + CHUNK_BYTES, data.sizes[entry]))
+        ]
+        assert sum(end - begin for begin, end in parts) <= CHUNK_BYTES
     for need in case.needs:
         if need.lo < need.hi:
             first, last = need.lo // CHUNK_BYTES, (need.hi - 1) // CHUNK_BYTES
             assert all((need.entry, n * CHUNK_BYTES) in seen for n in range(first, last + 1))
 
 
+def brought(read: Read, chunk: ReadChunk) -> tuple[int, int]:
+    """The bytes of a chunk that a read brings, from the chunk's start."""
+    begin, end = max(0, -chunk.at), min(chunk.hi - chunk.lo, read.size - chunk.at)
+    assert begin < end
+    return begin, end
+
+
 @given(cases())
 def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
-    for read in plan_reads(case.data, case.needs, case.limits):
+    for read in plan_reads(case.data, case.needs, case.limits, case.lanes):
         assert read.offset >= 0
         assert read.offset + read.size <= case.data.files[read.file].size
         assert read.size <= case.limits.buffer_bytes
@@ -116,12 +147,15 @@ def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
 def test_little_is_read_that_nobody_needs(case: Case) -> None:
     needs = contiguous([absolute(case.data, need) for need in case.needs])
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in needs)
-    assert sum(read.size for read in plan_reads(case.data, case.needs, case.limits)) <= allowed
+    assert (
+        sum(read.size for read in plan_reads(case.data, case.needs, case.limits, case.lanes))
+        <= allowed
+    )
 
 
 @given(cases())
 def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) -> None:
-    reads = plan_reads(case.data, case.needs, case.limits)
+    reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
     for one, other in pairwise(reads):
         assert (one.file, one.offset) <= (other.file, other.offset)
         if one.file == other.file:
@@ -129,7 +163,7 @@ def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) 
 
 
 @st.composite
-def resharded(draw: st.DrawFn) -> tuple[PartData, list[Piece], ReadLimits]:
+def resharded(draw: st.DrawFn) -> tuple[EntryTable, list[ChunkCopy], ReadLimits]:
     """A matrix that was saved in a grid of blocks, and those parts of them that a block needs."""
     rows, columns = draw(st.integers(1, 30)), draw(st.integers(1, 3 << 20))
     shape = (rows, columns)
@@ -138,7 +172,7 @@ def resharded(draw: st.DrawFn) -> tuple[PartData, list[Piece], ReadLimits]:
     boxes: list[Box] = [
         ((top, left), (bottom, right)) for (top, bottom), (left, right) in product(*grid)
     ]
-    data = part_data([[box_volume(box) for box in boxes]])
+    data = table_of([[box_volume(box) for box in boxes]])
     target = tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
     wanted: Box = (target[0][0], target[1][0]), (target[0][1], target[1][1])
     pieces = []
@@ -147,13 +181,13 @@ def resharded(draw: st.DrawFn) -> tuple[PartData, list[Piece], ReadLimits]:
         if common is not None:
             inside = moved(common, box[0])
             size = box_volume(box)
-            pieces.append(Piece(number, 0, size, None, box_shape(box), inside, None, False))
+            pieces.append(ChunkCopy(number, 0, size, None, box_shape(box), inside, None, False))
     return data, pieces, draw(limits)
 
 
 @given(resharded())
 def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
-    case: tuple[PartData, list[Piece], ReadLimits],
+    case: tuple[EntryTable, list[ChunkCopy], ReadLimits],
 ) -> None:
     data, pieces, limit = case
     # What is needed byte for byte, without what lies between rows that are read together.
@@ -167,24 +201,24 @@ def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in runs)
     reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], limit)
     assert sum(read.size for read in reads) <= allowed
-    chunks = [(piece.entry, piece.lo) for read in reads for piece in read.pieces]
-    assert len(chunks) == len(set(chunks))
+    chunks = [(chunk.entry, chunk.lo) for read in reads for chunk in read.chunks + read.cut]
     known = set(chunks)
+    assert len(chunks) == len(known)
     for need in exact:
         first, last = need.lo // CHUNK_BYTES, (need.hi - 1) // CHUNK_BYTES
         assert all((need.entry, n * CHUNK_BYTES) in known for n in range(first, last + 1))
 
 
 def test_large_reads_are_aligned() -> None:
-    data = part_data([[700, 64 << 20]])
-    reads = plan_reads(data, data.all_needs(), ReadLimits(16 << 20, 4096))
+    data = table_of([[700, 64 << 20]])
+    reads = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
     assert all(read.offset % 4096 == 0 for read in reads)
     assert all(read.size % 4096 == 0 for read in reads[:-1])
     assert len(reads) == 5
 
 
 def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
-    near, far = part_data([[100, 1000, 100]]), part_data([[100, 64 << 20, 100]])
+    near, far = table_of([[100, 1000, 100]]), table_of([[100, 64 << 20, 100]])
     needs = [Need(0, 0, 100), Need(2, 0, 100)]
     assert len(plan_reads(near, needs, ReadLimits(16 << 20, 4096))) == 1
     assert len(plan_reads(far, needs, ReadLimits(16 << 20, 4096))) == 2
@@ -193,14 +227,14 @@ def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
 def test_gaps_never_overdraw_the_allowance() -> None:
     # Both needs cross a chunk's end by one byte on either side, which costs nearly all of it.
     size = 2 * CHUNK_BYTES
-    data = part_data([[size, 200 << 10, size]])
+    data = table_of([[size, 200 << 10, size]])
     needs = [Need(n, CHUNK_BYTES - 1, CHUNK_BYTES + 1) for n in (0, 2)]
     reads = plan_reads(data, needs, ReadLimits(16 << 20, 4096))
     assert sum(read.size for read in reads) <= 4 + 2 * ALLOWANCE_BYTES
 
 
 def test_alignment_never_overdraws_the_allowance() -> None:
-    data = part_data([[1, 2 * CHUNK_BYTES, 5000]])
+    data = table_of([[1, 2 * CHUNK_BYTES, 5000]])
     (read,) = plan_reads(
         data, [Need(1, CHUNK_BYTES - 1, CHUNK_BYTES + 1)], ReadLimits(4 << 20, 4096)
     )
@@ -208,14 +242,14 @@ def test_alignment_never_overdraws_the_allowance() -> None:
 
 
 def test_twenty_thousand_tiny_entries_are_one_read() -> None:
-    data = part_data([[32] * 20_000])
-    (read,) = plan_reads(data, data.all_needs(), ReadLimits(16 << 20, 4096))
-    assert len(read.pieces) == 20_000
+    data = table_of([[32] * 20_000])
+    (read,) = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
+    assert len(read.chunks) == 20_000
 
 
 @given(cases(), st.integers(1, 20 << 20))
 def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -> None:
-    reads = plan_reads(case.data, case.needs, case.limits)
+    reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
     batches = list(batched(reads, nbytes))
     assert [read for batch in batches for read in batch] == reads
     for batch in batches:
@@ -225,14 +259,61 @@ def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -
             assert other.offset <= one.offset + one.size
 
 
-@given(cases())
-def test_batches_without_a_bound_end_only_at_gaps(case: Case) -> None:
-    reads = plan_reads(case.data, case.needs, case.limits)
-    batches = list(batched(reads))
-    assert [read for batch in batches for read in batch] == reads
-    for one, other in pairwise(batches):
-        assert other[0].file != one[-1].file or other[0].offset > _end(one[-1:])
-
-
 def _end(batch: list[Read]) -> int:
     return batch[-1].offset + batch[-1].size
+
+
+MIB = 1 << 20
+PART = 16 * MIB
+
+
+def reads_of_a_run(mebibytes: int, shift: int, lanes: int, part_bytes: int = PART) -> list[Read]:
+    """The reads, cut where parts end, of so much that lies together from a place in a file on."""
+    data = table_of([[shift, mebibytes * MIB]])
+    data.begins[:] = [0, shift]
+    return plan_reads(data, [Need(1, 0, mebibytes * MIB)], ReadLimits(part_bytes, 1), lanes)
+
+
+@example(15, 3 * MIB, 3)  # fits a part, lies across an edge, and is cut for its lanes
+@given(st.integers(2, 600), st.sampled_from([0, 4096, 3 * MIB]), st.integers(1, 9))
+def test_no_read_of_what_lies_together_crosses_an_edge(
+    mebibytes: int, shift: int, lanes: int
+) -> None:
+    reads = reads_of_a_run(mebibytes, shift, lanes)
+    end = shift + mebibytes * MIB
+    for read in reads:
+        last = read.offset + read.size - 1
+        across = read.offset // PART != last // PART
+        assert not across or len(reads) == 1 or end - last // PART * PART <= CHUNK_BYTES
+
+
+@given(st.integers(1, 600), st.integers(1, 9))
+def test_a_read_is_no_more_than_twice_a_lanes_share_of_what_is_left(
+    mebibytes: int, lanes: int
+) -> None:
+    reads = reads_of_a_run(mebibytes, 4096, lanes)
+    left = sum(read.size for read in reads)
+    for read in reads:
+        # What is cut is cut evenly, by the share that a lane has where the cut part begins, and
+        # at whole mebibytes.
+        assert read.size <= max(LEAST_BYTES, 2 * (left + PART) // lanes) + MIB
+        left -= read.size
+    assert all(read.size >= LEAST_BYTES // 2 - MIB for read in reads[:-1])
+
+
+def test_few_requests_are_added_by_edges() -> None:
+    assert len(reads_of_a_run(4096, 4096, 6)) <= 256 + 6
+    assert len(reads_of_a_run(256, 4096, 6)) <= 16 + 3
+    assert len(reads_of_a_run(4, 4096, 6)) == 1
+    assert [read.size // MIB for read in reads_of_a_run(20, 0, 6)] == [8, 8, 4]
+
+
+@given(st.integers(2, 40), st.sampled_from([0, 5, 4096, MIB, 3 * MIB]), st.integers(2, 5))
+def test_small_parts_have_edges_too(mebibytes: int, shift: int, step: int) -> None:
+    reads = reads_of_a_run(mebibytes, shift, 4, step * MIB)
+    assert all(read.size <= step * MIB for read in reads)
+    assert len(reads) <= -(-mebibytes // step) + 2
+
+
+def test_parts_that_hold_hardly_a_chunk_are_no_parts() -> None:
+    assert not any(read.cut for read in reads_of_a_run(64, 4096, 6, 2 * MIB - 1))

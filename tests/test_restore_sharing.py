@@ -12,8 +12,8 @@ from stored_states import round_trip, run_round_trip, store
 from torch import nn
 
 from ckpipe.errors import SharingConflict
+from ckpipe.format.entry_table import EntryTable
 from ckpipe.loading.chunks import Sources, StoredTensors
-from ckpipe.loading.entries import entry_table
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.testing import MemoryBackend
@@ -44,7 +44,7 @@ async def test_what_was_shared_likewise_is_not_compared_first(
 ) -> None:
     bundle = await store(Tied(tied=saved_tied).state_dict(), MemoryBackend())
     saved = state_of_part(bundle, 0)
-    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), entry_table(bundle))
+    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), EntryTable(bundle))
     targets = Targets(stored, cast=False)
     for number, tensor in enumerate(Tied(tied=True).state_dict().values()):
         assert targets.fill(stored[number], tensor, str(number))

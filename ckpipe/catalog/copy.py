@@ -45,9 +45,9 @@ from ckpipe.format.checksum import (
     crc32c,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
-from ckpipe.loading.entries import PartData
 from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId
@@ -121,8 +121,9 @@ async def copy_checkpoint(
         raise MissingObject("The index is gone", step=id.step, key=key) from error
     await _check_target(target, id, index)
     report = CopyReport(str(id))
-    for part in bundle.parts:
-        data = PartData(part, bundle.layouts[part.layout])
+    for rank in range(len(bundle.parts)):
+        data = EntryTable(bundle)
+        data.join(rank)
         for number in range(len(data.files)):
             file = _File(source, target, id, data, number, settings)
             copied = await file.bring()
@@ -204,7 +205,7 @@ class _File:
         source: Backend,
         target: Backend,
         id: CheckpointId,
-        data: PartData,
+        data: EntryTable,
         number: int,
         settings: CopySettings,
     ) -> None:
@@ -367,13 +368,13 @@ class FileCheck:
         file: The number of the file.
     """
 
-    def __init__(self, data: PartData, file: int) -> None:
+    def __init__(self, data: EntryTable, file: int) -> None:
         self._row = data.files[file]
-        numbers = [n for n, entry in enumerate(data.entries) if entry.file == file and entry.nbytes]
+        numbers = [n for n, of in enumerate(data.entry_files) if of == file and data.sizes[n]]
         numbers.sort(key=lambda n: data.begins[n])
         self._begins = [0, *(data.begins[n] for n in numbers)]
-        self._sizes = [self._row.header_bytes, *(data.entries[n].nbytes for n in numbers)]
-        self._names = ["its header", *(repr(data.entries[n].name) for n in numbers)]
+        self._sizes = [self._row.header_bytes, *(data.sizes[n] for n in numbers)]
+        self._names = ["its header", *(repr(data.entry(n).name) for n in numbers)]
         self._expected = [
             data.checksums[data.first_sums[n] : data.first_sums[n + 1]] for n in numbers
         ]

@@ -24,8 +24,9 @@ from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
-from ckpipe.loading.entries import EntryTable, Need
+from ckpipe.loading.read_plan import Need
 from ckpipe.state.tensors import overlaps_itself
 
 ChunkRef = tuple[int, Chunk]
@@ -189,7 +190,7 @@ class Region(NamedTuple):
     at: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class ChunkCopy(NamedTuple):
     """Elements of one chunk that go to one place.
 
     Args:
@@ -241,8 +242,8 @@ class StoredTensor:
     dtype: torch.dtype
     fresh_stride: tuple[int, ...] | None
     near: list[ChunkRef]
-    whole: tuple[Piece, ...] | None = None
-    parts: dict[tuple[Region, ...], tuple[Piece, ...]] | None = None
+    whole: tuple[ChunkCopy, ...] | None = None
+    parts: dict[tuple[Region, ...], tuple[ChunkCopy, ...]] | None = None
 
     @property
     def label(self) -> str:
@@ -322,7 +323,7 @@ class StoredTensors:
 
     def pieces(
         self, stored: StoredTensor, regions: tuple[Region, ...] | None = None
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ChunkCopy, ...]:
         """The pieces that regions of a tensor are put together from, each element once.
 
         Args:
@@ -353,7 +354,7 @@ class StoredTensors:
         pieces = self.pieces(stored)
         return len(pieces) == 1 and pieces[0].shared and pieces[0].target is None
 
-    def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[Piece, ...]:
+    def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[ChunkCopy, ...]:
         near = stored.near
         found, missing = self._covered(stored, near, regions)
         if missing:
@@ -397,7 +398,7 @@ class StoredTensors:
             if entry is None or chunk.offset or entry in held.shared or entry >= held.entry_count:
                 return False
             place = self.data.number(part, entry)
-            row, start = self.data.entries[place], self.data.first_sums[place]
+            row, start = self.data.entry(place), self.data.first_sums[place]
             sums = self.data.checksums[start : start + chunk_count(row.nbytes)]
             contents.append((row.dtype, row.shape, tuple(sums)))
         return len(set(contents)) > 1
@@ -426,7 +427,7 @@ class StoredTensors:
 
     def _parts(
         self, stored: StoredTensor, found: list[tuple[ChunkRef, Box, Box]]
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ChunkCopy, ...]:
         """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
         everything = whole(stored.row.shape)
         pieces = []
@@ -449,7 +450,7 @@ class StoredTensors:
         shape: tuple[int, ...],
         inside: Box | None,
         target: Box | None,
-    ) -> Piece:
+    ) -> ChunkCopy:
         number, start, stride = chunk.entry, chunk.offset, chunk.stride
         reach = math.prod(shape) if stride is None else _reach(shape, stride, stored)
         stop = start + reach * stored.dtype.itemsize
@@ -460,7 +461,7 @@ class StoredTensors:
         if start < 0 or stop > self.data.sizes[entry]:
             raise _outside(stored, start, stop)
         shared = stride is not None or number in held.shared
-        return Piece(entry, start, stop, stride, shape, inside, target, shared)
+        return ChunkCopy(entry, start, stop, stride, shape, inside, target, shared)
 
 
 def _outside(stored: StoredTensor, start: int, stop: int) -> InvalidExtent:

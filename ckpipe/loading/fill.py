@@ -25,8 +25,8 @@ import torch
 
 from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.format.boxes import Box, box_volume, flat_range_boxes, flat_start, intersection, moved
-from ckpipe.loading.chunks import Piece, Region, StoredTensor, StoredTensors
-from ckpipe.loading.entries import Need
+from ckpipe.loading.chunks import ChunkCopy, Region, StoredTensor, StoredTensors
+from ckpipe.loading.read_plan import Need
 from ckpipe.memory.native import copy_bytes
 from ckpipe.state.tensors import overlaps_itself
 
@@ -61,10 +61,6 @@ class RawBytes(NamedTuple):
             nbytes = min(hi, stop) - first
         if nbytes > 0:
             copy_bytes(address + first - start, source + first - lo, nbytes)
-
-
-# Tens of thousands are made for a load, for which the class's own constructor is slow.
-new_raw_bytes = partial(tuple.__new__, RawBytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +193,7 @@ class Filling:
     def live(
         self,
         stored: StoredTensor,
-        pieces: tuple[Piece, ...],
+        pieces: tuple[ChunkCopy, ...],
         regions: tuple[Region, ...] | None,
         target: torch.Tensor,
     ) -> None:
@@ -235,7 +231,7 @@ class Filling:
         for target, value in copies:
             write(target, value)
 
-    def _add(self, stored: StoredTensor, pieces: Sequence[Piece], target: torch.Tensor) -> None:
+    def _add(self, stored: StoredTensor, pieces: Sequence[ChunkCopy], target: torch.Tensor) -> None:
         """Has a tensor filled with pieces, none of which is an image."""
         base = target.data_ptr() if takes_bytes(target, stored.dtype) else None
         shape, item = tuple(target.shape), stored.dtype.itemsize
@@ -257,7 +253,7 @@ class Filling:
                 self.needs += piece.needs(item)
 
     def _make(
-        self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
+        self, stored: StoredTensor, pieces: tuple[ChunkCopy, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:
         with normal_tensors():
             if len(pieces) == 1 and pieces[0].target is None:
@@ -273,7 +269,7 @@ class Filling:
             return self._sharing[key].detach()
 
     def _alone(
-        self, stored: StoredTensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]
+        self, stored: StoredTensor, pieces: tuple[ChunkCopy, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:
         tensor = _allocate(stored, shape)
         plain = []
@@ -292,7 +288,7 @@ class Filling:
             self._finishers.append(tensor.neg_)
         return with_lazy_bits(tensor, stored.row.lazy)
 
-    def _window(self, stored: StoredTensor, piece: Piece) -> torch.Tensor:
+    def _window(self, stored: StoredTensor, piece: ChunkCopy) -> torch.Tensor:
         """A chunk as a view of its entry's memory."""
         offset, rest = divmod(piece.start, stored.dtype.itemsize)
         if rest:
@@ -374,18 +370,18 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
             write(row, values)
 
 
-def _is_image(piece: Piece, stored: StoredTensor) -> bool:
+def _is_image(piece: ChunkCopy, stored: StoredTensor) -> bool:
     """Tell whether a piece of shared memory is something else than elements row by row."""
     lies_otherwise = piece.stride is not None or piece.start % stored.dtype.itemsize != 0
     return lies_otherwise or bool(stored.row.lazy)
 
 
-def _from_image(target: torch.Tensor, image: torch.Tensor, piece: Piece) -> None:
+def _from_image(target: torch.Tensor, image: torch.Tensor, piece: ChunkCopy) -> None:
     part = target if piece.target is None else boxed(target, piece.target)
     part.copy_(image if piece.inside is None else boxed(image, piece.inside))
 
 
-def _moved_bytes(piece: Piece, shape: tuple[int, ...], item: int, base: int) -> RawBytes | None:
+def _moved_bytes(piece: ChunkCopy, shape: tuple[int, ...], item: int, base: int) -> RawBytes | None:
     """A plain copy of bytes for a piece, if it is a run of its chunk and of the target.
 
     Args:
@@ -409,7 +405,7 @@ def _moved_bytes(piece: Piece, shape: tuple[int, ...], item: int, base: int) -> 
     return RawBytes(start, stop, base)
 
 
-def _copied(piece: Piece, dtype: torch.dtype, target: torch.Tensor) -> Elements | BoxElements:
+def _copied(piece: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) -> Elements | BoxElements:
     """A copy of elements for a piece."""
     part = target if piece.target is None else boxed(target, piece.target)
     if piece.inside is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.loading.chunks import Piece, Region, StoredTensor
+from ckpipe.loading.chunks import ChunkCopy, Region, StoredTensor
 from ckpipe.state.tensors import FREED, NUMPY, WHILE_IT_HAS_MEMORY, Shardings, is_freed
 from ckpipe.state.values import plain_numpy_dtype
 
@@ -118,7 +118,7 @@ class LiveTensor(NamedTuple):
     nbytes: int
     contiguous: bool
     regions: tuple[Region, ...] | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkCopy, ...]
 
 
 # Tens of thousands are made for a load, for which the class's own constructor is slow.

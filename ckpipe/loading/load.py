@@ -18,13 +18,13 @@ import torch
 
 from ckpipe.backend import Backend
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
+from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.build import Factory, Rebuild, keep_generators_apart
 from ckpipe.loading.chunks import NeedsFullIndex, Sources, StoredTensors
-from ckpipe.loading.entries import EntryTable, entry_table
 from ckpipe.loading.match import Matching
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import fitted, labels_of, lacks, state_for, without
@@ -213,7 +213,8 @@ async def read_all(
     """
     started = time.perf_counter()
     with _located(bundle, rank), short_switch_interval(request.switch_interval):
-        data = await anyio.to_thread.run_sync(entry_table, bundle)
+        data = EntryTable(bundle)
+        await anyio.to_thread.run_sync(data.join, bundle.number_of(rank) or 0)
         await request.hold.take()
         began = time.perf_counter()
         matched = await on_caller(request.caller, _match, bundle, data, request, rank, world_size)
@@ -221,8 +222,9 @@ async def read_all(
         if sure is not None:
             await sure()
         with lane_buffers(arena, backend, lanes) as buffers:
-            reader = Reader(backend, bundle.id, buffers, tally)
-            await _read(reader, data, matched.targets, in_place=request.into is not None)
+            destinations = matched.targets.destinations
+            reader = Reader(backend, bundle.id, data, buffers, destinations, tally)
+            await _read(reader, matched.targets, in_place=request.into is not None)
     done = reader.tally
     read = StageReport(time.perf_counter() - done.began, done.bytes, done.began - started)
     stages = {"match": match, "read": read}
@@ -322,13 +324,13 @@ def _lack(matching: Matching) -> bool:
     return any(lacks(node, live) for node, live in matching.objects)
 
 
-async def _read(reader: Reader, data: EntryTable, targets: Targets, *, in_place: bool) -> None:
+async def _read(reader: Reader, targets: Targets, *, in_place: bool) -> None:
     if targets.first_needs:
-        await reader.read(data, targets.first_needs, targets.destinations)
+        await reader.read(targets.first_needs)
         await anyio.to_thread.run_sync(targets.check_disputed)
         reader.tally.delivered = False
     with _touching(reader.tally, in_place=in_place):
-        await reader.read(data, targets.needs, targets.destinations)
+        await reader.read(targets.needs)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ Stores that are asked in ranges. A large object was sent in parts, and stores ke
 range across an edge has the store open two of them. So ranges of the size of parts begin and end
 where parts do, as Amazon advises ("Performance design patterns for Amazon S3", byte-range
 fetches); on SeaweedFS ranges that lay 4 KiB beside the edges took a fourth longer. Chunks do not
-end there, so a chunk across an edge comes in fragments, and is put together before it is verified.
+end there, so a chunk across an edge comes in several reads, and is put together before it is
+verified.
 
 Lanes take reads in turn, so that when none is left each has between nothing and a whole read to
 go, and the last one alone at what one connection brings. A read that is no more than twice a
@@ -30,10 +31,9 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckpipe.format.checksum import CHUNK_BYTES
-from ckpipe.loading.entries import EntryTable, Need
+from ckpipe.format.entry_table import EntryTable
 
 ALLOWANCE_BYTES = 2 * CHUNK_BYTES
 """How much more than a contiguous need may be read, unless a tenth of it is more."""
@@ -41,15 +41,32 @@ ALLOWANCE_BYTES = 2 * CHUNK_BYTES
 GAP_BYTES = 256 << 10
 """Gaps up to this size are read over rather than skipped with another request."""
 
+LEAST_BYTES = 8 << 20
+"""Reads are not made smaller than about half of this to keep lanes busy at the end."""
 
-class Piece(NamedTuple):
-    """A chunk of an entry in a read.
+
+class Need(NamedTuple):
+    """Bytes that a load wants.
+
+    Args:
+        entry: The number of the entry.
+        lo: The first byte, from the entry's start.
+        hi: Behind the last byte.
+    """
+
+    entry: int
+    lo: int
+    hi: int
+
+
+class ReadChunk(NamedTuple):
+    """A chunk of an entry, as a read brings it.
 
     Args:
         entry: The number of the entry.
         lo: Its first byte, from the entry's start.
         hi: Behind its last byte.
-        at: Where it is in the read's bytes.
+        at: Where it is in the read's bytes; negative if the read begins inside of it.
         checksum: The CRC-32C that it must have.
     """
 
@@ -60,24 +77,8 @@ class Piece(NamedTuple):
     checksum: int
 
 
-class PartialChunk(NamedTuple):
-    """A part of a chunk in a read that does not bring all of it.
-
-    Args:
-        piece: The chunk; where it is in a read says nothing.
-        begin: Where the part begins in the chunk.
-        at: Where it is in the read's bytes.
-        size: Its length in bytes.
-    """
-
-    piece: Piece
-    begin: int
-    at: int
-    size: int
-
-
 # Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
-_piece = partial(tuple.__new__, Piece)
+_read_chunk = partial(tuple.__new__, ReadChunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,15 @@ class Read:
         file: The number of the file.
         offset: Where the range begins in the file, in bytes.
         size: Its length in bytes.
-        pieces: The chunks in it, by position.
-        fragments: The parts of chunks in it, whose rest other reads bring.
+        chunks: The chunks in it, by position.
+        cut: The chunks that lie across its ends, whose rest other reads bring.
     """
 
     file: int
     offset: int
     size: int
-    pieces: tuple[Piece, ...]
-    fragments: tuple[PartialChunk, ...] = ()
+    chunks: tuple[ReadChunk, ...]
+    cut: tuple[ReadChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ class ReadLimits:
     """The limits that shape the reads.
 
     Args:
-        read_bytes: The size that a read stays within, unless one chunk alone is larger.
+        read_bytes: The size that a read stays within, unless one chunk alone is larger. A store
+            without alignment is asked for ranges that end where parts of this size do.
         alignment: Offsets and sizes become multiples of this, where the allowance permits.
     """
 
@@ -127,7 +129,7 @@ class _Span:
     needed: int = 0
     needs: int = 0
     need_end: int = -1
-    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def spare(self) -> int:
@@ -147,38 +149,51 @@ class _Span:
             self.need_end = end
 
 
-def plan_reads(data: EntryTable, needs: Iterable[Need], limits: ReadLimits) -> list[Read]:
+def plan_reads(
+    data: EntryTable, needs: Iterable[Need], limits: ReadLimits, lanes: int = 1
+) -> list[Read]:
     """Plans the reads that bring what is needed, by file and offset.
 
     Args:
         data: Where the entries are.
         needs: What is needed, in any order; needs may overlap, and empty ones are left out.
         limits: What shapes the reads.
+        lanes: How many threads take the reads.
     """
-    return [
-        read
-        for span in _joined(_spans(data, needs))
-        for read in _reads(list(_cut(data, span, limits)), span, data, limits.alignment)
-    ]
+    spans = list(_joined(_spans(data, needs)))
+    left = sum(span.end - span.begin for span in spans)
+    # Where reads are to be aligned there is a disk, which all lanes share to the end.
+    in_parts = limits.alignment == 1 and limits.read_bytes >= 2 * CHUNK_BYTES
+    reads: list[Read] = []
+    for span in spans:
+        chunks = _chunks(data, span)
+        if in_parts:
+            cuts = _cuts_at_parts(span, limits.read_bytes, left, lanes)
+        else:
+            cuts = _cuts_at_chunks(chunks, limits)
+        alignment = limits.alignment
+        if 2 * alignment * (len(cuts) - 1) > span.spare:
+            alignment = 1
+        reads += _reads(span.file, chunks, cuts, alignment, data.files[span.file].size)
+        left -= span.end - span.begin
+    return reads
 
 
-def batched(reads: Sequence[Read], nbytes: int | None = None) -> Iterator[list[Read]]:
+def batched(reads: Iterable[Read], nbytes: int) -> Iterator[list[Read]]:
     """Groups reads that follow one another without a gap.
 
     What a store has in memory is looked at a group at a time, since no buffer limits its size.
 
     Args:
         reads: The reads, by file and offset.
-        nbytes: How many bytes a group has at the most, unless one read alone has more; None for
-            any number.
+        nbytes: How many bytes a group has at the most, unless one read alone has more.
     """
     batch: list[Read] = []
     for read in reads:
         if batch:
             first, last = batch[0], batch[-1]
             follows = read.file == last.file and read.offset <= last.offset + last.size
-            size = read.offset + read.size - first.offset
-            if not follows or (nbytes is not None and size > nbytes):
+            if not follows or read.offset + read.size - first.offset > nbytes:
                 yield batch
                 batch = []
         batch.append(read)
@@ -187,70 +202,34 @@ def batched(reads: Sequence[Read], nbytes: int | None = None) -> Iterator[list[R
 
 
 def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:
-    columns = _sorted_needs(data, needs)
-    for lo, hi in pairwise(_bounds_of_files(columns[0])):
-        of_file = [column[lo:hi] for column in columns]
-        span = _only_span(of_file)
-        if span is not None:
-            yield span
-        else:
-            yield from _spans_of(zip(*(column.tolist() for column in of_file), strict=True))
-
-
-def _bounds_of_files(file: NDArray[np.int64]) -> list[int]:
-    """The bounds of each file's needs in the list of all."""
-    changes = (np.flatnonzero(np.diff(file)) + 1).tolist()
-    return [0, *changes, len(file)] if len(file) else []
-
-
-def _only_span(columns: Sequence[NDArray[np.int64]]) -> _Span | None:
-    """The span of needs that are whole chunks without a gap, as are those of a whole file."""
-    file, entry, lo, hi, begin, first, last = columns
-    end = begin + hi - lo
-    whole = (lo == first).all() and (hi == last).all() and (end[:-1] == begin[1:]).all()
-    if not whole or (entry[:-1] == entry[1:]).any():
-        return None
-    start, stop = int(begin[0]), int(end[-1])
-    parts = list(zip(entry.tolist(), first.tolist(), last.tolist(), strict=True))
-    return _Span(int(file[0]), start, stop, stop - start, 1, stop, parts)
-
-
-def _spans_of(needs: Iterable[tuple[int, ...]]) -> Iterator[_Span]:
-    span: _Span | None = None
-    before, upto = -1, 0
-    for file, entry, lo, hi, begin, first, last in needs:
-        end = begin + hi - lo
-        start, stop = begin - (lo - first), end + (last - hi)
-        if span is None or span.file != file or start > span.end:
-            if span is not None:
-                yield span
-            span, before, upto = _Span(file, start, stop), -1, 0
-        span.add(begin, end)
-        if stop > span.end:
-            span.end = stop
-        if entry == before and first <= upto:
-            _, since, _ = span.parts.pop()
-            first, last = since, max(upto, last)
-        span.parts.append((entry, first, last))
-        before, upto = entry, last
-    if span is not None:
-        yield span
-
-
-def _sorted_needs(data: EntryTable, needs: Iterable[Need]) -> list[NDArray[np.int64]]:
-    """The needs by place: file, entry, both ends, place in the file, ends of their chunks."""
+    """Widen needs to whole chunks, and merge those that touch."""
     table = np.fromiter(chain.from_iterable(needs), np.int64).reshape(-1, 3)
-    table = table[table[:, 1] < table[:, 2]]
-    entry, lo, hi = table.T
+    entry, lo, hi = table[table[:, 1] < table[:, 2]].T
     numbers = entry.tolist()
     file = np.array([data.entry_files[n] for n in numbers], np.int64)
     begin = np.array([data.begins[n] for n in numbers], np.int64) + lo
     size = np.array([data.sizes[n] for n in numbers], np.int64)
     first = lo - lo % CHUNK_BYTES
     last = np.minimum(size, -(-hi // CHUNK_BYTES) * CHUNK_BYTES)
-    columns = (file, entry, lo, hi, begin, first, last)
     order = np.lexsort((begin, file))
-    return [column[order] for column in columns]
+    columns = (file, entry, begin, begin + hi - lo, begin - lo, first, last)
+    span: _Span | None = None
+    for of_file, number, low, high, base, chunk_lo, chunk_hi in zip(
+        *(column[order].tolist() for column in columns), strict=True
+    ):
+        if span is None or span.file != of_file or base + chunk_lo > span.end:
+            if span is not None:
+                yield span
+            span = _Span(of_file, base + chunk_lo, base + chunk_hi)
+        span.add(low, high)
+        span.end = max(span.end, base + chunk_hi)
+        if span.ranges and span.ranges[-1][0] == number and chunk_lo <= span.ranges[-1][2]:
+            _, since, until = span.ranges.pop()
+            span.ranges.append((number, since, max(until, chunk_hi)))
+        else:
+            span.ranges.append((number, chunk_lo, chunk_hi))
+    if span is not None:
+        yield span
 
 
 def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
@@ -262,7 +241,7 @@ def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
                 last.end, last.need_end = span.end, span.need_end
                 last.needed += span.needed
                 last.needs += span.needs
-                last.parts += span.parts
+                last.ranges += span.ranges
                 continue
         if last is not None:
             yield last
@@ -271,125 +250,77 @@ def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
         yield last
 
 
-_Chunk = tuple[int, int, int, int, int]
-"""An entry, both ends of a chunk in it, where the chunk begins in the file, and its checksum."""
-
-
-def _cut(data: EntryTable, span: _Span, limits: ReadLimits) -> Iterator[list[_Chunk]]:
-    """Packs a span's chunks greedily, with room for both ends to be aligned."""
-    room = limits.read_bytes - 2 * (limits.alignment - 1)
-    checksums, begins, first_sums = data.checksums, data.begins, data.first_sums
-    chunks: list[_Chunk] = []
-    limit = span.begin + room
-    for entry, first, last in span.parts:
-        begin, sums = begins[entry], first_sums[entry]
+def _chunks(data: EntryTable, span: _Span) -> list[ReadChunk]:
+    """The chunks of a span, with their places in the file."""
+    checksums, chunks = data.checksums, []
+    for entry, first, last in span.ranges:
+        begin, sums = data.begins[entry], data.first_sums[entry]
         for lo in range(first, last, CHUNK_BYTES):
+            checksum = checksums[sums + lo // CHUNK_BYTES]
             hi = min(lo + CHUNK_BYTES, last)
-            if begin + hi > limit:
-                if chunks:
-                    yield chunks
-                    chunks = []
-                limit = begin + lo + room
-            chunks.append((entry, lo, hi, begin + lo, checksums[sums + lo // CHUNK_BYTES]))
-    yield chunks
+            chunks.append(_read_chunk((entry, lo, hi, begin + lo, checksum)))
+    return chunks
+
+
+def _cuts_at_chunks(chunks: Sequence[ReadChunk], limits: ReadLimits) -> list[int]:
+    """The ends of reads that are packed greedily, with room for both ends to be aligned."""
+    room = limits.read_bytes - 2 * (limits.alignment - 1)
+    cuts = [chunks[0].at]
+    for _, lo, hi, at, _ in chunks:
+        if at + hi - lo > cuts[-1] + room and at > cuts[-1]:
+            cuts.append(at)
+    return [*cuts, chunks[-1].at + chunks[-1].hi - chunks[-1].lo]
+
+
+def _cuts_at_parts(span: _Span, part_bytes: int, left: int, lanes: int) -> list[int]:
+    """The ends of reads that end where parts do, and are no larger than a lane's share.
+
+    Args:
+        span: What is cut.
+        part_bytes: Parts end at the multiples of this.
+        left: The bytes of this span and of those behind it.
+        lanes: How many threads take the reads.
+    """
+    if span.end - span.begin <= min(part_bytes, max(LEAST_BYTES, 2 * left // lanes)):
+        return [span.begin, span.end]  # One request across an edge is cheaper than two.
+    # An edge that hardly anything is behind is none.
+    first_edge = (span.begin // part_bytes + 1) * part_bytes
+    edges = range(first_edge, span.end - CHUNK_BYTES, part_bytes)
+    cuts = [span.begin]
+    for begin, end in pairwise([span.begin, *edges, span.end]):
+        count = -(-(end - begin) // min(part_bytes, max(LEAST_BYTES, 2 * left // lanes)))
+        for number in range(1, count):
+            at = begin + (end - begin) * number // count
+            cuts.append((at + CHUNK_BYTES // 2) // CHUNK_BYTES * CHUNK_BYTES)
+        cuts.append(end)
+        left -= end - begin
+    return cuts
 
 
 def _reads(
-    cut: list[list[_Chunk]], span: _Span, data: EntryTable, alignment: int
+    file: int, chunks: Sequence[ReadChunk], cuts: Sequence[int], alignment: int, size: int
 ) -> Iterator[Read]:
-    """Makes reads of packed chunks, aligned where the span's allowance permits."""
-    if 2 * alignment * len(cut) > span.spare:
-        alignment = 1
-    size = data.files[span.file].size
-    for chunks in cut:
-        offset, (_, lo, hi, last, _) = chunks[0][3], chunks[-1]
-        end = last + hi - lo
-        if alignment > 1:
-            offset -= offset % alignment
-            end = min(size, -(-end // alignment) * alignment)
-        pieces = [_piece((entry, lo, hi, at - offset, crc)) for entry, lo, hi, at, crc in chunks]
-        yield Read(span.file, offset, end - offset, tuple(pieces))
-
-
-LEAST_BYTES = 8 << 20
-"""Reads are not made smaller than about half of this."""
-
-_Placed = tuple[int, Piece]
-"""A chunk, and where it begins in its file."""
-
-
-def in_parts(reads: Sequence[Read], part_bytes: int, lanes: int) -> Iterator[Read]:
-    """The same chunks in other reads, none of which is larger than a part.
-
-    What lies between chunks at an edge is not read.
-
-    Args:
-        reads: Reads of whole chunks in the order in which they are taken, none larger than a part.
-        part_bytes: Where edges are in a file: at the multiples of this.
-        lanes: How many take the reads.
-    """
-    if part_bytes < 2 * CHUNK_BYTES:
-        yield from reads
-        return
-    left = sum(read.size for read in reads)
-    for run in batched(reads):
-        first, last = run[0].offset, run[-1]
-        end = last.offset + last.size
-        # One request across an edge is cheaper than two.
-        whole = len(run) == 1 and end - first <= max(LEAST_BYTES, 2 * left // lanes)
-        edges = [] if whole else _edges(first, end, part_bytes)
-        cuts = [first]
-        for begin, stop in pairwise([first, *edges, end]):
-            cuts += _finer(begin, stop, min(part_bytes, max(LEAST_BYTES, 2 * left // lanes)))
-            cuts.append(stop)
-            left -= stop - begin
-        yield from _recut(run, cuts) if len(cuts) > len(run) + 1 or edges else run
-
-
-def _edges(begin: int, end: int, part_bytes: int) -> list[int]:
-    """The edges of parts in a range, but for one that hardly anything is behind."""
-    first = (begin // part_bytes + 1) * part_bytes
-    return list(range(first, end - CHUNK_BYTES, part_bytes))
-
-
-def _finer(begin: int, end: int, most: int) -> Iterator[int]:
-    """The places to cut a range further, so that its pieces are of about the same size."""
-    count = -(-(end - begin) // most)
-    for number in range(1, count):
-        at = begin + (end - begin) * number // count
-        yield (at + CHUNK_BYTES // 2) // CHUNK_BYTES * CHUNK_BYTES
-
-
-def _recut(run: Sequence[Read], cuts: Sequence[int]) -> Iterator[Read]:
-    """Reads of what lies between cuts, without those that would bring nothing."""
-    file = run[0].file
-    chunks = [(read.offset + piece.at, piece) for read in run for piece in read.pieces]
+    """The reads of what lies between cuts, without those that would bring nothing."""
     first = 0
     for begin, end in pairwise(cuts):
         while first < len(chunks) and _end(chunks[first]) <= begin:
             first += 1
         stop = first
-        while stop < len(chunks) and chunks[stop][0] < end:
+        while stop < len(chunks) and chunks[stop].at < end:
             stop += 1
-        if first < stop:
-            yield _read(file, chunks[first:stop], begin, end)
-
-
-def _end(chunk: _Placed) -> int:
-    at, piece = chunk
-    return at + piece.hi - piece.lo
-
-
-def _read(file: int, chunks: Sequence[_Placed], begin: int, end: int) -> Read:
-    """The read of what lies between two cuts, all of which some chunk has a part in."""
-    begin, end = max(begin, chunks[0][0]), min(end, _end(chunks[-1]))
-    pieces: list[Piece] = []
-    fragments: list[PartialChunk] = []
-    for chunk in chunks:
-        at, piece = chunk
-        if begin <= at and _end(chunk) <= end:
-            pieces.append(piece._replace(at=at - begin))
+        if first == stop:
             continue
-        first, last = max(at, begin), min(_end(chunk), end)
-        fragments.append(PartialChunk(piece, first - at, first - begin, last - first))
-    return Read(file, begin, end - begin, tuple(pieces), tuple(fragments))
+        begin, end = max(begin, chunks[first].at), min(end, _end(chunks[stop - 1]))
+        whole: list[ReadChunk] = []
+        cut: list[ReadChunk] = []
+        offset = begin - begin % alignment
+        for chunk in chunks[first:stop]:
+            entry, lo, hi, at, checksum = chunk
+            inside = at >= begin and at + hi - lo <= end
+            (whole if inside else cut).append(_read_chunk((entry, lo, hi, at - offset, checksum)))
+        end = min(size, -(-end // alignment) * alignment)
+        yield Read(file, offset, end - offset, tuple(whole), tuple(cut))
+
+
+def _end(chunk: ReadChunk) -> int:
+    return chunk.at + chunk.hi - chunk.lo

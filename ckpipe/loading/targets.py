@@ -17,7 +17,6 @@ import torch
 
 from ckpipe.errors import SharingConflict
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
-from ckpipe.loading.entries import Need
 from ckpipe.loading.fill import (
     Destination,
     Filling,
@@ -33,6 +32,7 @@ from ckpipe.loading.live_tensors import (
     regions_of,
     writable_view,
 )
+from ckpipe.loading.read_plan import Need
 from ckpipe.state.tensors import Shardings
 
 

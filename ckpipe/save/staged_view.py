@@ -9,11 +9,11 @@ import torch
 
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
+from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.build import Rebuild
 from ckpipe.loading.chunks import Sources, StoredTensor, StoredTensors
-from ckpipe.loading.entries import entry_table
 from ckpipe.loading.fill import Filling, contiguous_stride, with_lazy_bits
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
@@ -83,7 +83,7 @@ class _Lent(Filling):
         """The bytes of an entry; one and the same for all tensors that share it."""
         entry = self._entries.get(number)
         if entry is None:
-            row = self._data.entries[number]
+            row = self._data.entry(number)
             entry = self._image.bytes_of(row.file, self._data.begins[number], row.nbytes)
             if aligned and entry.data_ptr() % _MAX_ITEM:
                 entry = entry.clone()  # it may be of bytes, and hold tensors of larger items
@@ -130,7 +130,7 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     structure = Structure(captured.tree, rows, len(captured.values))
     bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
-    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), entry_table(bundle))
+    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), EntryTable(bundle))
     targets = Targets(stored, cast=False)
     block_bytes = len(held[0].block.view) if held else 1
     targets.filling = _Lent(stored, FileImage(held, block_bytes))

@@ -1,0 +1,77 @@
+"""The entries of data files as columns, by numbers of one table's own."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ckpipe.format.checksum import chunk_count
+from ckpipe.format.layouts import entry_columns
+from ckpipe.format.manifest import Entry, FileRow, ManifestDocument
+
+
+class EntryTable:
+    """Entries of data files and their checksums, of one part or of several.
+
+    The entries of a part get their numbers when the first is asked for: a load of one rank touches
+    few of the parts, so nothing is done for the rest.
+
+    Args:
+        bundle: The bundle that has the parts.
+
+    Attributes:
+        files: The data files.
+        ranks: For each file, the rank that wrote it.
+        sizes: For each entry, how many bytes it has.
+        entry_files: For each entry, the number of its file.
+        begins: For each entry, where it begins in its file, in bytes.
+        checksums: CRC-32C of every mebibyte of every entry.
+        first_sums: For each entry, the number of its first checksum; a last one for the end.
+    """
+
+    def __init__(self, bundle: ManifestDocument) -> None:
+        self._bundle = bundle
+        self.files: list[FileRow] = []
+        self.ranks: list[int] = []
+        self.sizes: list[int] = []
+        self.entry_files: list[int] = []
+        self.begins: list[int] = []
+        self.checksums: list[int] = []
+        self.first_sums: list[int] = [0]
+        self._bases: dict[int, int] = {}
+        self._firsts: list[int] = []
+        self._rows: list[Sequence[Entry]] = []
+
+    def number(self, part: int, entry: int) -> int:
+        """The number in the table of an entry of a part, which exists."""
+        return self.join(part) + entry
+
+    def entry(self, number: int) -> Entry:
+        """The row of an entry as its part lists it, by its number in the table."""
+        part = bisect_right(self._firsts, number) - 1
+        return self._rows[part][number - self._firsts[part]]
+
+    def join(self, part: int) -> int:
+        """Take in the entries of a part, once; returns the number of the first."""
+        base = self._bases.get(part)
+        if base is not None:
+            return base
+        base, file = len(self.sizes), len(self.files)
+        manifest = self._bundle.parts[part]
+        layout = self._bundle.layouts[manifest.layout]
+        columns = entry_columns(layout)
+        headers = [each.header_bytes for each in manifest.files]
+        places = zip(columns.file, columns.offset, strict=True)
+        self._bases[part] = base
+        self._firsts.append(base)
+        self._rows.append(layout.entries)
+        self.files += manifest.files
+        self.ranks += [manifest.rank] * len(manifest.files)
+        self.sizes += columns.nbytes
+        self.entry_files += [file + each for each in columns.file]
+        self.begins += [headers[number] + offset for number, offset in places]
+        self.checksums += manifest.checksums
+        first = self.first_sums.pop()
+        self.first_sums += accumulate(map(chunk_count, columns.nbytes), initial=first)
+        return base
