@@ -35,7 +35,7 @@ from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.loading.load import LoadRequest, _match
+from ckpipe.loading.load import LoadRequest, match_all
 from ckpipe.loading.read_plan import ReadLimits, plan_reads
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
@@ -251,7 +251,7 @@ def load(ranks: int) -> Figures:
 
     def planned() -> None:
         data = EntryTable(bundle)
-        matched = _match(bundle, data, request, 0, 1)
+        matched = match_all(bundle, data, request, 0, 1)
         plan_reads(data, matched.targets.needs, ReadLimits(16 << 20, 4096))
 
     return {

@@ -11,12 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import anyio.to_thread
 import torch
 
 from ckpipe.backend import Backend
+from ckpipe.catalog.find import read_index
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.keys import LabelFilter, decode_float
@@ -30,49 +31,11 @@ from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import fitted, labels_of, lacks, state_for, without
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
 from ckpipe.loading.targets import Targets
+from ckpipe.lock.holds import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.reports import LoadReport, StageReport
 from ckpipe.types import LoadResult
-
-
-class TargetLock(Protocol):
-    """A hold on the target of one load, to be used on one event loop."""
-
-    @property
-    def is_pending(self) -> bool:
-        """True until it is taken."""
-        ...
-
-    async def take(self) -> None:
-        """Wait until no other code uses the target; returns at once if that was done before."""
-        ...
-
-    def here(self) -> AbstractContextManager[None]:
-        """Marks the calling thread as one that works for the load, whose hold is taken."""
-        ...
-
-    def end(self) -> None:
-        """Release the target; does nothing if the lock is not taken."""
-        ...
-
-
-class NoTargetLock:
-    """For a load whose target no other code knows."""
-
-    is_pending = False
-    """See :class:`TargetLock`."""
-
-    async def take(self) -> None:
-        """Does nothing."""
-
-    def here(self) -> AbstractContextManager[None]:
-        """Does nothing."""
-        return nullcontext()
-
-    def end(self) -> None:
-        """Does nothing."""
-
 
 _MOST_NAMED = 10
 
@@ -89,7 +52,8 @@ class LoadRequest:
         pickling: Whether pickled objects may be made.
         per_rank: What becomes of values that were different on each rank, if the number of ranks
             is another now.
-        hold: Taken by the load before it looks at the target, and ended by its caller.
+        hold: Taken by the load before it looks at the target, and ended by its caller; None for a
+            target that no other code knows.
         caller: Runs user code on the thread that called; None if another is to do it.
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
         began: When ``load`` was called, by :func:`time.perf_counter`.
@@ -101,10 +65,14 @@ class LoadRequest:
     cast: bool
     pickling: bool
     per_rank: PerRankPolicy = "raise"
-    hold: TargetLock = field(default_factory=NoTargetLock)
+    hold: LoadHold | None = None
     caller: Caller | None = None
     switch_interval: float | None = None
     began: float = field(default_factory=time.perf_counter)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Mark the calling thread as one that works for the load, whose hold is taken."""
+        return nullcontext() if self.hold is None else self.hold.here()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +114,27 @@ class ReadyLoad:
             CkpipeError: If an object refuses its state.
         """
         began = time.perf_counter()
-        with _located(self.bundle, self.rank):
-            state = await on_caller(self.request.caller, _apply, self.matched, self.request.hold)
+        with _located(self.bundle.id.step, self.rank):
+            state = await on_caller(self.request.caller, self._put_in_place)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
         report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
-        return _result(self.bundle, self.matched, state, report)
+        part = self.bundle.parts[0]
+        return LoadResult(
+            id=str(self.bundle.id),
+            step=self.bundle.id.step,
+            state=state,
+            metadata=part.metadata,
+            metrics={name: decode_float(value) for name, value in part.metrics.items()},
+            missing=self.matched.missing,
+            unexpected=self.matched.unexpected,
+            report=report,
+        )
+
+    def _put_in_place(self) -> Any:
+        with self.request.holding():
+            self.matched.targets.finish()
+            return self.matched.make()
 
 
 async def restore(
@@ -190,7 +173,8 @@ async def read_all(
 
     Args:
         backend: The store.
-        bundle: The checkpoint's index, validated; or some of its parts, if they suffice.
+        bundle: The checkpoint's index, validated; or some of its parts, with that of the rank. If
+            they do not suffice, the index is read.
         request: What to load, and into what.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         lanes: How many reads run at once.
@@ -200,7 +184,6 @@ async def read_all(
         tally: Counts what is read, for progress.
 
     Raises:
-        NeedsFullIndex: If the parts do not suffice.
         TargetMismatch: If the target does not fit.
         PerRankValue: If the target wants what each rank had for itself, and the number of ranks
             is another now.
@@ -212,54 +195,80 @@ async def read_all(
         StoreError: If the store failed.
     """
     started = time.perf_counter()
-    with _located(bundle, rank), short_switch_interval(request.switch_interval):
-        data = EntryTable(bundle)
-        await anyio.to_thread.run_sync(data.join, bundle.number_of(rank) or 0)
-        await request.hold.take()
+    with _located(bundle.id.step, rank), short_switch_interval(request.switch_interval):
+        if request.hold is not None:
+            await request.hold.take()
         began = time.perf_counter()
-        matched = await on_caller(request.caller, _match, bundle, data, request, rank, world_size)
+        matched = await _match(bundle, request, rank, world_size)
+        if matched is None:
+            bundle = await read_index(backend, bundle.id)
+            matched = await _match(bundle, request, rank, world_size)
+            assert matched is not None, "the index has the parts of all ranks"
         match = StageReport(time.perf_counter() - began, began=began - started)
         if sure is not None:
             await sure()
+        targets = matched.targets
         with lane_buffers(arena, backend, lanes) as buffers:
-            destinations = matched.targets.destinations
-            reader = Reader(backend, bundle.id, data, buffers, destinations, tally)
-            await _read(reader, matched.targets, in_place=request.into is not None)
+            data = targets.stored.data
+            reader = Reader(backend, bundle.id, data, buffers, targets.destinations, tally)
+            if targets.first_needs:
+                await reader.read(targets.first_needs)
+                await anyio.to_thread.run_sync(targets.check_disputed)
+                reader.tally.delivered = False
+            try:
+                await reader.read(targets.needs)
+            except CorruptCheckpoint as error:
+                error.target_touched = request.into is not None and reader.tally.delivered
+                raise
     done = reader.tally
     read = StageReport(time.perf_counter() - done.began, done.bytes, done.began - started)
-    stages = {"match": match, "read": read}
-    return ReadyLoad(bundle, request, rank, matched, stages, done, started)
+    return ReadyLoad(bundle, request, rank, matched, {"match": match, "read": read}, done, started)
 
 
 @contextmanager
-def _located(bundle: ManifestDocument, rank: int) -> Iterator[None]:
+def _located(step: int, rank: int) -> Iterator[None]:
     try:
         yield
     except CkpipeError as error:
-        error.located(step=bundle.id.step, rank=rank)
+        error.located(step=step, rank=rank)
         raise
 
 
-def _match(
-    bundle: ManifestDocument, data: EntryTable, request: LoadRequest, rank: int, world_size: int
-) -> _Matched:
-    try:
-        with gc_paused(), request.hold.here():
-            return _match_all(bundle, data, request, rank, world_size)
-    except CkpipeError:
-        if not bundle.whole:
-            raise NeedsFullIndex from None  # The parts of all ranks may fit, or tell what is wrong.
-        raise
-    except RecursionError:
-        raise UsageError(
-            "The checkpoint is nested too deeply to be walked",
-            hint="Raise sys.setrecursionlimit",
-        ) from None
+async def _match(
+    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
+) -> _Matched | None:
+    """Match the target with a checkpoint; None if the parts that are here may not suffice."""
+    data = EntryTable(bundle)
+    await anyio.to_thread.run_sync(data.join, bundle.number_of(rank) or 0)
+
+    def match() -> _Matched | None:
+        try:
+            with gc_paused(), request.holding():
+                return match_all(bundle, data, request, rank, world_size)
+        except NeedsFullIndex:
+            return None
+        except CkpipeError:
+            if not bundle.whole:
+                return None  # The parts of all ranks may fit, or tell what is wrong.
+            raise
+        except RecursionError:
+            raise UsageError(
+                "The checkpoint is nested too deeply to be walked",
+                hint="Raise sys.setrecursionlimit",
+            ) from None
+
+    return await on_caller(request.caller, match)
 
 
-def _match_all(
+def match_all(
     bundle: ManifestDocument, data: EntryTable, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
+    """Find out whether the target fits, and what goes where; nothing is read or changed.
+
+    Raises:
+        NeedsFullIndex: If parts of the checkpoint that are not here are needed.
+        CkpipeError: As :func:`read_all` does.
+    """
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
@@ -322,51 +331,6 @@ def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
 def _lack(matching: Matching) -> bool:
     """Tell whether objects hold what was not saved of them; another rank may have saved it."""
     return any(lacks(node, live) for node, live in matching.objects)
-
-
-async def _read(reader: Reader, targets: Targets, *, in_place: bool) -> None:
-    if targets.first_needs:
-        await reader.read(targets.first_needs)
-        await anyio.to_thread.run_sync(targets.check_disputed)
-        reader.tally.delivered = False
-    with _touching(reader.tally, in_place=in_place):
-        await reader.read(targets.needs)
-
-
-@contextmanager
-def _touching(tally: ReadTally, *, in_place: bool) -> Iterator[None]:
-    """Says of a corrupt checkpoint whether the target has got anything of it."""
-    try:
-        yield
-    except CorruptCheckpoint as error:
-        error.target_touched = in_place and tally.delivered
-        raise
-
-
-def _apply(matched: _Matched, hold: TargetLock) -> Any:
-    with hold.here():
-        matched.targets.finish()
-        return matched.make()
-
-
-def _result(
-    bundle: ManifestDocument, matched: _Matched, state: Any, report: LoadReport
-) -> LoadResult:
-    part = bundle.parts[0]
-    return LoadResult(
-        id=str(bundle.id),
-        step=bundle.id.step,
-        state=state,
-        metadata=part.metadata,
-        metrics=_metrics(part.metrics),
-        missing=matched.missing,
-        unexpected=matched.unexpected,
-        report=report,
-    )
-
-
-def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: decode_float(value) for name, value in metrics.items()}
 
 
 async def read_tensors(

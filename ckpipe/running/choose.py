@@ -42,9 +42,9 @@ from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, L
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.interpreter import gc_paused_at_first
-from ckpipe.loading.chunks import NeedsFullIndex
-from ckpipe.loading.load import LoadRequest, ReadyLoad, TargetLock, read_all
+from ckpipe.loading.load import LoadRequest, ReadyLoad, read_all
 from ckpipe.loading.reader import ReadTally
+from ckpipe.lock.holds import LoadHold
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.topology import Topology
@@ -83,7 +83,7 @@ class Loading:
         self._agreements: Agreements | None = None
         self._calls = 0
         self._unanswered = False
-        self._under_way: dict[anyio.CancelScope, tuple[TargetLock, anyio.Event]] = {}
+        self._under_way: dict[anyio.CancelScope, tuple[LoadHold | None, anyio.Event]] = {}
         self._closed = False
 
     async def load(
@@ -115,7 +115,8 @@ class Loading:
                 with gc_paused_at_first():
                     return await self._counted(which, request, fallback=fallback)
             finally:
-                request.hold.end()
+                if request.hold is not None:
+                    request.hold.end()
                 del self._under_way[scope]
                 ended.set()
         raise _closed()
@@ -125,7 +126,7 @@ class Loading:
         self._closed = True
         under_way = list(self._under_way.items())
         for scope, (hold, _) in under_way:
-            if hold.is_pending:
+            if hold is not None and hold.is_pending:
                 scope.cancel()
         for _, (_, ended) in under_way:
             await ended.wait()
@@ -265,13 +266,7 @@ class Loading:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
             return near or await read_index(site.patient, info.key)
 
-        async def work(found: ManifestDocument, sure: Sure) -> ReadyLoad:
-            try:
-                return await read(found, sure)
-            except NeedsFullIndex:
-                return await read(await read_index(site.patient, info.key), sure)
-
-        async def read(bundle: ManifestDocument, sure: Sure) -> ReadyLoad:
+        async def work(bundle: ManifestDocument, sure: Sure) -> ReadyLoad:
             return await read_all(
                 site.patient,
                 bundle,

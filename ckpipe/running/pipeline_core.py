@@ -23,7 +23,7 @@ from ckpipe.errors import (
 from ckpipe.events import Event, EventBus
 from ckpipe.format import checksum
 from ckpipe.format.keys import LabelFilter
-from ckpipe.loading.load import LoadRequest, NoTargetLock
+from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.holds import LoadHold
@@ -471,7 +471,7 @@ class PipelineCore:
         """Checks what ``load`` was given, on the caller's thread."""
         per_rank = self.settings.per_rank if per_rank is None else per_rank
         check_load(per_rank, pickle)
-        hold = NoTargetLock() if into is None else LoadHold(self.lock, caller)
+        hold = None if into is None else LoadHold(self.lock, caller)
         interval = self.settings.switch_interval_seconds
         return LoadRequest(
             into, select, strict, cast, pickle == "allow", per_rank, hold, caller, interval
