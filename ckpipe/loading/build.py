@@ -390,7 +390,7 @@ class Rebuild:
 
     def _tensor_object(self, row: TensorRow, stored: StoredTensor) -> Any:
         with normal_tensors():
-            return tensor_object(row, self._targets.filling.fresh(stored))
+            return tensor_object(row, self._targets.fresh(stored))
 
     def _with_attributes(self, obj: Any, attributes: Factory) -> Factory:
         pending = [attributes]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import sub
 from typing import NamedTuple
@@ -49,7 +49,6 @@ class Sources:
     def __init__(self, bundle: ManifestDocument) -> None:
         self._bundle = bundle
         self._held: dict[int, RankChunks] = {}
-        self._by_part: dict[int, RankChunks] = {}
         self._numbers: dict[int, dict[str, int]] = {}
         self._everything: dict[_Key, list[ChunkRef]] | None = None
 
@@ -65,8 +64,7 @@ class Sources:
         Raises:
             NeedsFullIndex: If another rank's part, which is not here, says where it is.
         """
-        held = self._by_part.get(part) or self.held(part)
-        rows = held.by_tensor.get(tensor, ())
+        rows = self.held(part).by_tensor.get(tensor, ())
         if len(rows) == 1 and (chunk := rows[0]).owner is None:
             return [(part, chunk)]
         found: list[ChunkRef] = []
@@ -91,12 +89,10 @@ class Sources:
 
     def held(self, part: int) -> RankChunks:
         """The chunks of a part, by tensor."""
-        found = self._by_part.get(part)
+        layout = self._bundle.parts[part].layout
+        found = self._held.get(layout)
         if found is None:
-            layout = self._bundle.parts[part].layout
-            if layout not in self._held:
-                self._held[layout] = RankChunks(self._bundle.layouts[layout])
-            found = self._by_part[part] = self._held[layout]
+            found = self._held[layout] = RankChunks(self._bundle.layouts[layout])
         return found
 
     def row(self, part: int, tensor: int) -> TensorRow:
@@ -190,6 +186,10 @@ class Region(NamedTuple):
     at: tuple[int, ...]
 
 
+Regions = tuple[Region, ...] | None
+"""Parts of a tensor; None for the whole, in its own shape."""
+
+
 class ChunkCopy(NamedTuple):
     """Elements of one chunk that go to one place.
 
@@ -233,8 +233,7 @@ class StoredTensor:
         dtype: Its dtype.
         fresh_stride: The strides that a fresh tensor gets; None for contiguous.
         near: The chunks that the part lists which the load begins from.
-        whole: What all of it is put together from, once that is known.
-        parts: The same for regions of it.
+        copies: What regions of it are put together from, as far as that is known.
     """
 
     number: int
@@ -242,8 +241,7 @@ class StoredTensor:
     dtype: torch.dtype
     fresh_stride: tuple[int, ...] | None
     near: list[ChunkRef]
-    whole: tuple[ChunkCopy, ...] | None = None
-    parts: dict[tuple[Region, ...], tuple[ChunkCopy, ...]] | None = None
+    copies: dict[Regions, tuple[ChunkCopy, ...]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -318,17 +316,11 @@ class StoredTensors:
         ):
             raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=row.label)
         stored = StoredTensor(number, row, dtype, stride, near)
-        stored.whole = (self._piece(stored, owner, chunk, row.shape, None, None),)
+        stored.copies[None] = (self._copy(stored, owner, chunk, row.shape, None, None),)
         return stored
 
-    def pieces(
-        self, stored: StoredTensor, regions: tuple[Region, ...] | None = None
-    ) -> tuple[ChunkCopy, ...]:
-        """The pieces that regions of a tensor are put together from, each element once.
-
-        Args:
-            stored: The tensor.
-            regions: What is wanted of it; None for the whole, in its own shape.
+    def copies(self, stored: StoredTensor, regions: Regions = None) -> tuple[ChunkCopy, ...]:
+        """The chunks that regions of a tensor are put together from, each element once.
 
         Raises:
             InvalidManifest: If an element is nowhere in the checkpoint.
@@ -336,23 +328,15 @@ class StoredTensors:
             PerRankValue: If more is needed than the part that the load begins from has, and other
                 parts differ in what they have of it.
         """
-        if regions is None:
-            if stored.whole is None:
-                stored.whole = self._find(stored, (_all_of(stored.shape),))
-            return stored.whole
-        known = stored.parts = stored.parts or {}
-        if regions not in known:
-            known[regions] = self._find(stored, regions)
-        return known[regions]
+        found = stored.copies.get(regions)
+        if found is None:
+            wanted = (_all_of(stored.shape),) if regions is None else regions
+            found = stored.copies[regions] = self._find(stored, wanted)
+        return found
 
     def is_whole(self, stored: StoredTensor) -> bool:
         """Tell whether the part that the load begins from holds all of a tensor."""
         return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
-
-    def is_window(self, stored: StoredTensor) -> bool:
-        """Tell whether all of a tensor is a view of memory that several tensors shared."""
-        pieces = self.pieces(stored)
-        return len(pieces) == 1 and pieces[0].shared and pieces[0].target is None
 
     def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[ChunkCopy, ...]:
         near = stored.near
@@ -370,7 +354,7 @@ class StoredTensors:
                 f"this tensor of shape {list(stored.shape)}",
                 key=stored.label,
             )
-        return self._parts(stored, found)
+        return self._copies(stored, found)
 
     def _check_copies(self, stored: StoredTensor, candidates: list[ChunkRef]) -> None:
         """Proves that parts which several ranks wrote, each for itself, are the same.
@@ -425,24 +409,24 @@ class StoredTensors:
                 found += [(candidates[n], part, part) for n, part in parts]
         return found, missing
 
-    def _parts(
+    def _copies(
         self, stored: StoredTensor, found: list[tuple[ChunkRef, Box, Box]]
     ) -> tuple[ChunkCopy, ...]:
-        """Pieces that are parts of chunks, by their bounds in the global and in the own tensor."""
+        """Copies of parts of chunks, by their bounds in the global and in the own tensor."""
         everything = whole(stored.row.shape)
-        pieces = []
+        copies = []
         for (number, chunk), part, target in found:
             box = chunk.box or everything
             shape = tuple(map(sub, box[1], box[0]))
             if part is not box and part != box:
                 inside = moved(part, box[0])
-                pieces.append(self._piece(stored, number, chunk, shape, inside, target))
+                copies.append(self._copy(stored, number, chunk, shape, inside, target))
             else:
                 fills = None if target == everything else target
-                pieces.append(self._piece(stored, number, chunk, shape, None, fills))
-        return tuple(pieces)
+                copies.append(self._copy(stored, number, chunk, shape, None, fills))
+        return tuple(copies)
 
-    def _piece(
+    def _copy(
         self,
         stored: StoredTensor,
         part: int,

@@ -7,42 +7,34 @@ box. An entry that several tensors share is an image of their memory: fresh tens
 one buffer that takes the whole image, so they share bytes again, and a live tensor that lies
 otherwise is copied from such a fresh one once everything is verified.
 
-A tensor that was cut into boxes is put together from pieces of them, straight in the target. A
-piece that is a run of its entry and of the target is still one copy of bytes.
+A tensor that was cut into boxes is put together from parts of them, straight in the target. A part
+that is a run of its entry and of the target is still one copy of bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from operator import add
+from typing import NamedTuple
 
 import torch
 
-from ckpipe.errors import InvalidExtent, InvalidManifest
-from ckpipe.format.boxes import Box, box_volume, flat_range_boxes, flat_start, intersection, moved
-from ckpipe.loading.chunks import ChunkCopy, Region, StoredTensor, StoredTensors
-from ckpipe.loading.read_plan import Need
+from ckpipe.errors import InvalidManifest
+from ckpipe.format.boxes import (
+    Box,
+    box_volume,
+    flat_range_boxes,
+    flat_start,
+    intersection,
+    moved,
+    whole,
+)
+from ckpipe.loading.chunks import ChunkCopy, StoredTensor
 from ckpipe.memory.native import copy_bytes
 from ckpipe.state.tensors import overlaps_itself
-
-
-class Destination(Protocol):
-    """Takes bytes of one entry."""
-
-    def put(self, source: int, lo: int, hi: int) -> None:
-        """Takes the bytes ``[lo, hi)`` of the entry, as far as they concern it.
-
-        Args:
-            source: The address of byte ``lo``.
-            lo: The first byte, from the entry's start.
-            hi: Behind the last byte.
-        """
-        ...
 
 
 class RawBytes(NamedTuple):
@@ -53,6 +45,7 @@ class RawBytes(NamedTuple):
     address: int
 
     def put(self, source: int, lo: int, hi: int) -> None:
+        """Take the bytes ``[lo, hi)`` of the entry from an address, as far as they concern it."""
         start, stop, address = self
         if start <= lo and hi <= stop:  # nearly always, and min and max take as long as a copy
             first, nbytes = lo, hi - lo
@@ -65,27 +58,15 @@ class RawBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """A tensor whose elements are in ``[start, stop)`` of an entry, row by row, in a dtype."""
+    """A tensor that takes a box of the chunk at ``[start, stop)`` of an entry, in its own dtype.
 
-    start: int
-    stop: int
-    dtype: torch.dtype
-    tensor: torch.Tensor
-
-    def put(self, source: int, lo: int, hi: int) -> None:
-        begin, values = _elements(self, source, lo, hi)
-        end, at = begin + values.numel(), 0
-        for starts, sizes in flat_range_boxes(self.tensor.shape, begin, end):
-            part = narrowed(self.tensor, starts, sizes)
-            part.copy_(values[at : at + part.numel()].view(sizes))
-            at += part.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class BoxElements:
-    """A tensor whose elements are a box of the chunk at ``[start, stop)``, row by row, of a shape.
-
-    What else is in the chunk is left out.
+    Args:
+        start: The first byte of the chunk, from the entry's start.
+        stop: Behind its last byte.
+        dtype: The dtype of its elements.
+        shape: Its shape; it lies row by row.
+        inside: The box of it that is taken.
+        tensor: The tensor, of the shape of the box.
     """
 
     start: int
@@ -96,10 +77,14 @@ class BoxElements:
     tensor: torch.Tensor
 
     def put(self, source: int, lo: int, hi: int) -> None:
-        begin, values = _elements(self, source, lo, hi)
-        end, at = begin + values.numel(), 0
-        for starts, sizes in flat_range_boxes(self.shape, begin, end):
-            box = (starts, tuple([n + size for n, size in zip(starts, sizes, strict=True)]))
+        """Take the bytes ``[lo, hi)`` of the entry from an address, as far as they concern it."""
+        first, last = max(lo, self.start), min(hi, self.stop)
+        if first >= last:
+            return
+        values = _bytes_at(source + first - lo, last - first).view(self.dtype)
+        begin, at = (first - self.start) // self.dtype.itemsize, 0
+        for starts, sizes in flat_range_boxes(self.shape, begin, begin + values.numel()):
+            box = (starts, tuple(map(add, starts, sizes)))
             count = box_volume(box)
             common = intersection(box, self.inside)
             if common is not None:
@@ -108,15 +93,8 @@ class BoxElements:
             at += count
 
 
-def _elements(
-    of: Elements | BoxElements, source: int, lo: int, hi: int
-) -> tuple[int, torch.Tensor]:
-    """Those elements that lie in the bytes ``[lo, hi)``, and how many lie before them."""
-    first, last = max(lo, of.start), min(hi, of.stop)
-    if first >= last:
-        return 0, torch.empty(0, dtype=of.dtype)
-    values = _bytes_at(source + first - lo, last - first).view(of.dtype)
-    return (first - of.start) // of.dtype.itemsize, values
+Destination = RawBytes | Elements
+"""Takes bytes of one entry."""
 
 
 _MAX_ITEM = 16
@@ -129,188 +107,12 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     return tensor.clone() if address % _MAX_ITEM else tensor
 
 
-def narrowed(tensor: torch.Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """The part of a tensor that begins at ``starts`` and has the shape ``sizes``."""
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
-    return tensor
-
-
 def boxed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The part of a tensor that a box cuts out."""
-    lower, upper = box
-    sizes = tuple(high - low for low, high in zip(lower, upper, strict=True))
-    return narrowed(tensor, lower, sizes)
-
-
-class Filling:
-    """Collects what is to be filled, and finishes it once the bytes are there.
-
-    Args:
-        stored: The tensors of the checkpoint.
-    """
-
-    def __init__(self, stored: StoredTensors) -> None:
-        self._stored = stored
-        self.destinations: defaultdict[int, list[Destination]] = defaultdict(list)
-        self.needs: list[Need] = []
-        self._fresh: dict[StoredTensor, torch.Tensor] = {}
-        self._fresh_parts: dict[tuple[StoredTensor, tuple[Region, ...]], torch.Tensor] = {}
-        self._sharing: dict[Hashable, torch.Tensor] = {}
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._finishers: list[Callable[[], object]] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Destinations know addresses only; this keeps alive what lies there.
-        self._alive: list[torch.Tensor] = []
-
-    def fresh(self, stored: StoredTensor) -> torch.Tensor:
-        """A new tensor on the CPU for a stored one; always the same one.
-
-        Its elements are valid once the bytes are there and :meth:`finish` has run.
-
-        Raises:
-            InvalidManifest: If the checkpoint contradicts itself about it.
-        """
-        tensor = self._fresh.get(stored)
-        if tensor is None:
-            tensor = self._make(stored, self._stored.pieces(stored), stored.shape)
-            self._fresh[stored] = tensor
-        return tensor
-
-    def fresh_part(
-        self, stored: StoredTensor, regions: tuple[Region, ...] | None, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """The same for regions of it, put together in a tensor of a shape."""
-        if regions is None:
-            return self.fresh(stored)
-        tensor = self._fresh_parts.get((stored, regions))
-        if tensor is None:
-            tensor = self._make(stored, self._stored.pieces(stored, regions), shape)
-            self._fresh_parts[stored, regions] = tensor
-        return tensor
-
-    def live(
-        self,
-        stored: StoredTensor,
-        pieces: tuple[ChunkCopy, ...],
-        regions: tuple[Region, ...] | None,
-        target: torch.Tensor,
-    ) -> None:
-        """Fills a tensor that exists, with a conversion if its dtype is another.
-
-        Args:
-            stored: The stored tensor.
-            pieces: What the target is put together from.
-            regions: Which parts of it the target holds; None if it holds the whole.
-            target: A plain tensor, detached.
-        """
-        for piece in pieces:
-            if piece.shared and _is_image(piece, stored):
-                return self.copy_later(stored, regions, target)
-        if memory_overlaps(target):
-            return self.copy_later(stored, regions, target)
-        return self._add(stored, pieces, target)
-
-    def copy_later(
-        self, stored: StoredTensor, regions: tuple[Region, ...] | None, target: torch.Tensor
-    ) -> None:
-        """Fills a tensor from a fresh one, by :meth:`finish`."""
-        self._copies.append((target, self.fresh_part(stored, regions, tuple(target.shape))))
-
-    def resolve_fresh(self) -> None:
-        """Gives fresh tensors their final values, once their bytes are there."""
-        finishers, self._finishers = self._finishers, []
-        for finish in finishers:
-            finish()
-
-    def finish(self) -> None:
-        """Completes everything that bytes alone could not, once all of them are there."""
-        self.resolve_fresh()
-        copies, self._copies = self._copies, []
-        for target, value in copies:
-            write(target, value)
-
-    def _add(self, stored: StoredTensor, pieces: Sequence[ChunkCopy], target: torch.Tensor) -> None:
-        """Has a tensor filled with pieces, none of which is an image."""
-        base = target.data_ptr() if takes_bytes(target, stored.dtype) else None
-        shape, item = tuple(target.shape), stored.dtype.itemsize
-        self._alive.append(target)
-        for piece in pieces:
-            if piece.start == piece.stop:
-                continue
-            destination: Destination | None = None
-            if base is not None and piece.target is None and piece.inside is None:
-                destination = RawBytes(piece.start, piece.stop, base)
-            elif base is not None:
-                destination = _moved_bytes(piece, shape, item, base)
-            if destination is None:
-                destination = _copied(piece, stored.dtype, target)
-            self.destinations[piece.entry].append(destination)
-            if piece.inside is None:
-                self.needs.append(Need(piece.entry, piece.start, piece.stop))
-            else:
-                self.needs += piece.needs(item)
-
-    def _make(
-        self, stored: StoredTensor, pieces: tuple[ChunkCopy, ...], shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        with normal_tensors():
-            if len(pieces) == 1 and pieces[0].target is None:
-                (piece,) = pieces
-                alone = not piece.shared
-                return self._alone(stored, pieces, shape) if alone else self._window(stored, piece)
-            if not any(piece.shared for piece in pieces):
-                return self._alone(stored, pieces, shape)
-            # Tensors cut alike from the same shared bytes share them again.
-            key = (pieces, shape, stored.dtype, stored.row.lazy)
-            if key not in self._sharing:
-                self._sharing[key] = self._alone(stored, pieces, shape)
-            return self._sharing[key].detach()
-
-    def _alone(
-        self, stored: StoredTensor, pieces: tuple[ChunkCopy, ...], shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        tensor = _allocate(stored, shape)
-        plain = []
-        for piece in pieces:
-            if piece.shared and _is_image(piece, stored):
-                image = self._window(stored, piece)
-                self._finishers.append(partial(_from_image, tensor, image, piece))
-            else:
-                plain.append(piece)
-        self._add(stored, plain, tensor)
-        if not stored.row.lazy:
-            return tensor
-        if "c" in stored.row.lazy:
-            self._finishers.append(tensor.conj_physical_)
-        if "n" in stored.row.lazy:
-            self._finishers.append(tensor.neg_)
-        return with_lazy_bits(tensor, stored.row.lazy)
-
-    def _window(self, stored: StoredTensor, piece: ChunkCopy) -> torch.Tensor:
-        """A chunk as a view of its entry's memory."""
-        offset, rest = divmod(piece.start, stored.dtype.itemsize)
-        if rest:
-            raise InvalidExtent(
-                f"It begins at byte {piece.start} of its entry, which its dtype is not aligned to",
-                key=stored.label,
-            )
-        tensor = torch.empty(0, dtype=stored.dtype, device="cpu")
-        storage = self._buffer(piece.entry).untyped_storage()
-        stride = piece.stride or contiguous_stride(piece.shape)
-        tensor.set_(storage, offset, piece.shape, stride)
-        if piece.start < piece.stop:
-            self.needs.append(Need(piece.entry, piece.start, piece.stop))
-        return with_lazy_bits(tensor, stored.row.lazy)
-
-    def _buffer(self, entry: int) -> torch.Tensor:
-        buffer = self._buffers.get(entry)
-        if buffer is None:
-            nbytes = self._stored.data.sizes[entry]
-            buffer = self._buffers[entry] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self.destinations[entry].append(RawBytes(0, nbytes, buffer.data_ptr()))
-        return buffer
+    for dim, (low, high) in enumerate(zip(*box, strict=True)):
+        if high - low != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, low, high - low)
+    return tensor
 
 
 def normal_tensors() -> AbstractContextManager[object]:
@@ -318,7 +120,7 @@ def normal_tensors() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether the row-major bytes of a dtype can be copied to where a tensor lies."""
     return (
         target.dtype == dtype
@@ -370,52 +172,57 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
             write(row, values)
 
 
-def _is_image(piece: ChunkCopy, stored: StoredTensor) -> bool:
-    """Tell whether a piece of shared memory is something else than elements row by row."""
-    lies_otherwise = piece.stride is not None or piece.start % stored.dtype.itemsize != 0
+def is_image(copied: ChunkCopy, stored: StoredTensor) -> bool:
+    """Tell whether a chunk of shared memory is something else than elements row by row."""
+    lies_otherwise = copied.stride is not None or copied.start % stored.dtype.itemsize != 0
     return lies_otherwise or bool(stored.row.lazy)
 
 
-def _from_image(target: torch.Tensor, image: torch.Tensor, piece: ChunkCopy) -> None:
-    part = target if piece.target is None else boxed(target, piece.target)
-    part.copy_(image if piece.inside is None else boxed(image, piece.inside))
+def copy_from_image(target: torch.Tensor, image: torch.Tensor, copied: ChunkCopy) -> None:
+    part = target if copied.target is None else boxed(target, copied.target)
+    part.copy_(image if copied.inside is None else boxed(image, copied.inside))
 
 
-def _moved_bytes(piece: ChunkCopy, shape: tuple[int, ...], item: int, base: int) -> RawBytes | None:
-    """A plain copy of bytes for a piece, if it is a run of its chunk and of the target.
+def destination_of(copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) -> Destination:
+    """The destination of a chunk in a plain tensor: a copy of bytes if both lie in one run.
 
     Args:
-        piece: The piece.
-        shape: The shape of the target.
-        item: The size of its elements in bytes.
-        base: Its address.
+        copied: The part of the chunk, and the part of the target.
+        dtype: The dtype that was saved.
+        target: The tensor.
     """
-    start, stop = piece.start, piece.stop
-    if piece.inside is not None:
-        first = flat_start(piece.shape, piece.inside)
+    if _takes_bytes(target, dtype):
+        raw = _raw_bytes(copied, tuple(target.shape), dtype.itemsize, target.data_ptr())
+        if raw is not None:
+            return raw
+    part = target if copied.target is None else boxed(target, copied.target)
+    shape, inside = copied.shape, copied.inside
+    if inside is None:
+        if part.is_contiguous():
+            part, shape = part.view(-1), (part.numel(),)
+        inside = whole(shape)
+    return Elements(copied.start, copied.stop, dtype, shape, inside, part)
+
+
+def _raw_bytes(
+    copied: ChunkCopy, shape: tuple[int, ...], itemsize: int, address: int
+) -> RawBytes | None:
+    start, stop = copied.start, copied.stop
+    if copied.inside is not None:
+        first = flat_start(copied.shape, copied.inside)
         if first is None:
             return None
-        start += first * item
-        stop = start + box_volume(piece.inside) * item
-    if piece.target is not None:
-        at = flat_start(shape, piece.target)
+        start += first * itemsize
+        stop = start + box_volume(copied.inside) * itemsize
+    if copied.target is not None:
+        at = flat_start(shape, copied.target)
         if at is None:
             return None
-        base += at * item
-    return RawBytes(start, stop, base)
+        address += at * itemsize
+    return RawBytes(start, stop, address)
 
 
-def _copied(piece: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) -> Elements | BoxElements:
-    """A copy of elements for a piece."""
-    part = target if piece.target is None else boxed(target, piece.target)
-    if piece.inside is not None:
-        inside = piece.inside
-        return BoxElements(piece.start, piece.stop, dtype, piece.shape, inside, part)
-    flat = part.view(-1) if part.is_contiguous() else part
-    return Elements(piece.start, piece.stop, dtype, flat)
-
-
-def _allocate(stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
+def allocate(stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
     stride = stored.fresh_stride if shape == stored.shape else None
     stride = stride or contiguous_stride(shape)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,36 +92,21 @@ _UNINITIALIZED = (
 class LiveTensor(NamedTuple):
     """A tensor of the target that a stored one is to be loaded into.
 
-    What must be known of many thousand tensors is asked of each while it is in the processor's
-    cache.
-
     Args:
         stored: The stored tensor.
         label: Where the target stands in the state.
         tensor: Its memory, as a plain detached tensor.
         owner: The object that stands in the state.
-        address: Where that memory begins.
-        device: Which memory it is.
-        nbytes: Its size without gaps.
-        contiguous: Whether its elements lie row by row without a gap.
         regions: Which parts of the stored tensor that memory holds; None for the whole.
-        pieces: What it is put together from.
+        copies: The chunks that it is put together from.
     """
 
     stored: StoredTensor
     label: str
     tensor: torch.Tensor
     owner: torch.Tensor | np.ndarray[Any, Any]
-    address: int
-    device: torch.device
-    nbytes: int
-    contiguous: bool
     regions: tuple[Region, ...] | None
-    pieces: tuple[ChunkCopy, ...]
-
-
-# Tens of thousands are made for a load, for which the class's own constructor is slow.
-new_live_tensor = partial(tuple.__new__, LiveTensor)
+    copies: tuple[ChunkCopy, ...]
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -9,35 +9,36 @@ same place.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ckpipe.errors import SharingConflict
-from ckpipe.loading.chunks import StoredTensor, StoredTensors
+from ckpipe.errors import InvalidExtent, SharingConflict
+from ckpipe.loading.chunks import ChunkCopy, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
     Destination,
-    Filling,
+    RawBytes,
+    allocate,
     contiguous_stride,
+    copy_from_image,
+    destination_of,
+    is_image,
     memory_overlaps,
+    normal_tensors,
     with_lazy_bits,
     write,
 )
-from ckpipe.loading.live_tensors import (
-    LiveTensor,
-    is_placed,
-    new_live_tensor,
-    regions_of,
-    writable_view,
-)
+from ckpipe.loading.live_tensors import LiveTensor, is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
 from ckpipe.state.tensors import Shardings
 
 
 class Targets:
-    """Collects the tensors to fill, then says what to read, first and second.
+    """Collects the tensors to fill, live and fresh, then says what to read, first and second.
 
     The first round brings, into fresh tensors, what decides whether live tensors that overlap
     agree; only the second fills live tensors. No entry is in both.
@@ -45,15 +46,28 @@ class Targets:
     Args:
         stored: The tensors of the checkpoint.
         cast: Whether values may be converted to the dtype of a live tensor.
+
+    Attributes:
+        destinations: For each entry that is needed, who takes its bytes.
     """
 
     def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
         self.stored, self.cast = stored, cast
-        self.filling = Filling(stored)
+        self.destinations: defaultdict[int, list[Destination]] = defaultdict(list)
+        self._needs: list[Need] = []
         self._shardings = Shardings()
         self._noted: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
         self._first: set[int] = set()
+        self._fresh: dict[tuple[StoredTensor, Regions], torch.Tensor] = {}
+        self._sharing: dict[Hashable, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._finishers: list[Callable[[], object]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Destinations know addresses only; this keeps alive what lies there.
+        self._alive: list[torch.Tensor] = []
+
+    # Live tensors
 
     def fill(
         self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
@@ -66,25 +80,13 @@ class Targets:
         Raises:
             ShapeMismatch: If it is distributed, and its local part is not what its placements say.
         """
-        found = self._live(stored, live, label)
-        if found is None:
-            return False
-        self._noted.append(found)
-        return True
-
-    def _live(
-        self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
-    ) -> LiveTensor | None:
         view = writable_view(live)
         if view is None:
-            return None
-        regions, pieces = None, stored.whole
-        if is_placed(live):
-            regions = regions_of(live, self._shardings, label)
-        if pieces is None or regions is not None:
-            pieces = self.stored.pieces(stored, regions)
-        place = (view.data_ptr(), view.device, view.nbytes, view.is_contiguous())
-        return new_live_tensor((stored, label, view, live, *place, regions, pieces))
+            return False
+        regions = regions_of(live, self._shardings, label) if is_placed(live) else None
+        copies = self.stored.copies(stored, regions)
+        self._noted.append(LiveTensor(stored, label, view, live, regions, copies))
+        return True
 
     def settle(self) -> None:
         """Gives every live tensor its place in a round; call it once all are known."""
@@ -93,19 +95,21 @@ class Targets:
             self._disputed = disputed_groups(lives)
             self._first = self._entries_to_compare(lives)
         for live in lives:
-            if self._first and self._first.intersection(c.entry for c in live.pieces):
-                self.filling.copy_later(live.stored, live.regions, live.tensor)
+            late = self._first and self._first.intersection(c.entry for c in live.copies)
+            images = any(c.shared and is_image(c, live.stored) for c in live.copies)
+            if late or images or memory_overlaps(live.tensor):
+                self._copies.append((live.tensor, self._fresh_for(live)))
             else:
-                self.filling.live(live.stored, live.pieces, live.regions, live.tensor)
+                self._add(live.stored, live.copies, live.tensor)
 
     def _entries_to_compare(self, lives: Sequence[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
-        entries = {c.entry for group in self._disputed for live in group for c in live.pieces}
+        entries = {c.entry for group in self._disputed for live in group for c in live.copies}
         grown = bool(entries)
         while grown:
             before = len(entries)
             for live in lives:
-                own = [piece.entry for piece in live.pieces]
+                own = [copied.entry for copied in live.copies]
                 if not entries.isdisjoint(own):
                     entries.update(own)
             grown = len(entries) > before
@@ -114,21 +118,14 @@ class Targets:
     @property
     def first_needs(self) -> list[Need]:
         """The needs to read before a live tensor is touched; usually none."""
-        if not self._first:
-            return []
-        return [need for need in self.filling.needs if need.entry in self._first]
+        return [need for need in self._needs if need.entry in self._first] if self._first else []
 
     @property
     def needs(self) -> list[Need]:
         """The needs to read then."""
         if not self._first:
-            return self.filling.needs
-        return [need for need in self.filling.needs if need.entry not in self._first]
-
-    @property
-    def destinations(self) -> Mapping[int, Sequence[Destination]]:
-        """For each entry that is needed, who takes its bytes."""
-        return self.filling.destinations
+            return self._needs
+        return [need for need in self._needs if need.entry not in self._first]
 
     def check_disputed(self) -> None:
         """Proves that live tensors which overlap are given the same bytes.
@@ -136,23 +133,115 @@ class Targets:
         Raises:
             SharingConflict: If they are not.
         """
-        self.filling.resolve_fresh()
+        self._resolve_fresh()
         for group in self._disputed:
-            values = [
-                self.filling.fresh_part(live.stored, live.regions, tuple(live.tensor.shape))
-                for live in group
-            ]
-            check_agreement(group, values)
+            check_agreement(group, [self._fresh_for(live) for live in group])
 
     def finish(self) -> None:
         """Completes the tensors once all bytes are there, and tells autograd of the change."""
         with torch.no_grad():
-            self.filling.finish()
+            self._resolve_fresh()
+            copies, self._copies = self._copies, []
+            for target, value in copies:
+                write(target, value)
         owners = [each.owner for each in self._noted]
         changed = [each for each in owners if isinstance(each, torch.Tensor)]
         if any(map(torch.Tensor.is_inference, changed)):
             changed = [each for each in changed if not each.is_inference()]
         torch.autograd.graph.increment_version(changed)
+
+    def _resolve_fresh(self) -> None:
+        finishers, self._finishers = self._finishers, []
+        for finish in finishers:
+            finish()
+
+    # Fresh tensors
+
+    def fresh(self, stored: StoredTensor) -> torch.Tensor:
+        """A new tensor on the CPU for a stored one; always the same one.
+
+        Its elements are valid once the bytes are there and :meth:`finish` has run.
+
+        Raises:
+            InvalidManifest: If the checkpoint contradicts itself about it.
+        """
+        return self._make(stored, None, stored.shape)
+
+    def _fresh_for(self, live: LiveTensor) -> torch.Tensor:
+        shape = live.stored.shape if live.regions is None else tuple(live.tensor.shape)
+        return self._make(live.stored, live.regions, shape)
+
+    def _make(self, stored: StoredTensor, regions: Regions, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._fresh.get((stored, regions))
+        if tensor is not None:
+            return tensor
+        copies = self.stored.copies(stored, regions)
+        with normal_tensors():
+            if len(copies) == 1 and copies[0].shared and copies[0].target is None:
+                tensor = self._window(stored, copies[0])
+            elif not any(copied.shared for copied in copies):
+                tensor = self._alone(stored, copies, shape)
+            else:
+                # Tensors cut alike from the same shared bytes share them again.
+                key = (copies, shape, stored.dtype, stored.row.lazy)
+                if key not in self._sharing:
+                    self._sharing[key] = self._alone(stored, copies, shape)
+                tensor = self._sharing[key].detach()
+        self._fresh[stored, regions] = tensor
+        return tensor
+
+    def _alone(
+        self, stored: StoredTensor, copies: tuple[ChunkCopy, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        tensor = allocate(stored, shape)
+        plain = []
+        for copied in copies:
+            if copied.shared and is_image(copied, stored):
+                image = self._window(stored, copied)
+                self._finishers.append(partial(copy_from_image, tensor, image, copied))
+            else:
+                plain.append(copied)
+        self._add(stored, plain, tensor)
+        if not stored.row.lazy:
+            return tensor
+        if "c" in stored.row.lazy:
+            self._finishers.append(tensor.conj_physical_)
+        if "n" in stored.row.lazy:
+            self._finishers.append(tensor.neg_)
+        return with_lazy_bits(tensor, stored.row.lazy)
+
+    def _add(self, stored: StoredTensor, copies: Sequence[ChunkCopy], target: torch.Tensor) -> None:
+        """Has a tensor filled with chunks, none of which is an image."""
+        self._alive.append(target)
+        for copied in copies:
+            if copied.start < copied.stop:
+                destination = destination_of(copied, stored.dtype, target)
+                self.destinations[copied.entry].append(destination)
+                self._needs += copied.needs(stored.dtype.itemsize)
+
+    def _window(self, stored: StoredTensor, copied: ChunkCopy) -> torch.Tensor:
+        """A chunk as a view of its entry's memory."""
+        offset, rest = divmod(copied.start, stored.dtype.itemsize)
+        if rest:
+            raise InvalidExtent(
+                f"It begins at byte {copied.start} of its entry, which its dtype is not aligned to",
+                key=stored.label,
+            )
+        tensor = torch.empty(0, dtype=stored.dtype, device="cpu")
+        storage = self._buffer(copied.entry).untyped_storage()
+        stride = copied.stride or contiguous_stride(copied.shape)
+        tensor.set_(storage, offset, copied.shape, stride)
+        if copied.start < copied.stop:
+            self._needs.append(Need(copied.entry, copied.start, copied.stop))
+        return with_lazy_bits(tensor, stored.row.lazy)
+
+    def _buffer(self, entry: int) -> torch.Tensor:
+        buffer = self._buffers.get(entry)
+        if buffer is None:
+            nbytes = self.stored.data.sizes[entry]
+            buffer = self._buffers[entry] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self.destinations[entry].append(RawBytes(0, nbytes, buffer.data_ptr()))
+        return buffer
 
 
 _MAX_ITEM = 16
@@ -165,7 +254,7 @@ def disputed_groups(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
 
 def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     """The same without those that fill the same memory with the same tensor once more."""
-    if len({live.address for live in lives}) == len(lives):
+    if len({live.tensor.data_ptr() for live in lives}) == len(lives):
         return list(lives)
     found = {
         (id(live.stored), live.tensor.data_ptr(), live.tensor.stride(), live.tensor.device): live
@@ -176,9 +265,10 @@ def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
 
 def apart(lives: Sequence[LiveTensor]) -> bool:
     """Tell quickly whether all lie row by row, and apart, in one memory: nearly always so."""
-    if not all(live.contiguous for live in lives) or len({live.device for live in lives}) > 1:
+    tensors = [live.tensor for live in lives]
+    if not all(map(torch.Tensor.is_contiguous, tensors)) or len({t.device for t in tensors}) > 1:
         return False
-    places = [(each.address, each.nbytes) for each in lives]
+    places = [(each.data_ptr(), each.nbytes) for each in tensors]
     begins, sizes = np.array(places, np.uint64).reshape(-1, 2).T
     order = np.argsort(begins)
     ends = begins[order] + sizes[order]
@@ -222,16 +312,17 @@ def _place(live: LiveTensor) -> Hashable:
     """Equal for tensors that get the same bytes at the same addresses by construction.
 
     That is where the entry's first byte would lie, if the tensor lies in the entry as in memory;
-    or, if it is put together from pieces, these and where it lies. None if neither can be said.
+    or, if it is put together from several chunks, these and where it lies. None if neither can be
+    said.
     """
     stored, tensor = live.stored, live.tensor
-    if tensor.dtype != stored.dtype or not live.pieces:
+    if tensor.dtype != stored.dtype or not live.copies:
         return None
-    first = live.pieces[0]
+    first = live.copies[0]
     if lazy_bits(tensor) != (stored.row.lazy if first.shared else ""):
         return None
-    if len(live.pieces) > 1 or first.target is not None:
-        return (live.pieces, tensor.data_ptr(), tensor.stride())
+    if len(live.copies) > 1 or first.target is not None:
+        return (live.copies, tensor.data_ptr(), tensor.stride())
     stride = first.stride or contiguous_stride(stored.shape)
     same = all(
         n == 1 or ours == theirs

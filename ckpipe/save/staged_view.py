@@ -14,7 +14,7 @@ from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, Te
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.build import Rebuild
 from ckpipe.loading.chunks import Sources, StoredTensor, StoredTensors
-from ckpipe.loading.fill import Filling, contiguous_stride, with_lazy_bits
+from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.save.save import Save, StagedBlock
@@ -56,12 +56,12 @@ class FileImage:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-class _Lent(Filling):
+class _LentTargets(Targets):
     """Tensors over an image of files, in place of fresh ones."""
 
     def __init__(self, stored: StoredTensors, image: FileImage) -> None:
-        super().__init__(stored)
-        self._data, self._image = stored.data, image
+        super().__init__(stored, cast=False)
+        self._image = image
         self._lent: dict[int, torch.Tensor] = {}
         self._entries: dict[int, torch.Tensor] = {}
 
@@ -72,7 +72,7 @@ class _Lent(Filling):
         return tensor
 
     def _seen(self, stored: StoredTensor) -> torch.Tensor:
-        (piece,) = self._stored.pieces(stored)
+        (piece,) = self.stored.copies(stored)
         entry = self._entry(piece.entry, aligned=piece.shared)
         flat = entry[piece.start : piece.stop].view(stored.dtype)
         stride = (piece.stride if piece.shared else None) or contiguous_stride(stored.shape)
@@ -83,8 +83,8 @@ class _Lent(Filling):
         """The bytes of an entry; one and the same for all tensors that share it."""
         entry = self._entries.get(number)
         if entry is None:
-            row = self._data.entry(number)
-            entry = self._image.bytes_of(row.file, self._data.begins[number], row.nbytes)
+            row = self.stored.data.entry(number)
+            entry = self._image.bytes_of(row.file, self.stored.data.begins[number], row.nbytes)
             if aligned and entry.data_ptr() % _MAX_ITEM:
                 entry = entry.clone()  # it may be of bytes, and hold tensors of larger items
             self._entries[number] = entry
@@ -131,9 +131,8 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
     stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), EntryTable(bundle))
-    targets = Targets(stored, cast=False)
     block_bytes = len(held[0].block.view) if held else 1
-    targets.filling = _Lent(stored, FileImage(held, block_bytes))
+    targets = _LentTargets(stored, FileImage(held, block_bytes))
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
     rebuild = Rebuild(
