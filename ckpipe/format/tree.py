@@ -62,15 +62,18 @@ def _inner_nodes(node: Node) -> list[Node]:
     return [node[-1]] if tag in ("registered", "stateful", "shared") else []
 
 
-def leaf_labels(node: Node, label: str) -> Iterator[str]:
-    """The labels of the tensors, values and sets of a tree."""
-    tag = node[0]
-    if tag in ("tensor", "value", "ref", *SETS):
-        yield label
-    elif tag in ("shared", "registered", "stateful"):
-        yield from leaf_labels(node[-1], label)
+def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
+    """Every node of a tree with its label; references are not followed."""
+    yield node, label
+    if node[0] in ("shared", "registered", "stateful"):
+        yield from walk(node[-1], label)
     for _, child, where in children_of(node, label):
-        yield from leaf_labels(child, where)
+        yield from walk(child, where)
+
+
+def leaf_labels(node: Node, label: str) -> list[str]:
+    """The labels of the tensors, values, sets and references of a tree."""
+    return [at for each, at in walk(node, label) if each[0] in _LEAVES and each[0] != "absent"]
 
 
 def check_tree(structure: Structure) -> None:

@@ -34,7 +34,7 @@ import torch
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, decode_key, join
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import MAPPINGS, Node, children_of
+from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
 from ckpipe.loading.chunks import StoredTensor
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import FILLABLE, has_shape, misfit, writable_view
@@ -175,7 +175,7 @@ def keep_generators_apart(
     values: set[int] = set()
     labels: set[str] = set()
     for label, node in _generators(saved):
-        leaves = list(_leaves(node))
+        leaves = [each[:2] for each, _ in walk(node) if each[0] in ("tensor", "value")]
         numbers = {number for tag, number in leaves if tag == "tensor"}
         if not same_world or any(saved.homes[number][0] != rank for number in numbers):
             labels.add(label)
@@ -238,13 +238,6 @@ def _generators(saved: SavedState) -> Iterator[tuple[str, Node]]:
             ]
 
 
-def _leaves(node: Node) -> Iterator[tuple[str, int]]:
-    if node[0] in ("tensor", "value"):
-        yield node[0], node[1]
-    for _, child, _ in children_of(node, ""):
-        yield from _leaves(child)
-
-
 class _Unfinished(Exception):  # a signal between functions of this file
     def __init__(self, number: int) -> None:
         self.number = number
@@ -260,6 +253,9 @@ class Rebuild:
         per_rank: What of the tree belongs to one rank each, and none of them is this one.
         pickling: Whether pickled objects may be made.
         distributed: Whether other processes load other parts of the same tensors.
+
+    Attributes:
+        objects_have_more: Whether an object of the target holds what was not saved of it.
     """
 
     def __init__(
@@ -275,6 +271,7 @@ class Rebuild:
         self._values, self._targets, self.definitions = values, targets, definitions
         self.per_rank, self._combine = per_rank, per_rank.combine
         self._pickling, self._distributed = pickling, distributed
+        self.objects_have_more = False
         self._objects: dict[int, Factory] = {}
         self._planned: dict[int, Factory] = {}
         self._built: dict[int, Any] = {}
@@ -453,13 +450,16 @@ class Rebuild:
         if hint is None:
             return [(key, self.plan(child, where)) for key, child, where in children]
         items = [(key, self.plan(child, where, hint.at(key))) for key, child, where in children]
-        if not hint.select.selects_all and isinstance(hint.live, dict):
+        if isinstance(hint.live, dict):
             saved = {key for key, _, _ in children}
-            items += [
-                (key, partial(same, live))
-                for key, live in hint.live.items()
-                if key not in saved and not any_selected(live, join(label, key), hint.select)
-            ]
+            more = {key: live for key, live in hint.live.items() if key not in saved}
+            self.objects_have_more |= bool(more)
+            if not hint.select.selects_all:
+                items += [
+                    (key, partial(same, live))
+                    for key, live in more.items()
+                    if not any_selected(live, join(label, key), hint.select)
+                ]
         return items
 
     def plan_sequence(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:
@@ -478,9 +478,12 @@ class Rebuild:
         return MutableFactory(shell, fill)
 
     def _elements(self, node: Node, label: str, hint: LiveCounterpart | None) -> list[Factory]:
+        children = children_of(node, label)
+        if hint is not None and isinstance(hint.live, list | tuple):
+            self.objects_have_more |= len(hint.live) > len(children)
         return [
             self.plan(child, where, None if hint is None else hint.at(key))
-            for key, child, where in children_of(node, label)
+            for key, child, where in children
         ]
 
     def plan_dataclass(self, node: Node, label: str, hint: LiveCounterpart | None) -> Factory:

@@ -28,7 +28,7 @@ from ckpipe.loading.build import Factory, Rebuild, keep_generators_apart
 from ckpipe.loading.chunks import NeedsFullIndex, Sources, StoredTensors
 from ckpipe.loading.match import Matching
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
-from ckpipe.loading.saved_state import fitted, labels_of, lacks, state_for, without
+from ckpipe.loading.saved_state import fitted, labels_of, state_for, without
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
 from ckpipe.loading.targets import Targets
 from ckpipe.lock.holds import LoadHold
@@ -299,7 +299,7 @@ def match_all(
         make = matching.plan(request.into, tree)
         missing = [*missing, *matching.missing]
         unexpected = matching.unexpected
-        if not bundle.whole and (missing or unexpected or _lack(matching)):
+        if not bundle.whole and (missing or unexpected or rebuild.objects_have_more):
             raise NeedsFullIndex
         missing += matching.kept
         unexpected = [*unexpected, *matching.left]
@@ -326,11 +326,6 @@ def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
             "those pass that match nothing",
         )
     return absent
-
-
-def _lack(matching: Matching) -> bool:
-    """Tell whether objects hold what was not saved of them; another rank may have saved it."""
-    return any(lacks(node, live) for node, live in matching.objects)
 
 
 async def read_tensors(

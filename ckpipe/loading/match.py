@@ -53,7 +53,6 @@ class Matching:
         unexpected: Labels that the checkpoint has and the target has not.
         kept: Labels of what objects have and the checkpoint has not; their own strictness applies.
         left: Labels that the checkpoint has and objects do without, which is no error.
-        objects: For each object, what was saved of it, and what it holds now.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Matching:
         self.kept: list[str] = []
         self.left: list[str] = []
         self._offered: dict[int, Any] = {}
-        self.objects: list[tuple[Node, Any]] = []
 
     def plan(self, target: Any, tree: Node) -> Factory:
         """Checks a target against a tree.
@@ -255,7 +253,6 @@ class Matching:
             return self._match_itself(target, inner, label)
         hint = hint_for(target, self._select)
         self._alive.append(hint.live)
-        self.objects.append((inner, hint.live))
         check_stateful(target, hint, inner, label)
         if isinstance(hint.live, dict) and inner[0] in MAPPINGS:
             saved = {key if type(key) is str else decode_key(key) for key in inner[1]}

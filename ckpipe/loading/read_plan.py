@@ -24,10 +24,12 @@ ends together where that was measured, so there is a least size.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -303,23 +305,26 @@ def _reads(
     """The reads of what lies between cuts, without those that would bring nothing."""
     first = 0
     for begin, end in pairwise(cuts):
-        while first < len(chunks) and _end(chunks[first]) <= begin:
-            first += 1
-        stop = first
-        while stop < len(chunks) and chunks[stop].at < end:
-            stop += 1
+        stop = bisect_left(chunks, end, first, key=itemgetter(3))
         if first == stop:
             continue
-        begin, end = max(begin, chunks[first].at), min(end, _end(chunks[stop - 1]))
-        whole: list[ReadChunk] = []
-        cut: list[ReadChunk] = []
-        offset = begin - begin % alignment
-        for chunk in chunks[first:stop]:
-            entry, lo, hi, at, checksum = chunk
-            inside = at >= begin and at + hi - lo <= end
-            (whole if inside else cut).append(_read_chunk((entry, lo, hi, at - offset, checksum)))
-        end = min(size, -(-end // alignment) * alignment)
-        yield Read(file, offset, end - offset, tuple(whole), tuple(cut))
+        last = chunks[stop - 1]
+        low, high = max(begin, chunks[first].at), min(end, _end(last))
+        offset = low - low % alignment
+        found = [
+            _read_chunk((entry, lo, hi, at - offset, checksum))
+            for entry, lo, hi, at, checksum in chunks[first:stop]
+        ]
+        bounds = low - offset, high - offset
+        cut = [
+            chunk
+            for chunk in dict.fromkeys((found[0], found[-1]))
+            if chunk.at < bounds[0] or _end(chunk) > bounds[1]
+        ]
+        whole = [chunk for chunk in found if chunk not in cut] if cut else found
+        high = min(size, -(-high // alignment) * alignment)
+        yield Read(file, offset, high - offset, tuple(whole), tuple(cut))
+        first = stop - 1 if _end(last) > end else stop
 
 
 def _end(chunk: ReadChunk) -> int:

@@ -12,14 +12,14 @@ label, and what stands in several trees in forms that cannot be brought together
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpipe.format.keys import Json, LabelFilter, canonical, join
+from ckpipe.format.keys import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import differ_privately
-from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, children_of
+from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, children_of, walk
 from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
 from ckpipe.loading.stateful import live_state
@@ -118,7 +118,8 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
         combine = policy if callable(policy) else None
         items = PerRankItems(combine, *_differing(bundle, merged))
     homes = [origins[0] for origins in merged.tensor_origins]
-    common = frozenset.intersection(*[frozenset(paths(each.tree)) for each in bundle.structures])
+    labels = [frozenset(label for _, label in walk(each.tree)) for each in bundle.structures]
+    common = frozenset.intersection(*labels)
     return SavedState(merged.tree, merged.rows, homes, merged.values, items, common)
 
 
@@ -181,40 +182,12 @@ def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node
     return node
 
 
-def lacks(node: Node, target: Any, label: str = "") -> bool:
-    """Tell whether a target has names that a saved tree has not."""
-    tag = node[0]
-    if tag in ("shared", "stateful"):
-        return lacks(node[-1], target, label)
-    if tag in MAPPINGS and isinstance(target, Mapping):
-        children = {key: (child, where) for key, child, where in children_of(node, label)}
-        return any(
-            key not in children or lacks(children[key][0], live, children[key][1])
-            for key, live in target.items()
-        )
-    if tag in ("list", "tuple") and isinstance(target, list | tuple):
-        pairs = list(zip(children_of(node, label), target, strict=False))
-        return len(pairs) < len(target) or any(
-            lacks(child, live, where) for (_, child, where), live in pairs
-        )
-    return False
-
-
 def labels_of(saved: SavedState) -> frozenset[str]:
     """The labels of what belongs to a rank."""
-    return frozenset(_labels(saved.tree, "", saved.per_rank)) | saved.per_rank.generators
-
-
-def _labels(node: Node, label: str, items: PerRankItems) -> Iterable[str]:
-    tag = node[0]
-    if (tag == "tensor" and node[1] in items.tensors) or (
-        tag == "value" and node[1] in items.values
-    ):
-        yield label
-    elif tag in ("shared", "registered", "stateful"):
-        yield from _labels(node[-1], label, items)
-    for _, child, where in children_of(node, label):
-        yield from _labels(child, where, items)
+    items = saved.per_rank
+    own = {"tensor": items.tensors, "value": items.values}
+    leaves = [(node, label) for node, label in walk(saved.tree) if node[0] in own]
+    return items.generators | {label for (tag, number), label in leaves if number in own[tag]}
 
 
 def without(select: LabelFilter, labels: frozenset[str]) -> LabelFilter:
@@ -414,12 +387,3 @@ def _alike(ours: Node, theirs: Node) -> bool:
         return False
     empty = [_rebuilt(node, [], _itself) for node in (ours, theirs)]
     return empty[0] == empty[1]
-
-
-def paths(node: Node, label: str = "") -> Iterator[str]:
-    """The labels of all nodes of a tree."""
-    yield label
-    if node[0] in ("shared", "registered", "stateful"):
-        yield from paths(node[-1], label)
-    for key, child, _ in children_of(node, label):
-        yield from paths(child, join(label, key))

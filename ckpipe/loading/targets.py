@@ -95,9 +95,11 @@ class Targets:
             self._disputed = disputed_groups(lives)
             self._first = self._entries_to_compare(lives)
         for live in lives:
-            late = self._first and self._first.intersection(c.entry for c in live.copies)
-            images = any(c.shared and is_image(c, live.stored) for c in live.copies)
-            if late or images or memory_overlaps(live.tensor):
+            late = memory_overlaps(live.tensor)
+            for copied in live.copies:
+                late |= copied.entry in self._first
+                late |= copied.shared and is_image(copied, live.stored)
+            if late:
                 self._copies.append((live.tensor, self._fresh_for(live)))
             else:
                 self._add(live.stored, live.copies, live.tensor)
