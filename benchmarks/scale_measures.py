@@ -29,7 +29,6 @@ from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
@@ -250,9 +249,8 @@ def load(ranks: int) -> Figures:
     request = LoadRequest(target, LabelFilter(), strict=True, cast=False, pickling=False)
 
     def planned() -> None:
-        data = EntryTable(bundle)
-        matched = match_all(bundle, data, request, 0, 1)
-        plan_reads(data, matched.targets.needs, ReadLimits(16 << 20, 4096))
+        matched = match_all(bundle, request, 0, 1)
+        plan_reads(matched.targets.stored.data, matched.targets.needs, ReadLimits(16 << 20, 4096))
 
     return {
         "chunks": float(ranks * TENSORS),

@@ -8,15 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_states import round_trip, run_round_trip, store
+from stored_states import round_trip, run_round_trip
 from torch import nn
 
 from ckpipe.errors import SharingConflict
-from ckpipe.format.entry_table import EntryTable
-from ckpipe.loading.chunks import Sources, StoredTensors
-from ckpipe.loading.saved_state import state_of_part
-from ckpipe.loading.targets import Targets
-from ckpipe.testing import MemoryBackend
 
 
 class Tied(nn.Module):
@@ -36,20 +31,6 @@ async def test_saved_shared_and_target_not_fills_both() -> None:
     assert target.a.weight.data_ptr() != target.b.weight.data_ptr()
     assert result.report is not None
     assert result.report.bytes < 8192, "the shared bytes are read once"
-
-
-@pytest.mark.parametrize(("saved_tied", "first_reads"), [(True, 0), (False, 2)])
-async def test_what_was_shared_likewise_is_not_compared_first(
-    saved_tied: bool, first_reads: int
-) -> None:
-    bundle = await store(Tied(tied=saved_tied).state_dict(), MemoryBackend())
-    saved = state_of_part(bundle, 0)
-    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), EntryTable(bundle))
-    targets = Targets(stored, cast=False)
-    for number, tensor in enumerate(Tied(tied=True).state_dict().values()):
-        assert targets.fill(stored[number], tensor, str(number))
-    targets.settle()
-    assert len(targets.first_needs) == first_reads
 
 
 async def test_target_shared_and_saved_not_needs_equal_bytes() -> None:

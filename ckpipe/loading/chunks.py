@@ -39,107 +39,6 @@ class NeedsFullIndex(Exception):
     """Raised if what is looked for may be in parts that were not read: the index has all."""
 
 
-class Sources:
-    """Finds chunks of tensors.
-
-    Args:
-        bundle: The checkpoint, or some of its parts. In an index, a part's number is its rank.
-    """
-
-    def __init__(self, bundle: ManifestDocument) -> None:
-        self._bundle = bundle
-        self._held: dict[int, RankChunks] = {}
-        self._numbers: dict[int, dict[str, int]] = {}
-        self._everything: dict[_Key, list[ChunkRef]] | None = None
-
-    def named_by(self, part: int, tensor: int) -> list[ChunkRef]:
-        """The chunks that a part lists of a tensor, each where it was written.
-
-        What cannot be followed is left out, so that the elements are missing.
-
-        Args:
-            part: The number of the part.
-            tensor: The number of the tensor in its structure.
-
-        Raises:
-            NeedsFullIndex: If another rank's part, which is not here, says where it is.
-        """
-        rows = self.held(part).by_tensor.get(tensor, ())
-        if len(rows) == 1 and (chunk := rows[0]).owner is None:
-            return [(part, chunk)]
-        found: list[ChunkRef] = []
-        for chunk in rows:
-            if chunk.owner is None:
-                found.append((part, chunk))
-            else:
-                found += self._written(chunk.owner, chunk, self.row(part, tensor))
-        return found
-
-    def everywhere(self, row: TensorRow) -> list[ChunkRef]:
-        """All chunks that any rank wrote of the tensor of a label, shape and dtype.
-
-        Raises:
-            NeedsFullIndex: If not all parts are here.
-        """
-        if not self._bundle.whole:
-            raise NeedsFullIndex
-        if self._everything is None:
-            self._everything = self._gathered()
-        return self._everything.get(_key(row), [])
-
-    def held(self, part: int) -> RankChunks:
-        """The chunks of a part, by tensor."""
-        layout = self._bundle.parts[part].layout
-        found = self._held.get(layout)
-        if found is None:
-            found = self._held[layout] = RankChunks(self._bundle.layouts[layout])
-        return found
-
-    def row(self, part: int, tensor: int) -> TensorRow:
-        """The row of a tensor in a part's structure."""
-        return self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
-
-    def number_in(self, part: int, row: TensorRow) -> int | None:
-        """The number that a part has for the tensor of a label, shape and dtype, if it has it."""
-        structure = self._bundle.parts[part].structure
-        rows = self._bundle.structures[structure].tensors
-        if structure not in self._numbers:
-            self._numbers[structure] = {each.label: n for n, each in enumerate(rows)}
-        number = self._numbers[structure].get(row.label)
-        return number if number is not None and _key(rows[number]) == _key(row) else None
-
-    def _written(self, owner: int, chunk: Chunk, row: TensorRow) -> list[ChunkRef]:
-        """The chunk of the owner that another rank's chunk stands for."""
-        part = self._bundle.number_of(owner)
-        if part is None:
-            if self._bundle.whole:
-                return []
-            raise NeedsFullIndex
-        if chunk.entry is not None:
-            return [(part, chunk)]
-        number = self.number_in(part, row)
-        rows = () if number is None else self.held(part).by_tensor.get(number, ())
-        wanted = chunk_box(chunk, row.shape)
-        own = (each for each in rows if each.owner is None)
-        return [(part, each) for each in own if chunk_box(each, row.shape) == wanted][:1]
-
-    def _gathered(self) -> dict[_Key, list[ChunkRef]]:
-        found: defaultdict[_Key, list[ChunkRef]] = defaultdict(list)
-        told: list[tuple[Callable[[ChunkRef], object], ChunkRef]] = []
-        lists = [[found[_key(row)] for row in each.tensors] for each in self._bundle.structures]
-        for number, part in enumerate(self._bundle.parts):
-            by_tensor = lists[part.structure]
-            for chunk in self._bundle.layouts[part.layout].chunks:
-                if chunk.owner is None:
-                    by_tensor[chunk.tensor].append((number, chunk))
-                elif chunk.entry is not None and chunk.owner < len(self._bundle.parts):
-                    told.append((by_tensor[chunk.tensor].append, (chunk.owner, chunk)))
-        # Behind what the ranks say of themselves, and nearly always the same once more.
-        for append, candidate in told:
-            append(candidate)
-        return found
-
-
 class RankChunks:
     """The chunks of a layout by tensor.
 
@@ -258,25 +157,30 @@ class StoredTensors:
     """The tensors of a saved state, looked up and proved covered when they are asked for.
 
     Args:
+        bundle: The checkpoint, or some of its parts. In an index, a part's number is its rank.
         rows: What the state says of its tensors.
         homes: For each of them, a part that lists it, and its number there.
-        sources: Where chunks are.
-        data: Where entries are.
         first_wins: Whether the lowest rank's is taken of a part that ranks saved differently.
+
+    Attributes:
+        data: The entries of its data files.
     """
 
     def __init__(
         self,
+        bundle: ManifestDocument,
         rows: Sequence[TensorRow],
         homes: Sequence[tuple[int, int]],
-        sources: Sources,
-        data: EntryTable,
         *,
         first_wins: bool = False,
     ) -> None:
-        self._rows, self._homes, self._sources, self.data = rows, homes, sources, data
+        self._bundle, self._rows, self._homes = bundle, rows, homes
+        self.data = EntryTable(bundle)
         self._first_wins = first_wins
         self._known: dict[int, StoredTensor] = {}
+        self._held: dict[int, RankChunks] = {}
+        self._numbers: dict[int, dict[str, int]] = {}
+        self._everything: dict[_Key, list[ChunkRef]] | None = None
 
     def __getitem__(self, number: int) -> StoredTensor:
         """The tensor of a number.
@@ -299,13 +203,13 @@ class StoredTensors:
         Raises:
             As subscription does.
         """
-        return self._look_up(number, part, number, self._sources.row(part, number))
+        return self._look_up(number, part, number, self._row(part, number))
 
     def _look_up(self, number: int, part: int, inner: int, row: TensorRow) -> StoredTensor:
         dtype = DTYPES.get(row.dtype)
         if dtype is None:
             raise InvalidManifest(f"This dtype is unknown: {row.dtype!r:.100}", key=row.label)
-        near = self._sources.named_by(part, inner)
+        near = self._listed(part, inner)
         if len(near) != 1 or near[0][1].box is not None:
             return StoredTensor(number, row, dtype, None, near)
         # The common case, for which a load does no more than it must.
@@ -342,7 +246,7 @@ class StoredTensors:
         near = stored.near
         found, missing = self._covered(stored, near, regions)
         if missing:
-            others = self._sources.everywhere(stored.row)
+            others = self._everywhere(stored.row)
             if not self._first_wins:
                 self._check_copies(stored, others)
             everywhere = [*near, *(each for each in others if each not in near)]
@@ -378,7 +282,7 @@ class StoredTensors:
         """Tell whether chunks that fill entries of their own are known to have different bytes."""
         contents = []
         for part, chunk in candidates:
-            entry, held = chunk.entry, self._sources.held(part)
+            entry, held = chunk.entry, self._held_by(part)
             if entry is None or chunk.offset or entry in held.shared or entry >= held.entry_count:
                 return False
             place = self.data.number(part, entry)
@@ -438,7 +342,7 @@ class StoredTensors:
         number, start, stride = chunk.entry, chunk.offset, chunk.stride
         reach = math.prod(shape) if stride is None else _reach(shape, stride, stored)
         stop = start + reach * stored.dtype.itemsize
-        held = self._sources.held(part)
+        held = self._held_by(part)
         if number is None or not 0 <= number < held.entry_count:
             raise InvalidExtent(f"Its entry {number} does not exist", key=stored.row.label)
         entry = self.data.number(part, number)
@@ -446,6 +350,92 @@ class StoredTensors:
             raise _outside(stored, start, stop)
         shared = stride is not None or number in held.shared
         return ChunkCopy(entry, start, stop, stride, shape, inside, target, shared)
+
+    # Chunks by tensor
+
+    def _listed(self, part: int, tensor: int) -> list[ChunkRef]:
+        """The chunks that a part lists of a tensor, each where it was written.
+
+        What cannot be followed is left out, so that the elements are missing.
+
+        Args:
+            part: The number of the part.
+            tensor: The number of the tensor in its structure.
+
+        Raises:
+            NeedsFullIndex: If another rank's part, which is not here, says where it is.
+        """
+        rows = self._held_by(part).by_tensor.get(tensor, ())
+        if len(rows) == 1 and (chunk := rows[0]).owner is None:
+            return [(part, chunk)]
+        found: list[ChunkRef] = []
+        for chunk in rows:
+            if chunk.owner is None:
+                found.append((part, chunk))
+            else:
+                found += self._written(chunk.owner, chunk, self._row(part, tensor))
+        return found
+
+    def _everywhere(self, row: TensorRow) -> list[ChunkRef]:
+        """All chunks that any rank wrote of the tensor of a label, shape and dtype.
+
+        Raises:
+            NeedsFullIndex: If not all parts are here.
+        """
+        if not self._bundle.whole:
+            raise NeedsFullIndex
+        if self._everything is None:
+            self._everything = self._gathered()
+        return self._everything.get(_key(row), [])
+
+    def _held_by(self, part: int) -> RankChunks:
+        """The chunks of a part, by tensor."""
+        layout = self._bundle.parts[part].layout
+        found = self._held.get(layout)
+        if found is None:
+            found = self._held[layout] = RankChunks(self._bundle.layouts[layout])
+        return found
+
+    def _row(self, part: int, tensor: int) -> TensorRow:
+        """The row of a tensor in a part's structure."""
+        return self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
+
+    def _written(self, owner: int, chunk: Chunk, row: TensorRow) -> list[ChunkRef]:
+        """The chunk of the owner that another rank's chunk stands for."""
+        part = self._bundle.number_of(owner)
+        if part is None:
+            if self._bundle.whole:
+                return []
+            raise NeedsFullIndex
+        if chunk.entry is not None:
+            return [(part, chunk)]
+        structure = self._bundle.parts[part].structure
+        known = self._bundle.structures[structure].tensors
+        if structure not in self._numbers:
+            self._numbers[structure] = {each.label: n for n, each in enumerate(known)}
+        number = self._numbers[structure].get(row.label)
+        if number is None or _key(known[number]) != _key(row):
+            return []
+        rows = self._held_by(part).by_tensor.get(number, ())
+        wanted = chunk_box(chunk, row.shape)
+        own = (each for each in rows if each.owner is None)
+        return [(part, each) for each in own if chunk_box(each, row.shape) == wanted][:1]
+
+    def _gathered(self) -> dict[_Key, list[ChunkRef]]:
+        found: defaultdict[_Key, list[ChunkRef]] = defaultdict(list)
+        told: list[tuple[Callable[[ChunkRef], object], ChunkRef]] = []
+        lists = [[found[_key(row)] for row in each.tensors] for each in self._bundle.structures]
+        for number, part in enumerate(self._bundle.parts):
+            by_tensor = lists[part.structure]
+            for chunk in self._bundle.layouts[part.layout].chunks:
+                if chunk.owner is None:
+                    by_tensor[chunk.tensor].append((number, chunk))
+                elif chunk.entry is not None and chunk.owner < len(self._bundle.parts):
+                    told.append((by_tensor[chunk.tensor].append, (chunk.owner, chunk)))
+        # Behind what the ranks say of themselves, and nearly always the same once more.
+        for append, candidate in told:
+            append(candidate)
+        return found
 
 
 def _outside(stored: StoredTensor, start: int, stop: int) -> InvalidExtent:

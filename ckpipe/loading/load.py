@@ -19,16 +19,15 @@ import torch
 from ckpipe.backend import Backend
 from ckpipe.catalog.find import read_index
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
-from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.build import Factory, Rebuild, keep_generators_apart
-from ckpipe.loading.chunks import NeedsFullIndex, Sources, StoredTensors
+from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.match import Matching
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
-from ckpipe.loading.saved_state import fitted, labels_of, state_for, without
+from ckpipe.loading.saved_state import drop_absent, exclude_labels, labels_of, state_for
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
 from ckpipe.loading.targets import Targets
 from ckpipe.lock.holds import LoadHold
@@ -199,10 +198,10 @@ async def read_all(
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
-        matched = await _match(bundle, request, rank, world_size)
+        matched = await on_caller(request.caller, _match, bundle, request, rank, world_size)
         if matched is None:
             bundle = await read_index(backend, bundle.id)
-            matched = await _match(bundle, request, rank, world_size)
+            matched = await on_caller(request.caller, _match, bundle, request, rank, world_size)
             assert matched is not None, "the index has the parts of all ranks"
         match = StageReport(time.perf_counter() - began, began=began - started)
         if sure is not None:
@@ -234,34 +233,28 @@ def _located(step: int, rank: int) -> Iterator[None]:
         raise
 
 
-async def _match(
+def _match(
     bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched | None:
     """Match the target with a checkpoint; None if the parts that are here may not suffice."""
-    data = EntryTable(bundle)
-    await anyio.to_thread.run_sync(data.join, bundle.number_of(rank) or 0)
-
-    def match() -> _Matched | None:
-        try:
-            with gc_paused(), request.holding():
-                return match_all(bundle, data, request, rank, world_size)
-        except NeedsFullIndex:
-            return None
-        except CkpipeError:
-            if not bundle.whole:
-                return None  # The parts of all ranks may fit, or tell what is wrong.
-            raise
-        except RecursionError:
-            raise UsageError(
-                "The checkpoint is nested too deeply to be walked",
-                hint="Raise sys.setrecursionlimit",
-            ) from None
-
-    return await on_caller(request.caller, match)
+    try:
+        with gc_paused(), request.holding():
+            return match_all(bundle, request, rank, world_size)
+    except NeedsFullIndex:
+        return None
+    except CkpipeError:
+        if not bundle.whole:
+            return None  # The parts of all ranks may fit, or tell what is wrong.
+        raise
+    except RecursionError:
+        raise UsageError(
+            "The checkpoint is nested too deeply to be walked",
+            hint="Raise sys.setrecursionlimit",
+        ) from None
 
 
 def match_all(
-    bundle: ManifestDocument, data: EntryTable, request: LoadRequest, rank: int, world_size: int
+    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
 ) -> _Matched:
     """Find out whether the target fits, and what goes where; nothing is read or changed.
 
@@ -272,15 +265,15 @@ def match_all(
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
-    saved = saved if fresh else fitted(saved, request.into)
+    saved = saved if fresh else drop_absent(saved, request.into)
     first_wins = request.per_rank == "rank0"
-    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), data, first_wins=first_wins)
+    stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=first_wins)
     targets = Targets(stored, cast=request.cast)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
     select = request.select
     if request.per_rank == "drop":
-        select = without(select, labels_of(saved))
+        select = exclude_labels(select, labels_of(saved))
     tree, definitions = pruned(saved.tree, select, everything)
     rebuild = Rebuild(
         saved.values,

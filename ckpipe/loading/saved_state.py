@@ -150,34 +150,34 @@ def _differing(
     return tensors, values
 
 
-def fitted(saved: SavedState, target: Any) -> SavedState:
+def drop_absent(saved: SavedState, target: Any) -> SavedState:
     """A state without the names that only some ranks had and the target has not.
 
     Other ranks have them; what all ranks had is kept, and is unexpected if the target lacks it.
     """
     if saved.common is None:
         return saved
-    return replace(saved, tree=_fitted(saved.tree, target, "", saved.common))
+    return replace(saved, tree=_without_absent(saved.tree, target, "", saved.common))
 
 
-def _fitted(node: Node, target: Any, label: str, common: frozenset[str]) -> Node:
+def _without_absent(node: Node, target: Any, label: str, common: frozenset[str]) -> Node:
     tag = node[0]
     if tag in ("shared", "stateful"):
-        return [*node[:-1], _fitted(node[-1], target, label, common)]
+        return [*node[:-1], _without_absent(node[-1], target, label, common)]
     if is_stateful(target) and not isinstance(target, type):
         if hasattr(type(target), "__ckpipe_targets__"):
             return node  # It is told itself what all ranks had.
         target = live_state(target)
     if tag in MAPPINGS and isinstance(target, Mapping):
         kept = [
-            (stored, _fitted(child, target[key], where, common) if key in target else child)
+            (stored, _without_absent(child, target[key], where, common) if key in target else child)
             for stored, (key, child, where) in zip(node[1], children_of(node, label), strict=True)
             if key in target or where in common
         ]
         return [tag, [key for key, _ in kept], [child for _, child in kept], *node[3:]]
     if tag in ("list", "tuple") and isinstance(target, list | tuple):
         pairs = zip(children_of(node, label), target, strict=False)
-        fits = [_fitted(child, live, where, common) for (_, child, where), live in pairs]
+        fits = [_without_absent(child, live, where, common) for (_, child, where), live in pairs]
         return [tag, [*fits, *node[1][len(fits) :]], *node[2:]]
     return node
 
@@ -190,12 +190,12 @@ def labels_of(saved: SavedState) -> frozenset[str]:
     return items.generators | {label for (tag, number), label in leaves if number in own[tag]}
 
 
-def without(select: LabelFilter, labels: frozenset[str]) -> LabelFilter:
+def exclude_labels(select: LabelFilter, labels: frozenset[str]) -> LabelFilter:
     """A filter that leaves out some labels as well."""
-    return _Without(select, labels) if labels else select
+    return _ExcludingLabels(select, labels) if labels else select
 
 
-class _Without(LabelFilter):
+class _ExcludingLabels(LabelFilter):
     def __init__(self, select: LabelFilter, labels: frozenset[str]) -> None:
         super().__init__()
         self._select, self._labels = select, labels

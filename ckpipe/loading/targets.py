@@ -49,12 +49,15 @@ class Targets:
 
     Attributes:
         destinations: For each entry that is needed, who takes its bytes.
+        first_needs: The needs to read before a live tensor is touched; usually none.
+        needs: The needs to read then.
     """
 
     def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
         self.stored, self.cast = stored, cast
         self.destinations: defaultdict[int, list[Destination]] = defaultdict(list)
-        self._needs: list[Need] = []
+        self.first_needs: list[Need] = []
+        self.needs: list[Need] = []
         self._shardings = Shardings()
         self._noted: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
@@ -103,6 +106,9 @@ class Targets:
                 self._copies.append((live.tensor, self._fresh_for(live)))
             else:
                 self._add(live.stored, live.copies, live.tensor)
+        if self._first:
+            self.first_needs = [need for need in self.needs if need.entry in self._first]
+            self.needs = [need for need in self.needs if need.entry not in self._first]
 
     def _entries_to_compare(self, lives: Sequence[LiveTensor]) -> set[int]:
         """The entries of disputed tensors, and all that tensors reach which they touch."""
@@ -116,18 +122,6 @@ class Targets:
                     entries.update(own)
             grown = len(entries) > before
         return entries
-
-    @property
-    def first_needs(self) -> list[Need]:
-        """The needs to read before a live tensor is touched; usually none."""
-        return [need for need in self._needs if need.entry in self._first] if self._first else []
-
-    @property
-    def needs(self) -> list[Need]:
-        """The needs to read then."""
-        if not self._first:
-            return self._needs
-        return [need for need in self._needs if need.entry not in self._first]
 
     def check_disputed(self) -> None:
         """Proves that live tensors which overlap are given the same bytes.
@@ -219,7 +213,7 @@ class Targets:
             if copied.start < copied.stop:
                 destination = destination_of(copied, stored.dtype, target)
                 self.destinations[copied.entry].append(destination)
-                self._needs += copied.needs(stored.dtype.itemsize)
+                self.needs += copied.needs(stored.dtype.itemsize)
 
     def _window(self, stored: StoredTensor, copied: ChunkCopy) -> torch.Tensor:
         """A chunk as a view of its entry's memory."""
@@ -234,7 +228,7 @@ class Targets:
         stride = copied.stride or contiguous_stride(copied.shape)
         tensor.set_(storage, offset, copied.shape, stride)
         if copied.start < copied.stop:
-            self._needs.append(Need(copied.entry, copied.start, copied.stop))
+            self.needs.append(Need(copied.entry, copied.start, copied.stop))
         return with_lazy_bits(tensor, stored.row.lazy)
 
     def _buffer(self, entry: int) -> torch.Tensor:

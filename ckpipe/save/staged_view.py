@@ -9,11 +9,10 @@ import torch
 
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
-from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.build import Rebuild
-from ckpipe.loading.chunks import Sources, StoredTensor, StoredTensors
+from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
@@ -130,7 +129,7 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     structure = Structure(captured.tree, rows, len(captured.values))
     bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
-    stored = StoredTensors(saved.rows, saved.homes, Sources(bundle), EntryTable(bundle))
+    stored = StoredTensors(bundle, saved.rows, saved.homes)
     block_bytes = len(held[0].block.view) if held else 1
     targets = _LentTargets(stored, FileImage(held, block_bytes))
     attributes = (row.attributes for row in rows if row.attributes)
