@@ -186,3 +186,15 @@ def test_links_to_files_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     files = [target for target in targets if "://" not in target]
     assert [target for target in files if not (page.parent / target).exists()] == []
+
+
+def test_files_that_the_design_names_are_there() -> None:
+    named = set(
+        re.findall(
+            r"\b([a-z_]+(?:/[a-z_]+)+\.py)\b",
+            (ROOT / "docs" / "design.md").read_text(encoding="utf-8"),
+        )
+    )
+    roots = [ROOT, ROOT / "ckpipe", ROOT / "backends"]
+    assert len(named) > 15
+    assert {each for each in named if not any((root / each).is_file() for root in roots)} == set()
