@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 def run(place: Place) -> None:
-    """Measures every part that is not in the journal."""
+    """Measure every part that is not in the journal."""
     extent = comparison_parts.EXTENTS[place.extent]
     ends = time.monotonic() + extent.minutes * 60
     over = {each["part"] for each in place.journal.read() if each["kind"] == "done"}
@@ -84,7 +84,7 @@ def run(place: Place) -> None:
 
 
 def _measure(place: Place, part: Part, extent: Extent, seconds: float) -> None:
-    """Measures a part; starts again without whoever fails, hangs or crashes."""
+    """Measure a part; start again without whoever fails, hangs or crashes."""
     later = sum(each.nominal for each in place.parts[place.parts.index(part) + 1 :])
     ends = time.monotonic() + seconds
     for number in range(len(place.parts) * 20):
@@ -112,7 +112,7 @@ def _measure(place: Place, part: Part, extent: Extent, seconds: float) -> None:
 def _watch(
     process: subprocess.Popen[bytes], place: Place, part: Part, turn_seconds: float
 ) -> str | None:
-    """Waits until a part is done or will not be; returns why it was not."""
+    """Wait until a part is done or will not be; return why it was not."""
     journal, size, wrote = place.journal, -1, 0.0
     changed = time.monotonic()
     entries: list[Entry] = []
@@ -153,7 +153,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _blame(journal: Journal, part: Part, why: str) -> bool:
-    """Writes whose turn broke off; returns whether the others can go on."""
+    """Write whose turn broke off; return whether the others can go on."""
     turn = comparison_parts.unfinished(journal.read())
     if turn is None:
         print(f"  {part.name} is given up: {why}", file=sys.stderr, flush=True)
@@ -168,7 +168,7 @@ def _blame(journal: Journal, part: Part, why: str) -> bool:
 
 
 def _write(place: Place) -> dict[str, Any]:
-    """Writes what there is to the file of results, whole or not at all; returns it."""
+    """Write what there is to the file of results, whole or not at all; return it."""
     extent = comparison_parts.EXTENTS[place.extent]
     found = comparison_parts.results(place.journal.read(), extent)
     if place.json is not None:

@@ -118,14 +118,14 @@ class Journal:
         self._file: TextIO | None = None
 
     def write(self, **entry: Any) -> None:
-        """Appends a line; the file stays open, for a contender may leave none to be opened."""
+        """Append a line; the file stays open, for a contender may leave none to be opened."""
         if self._file is None:
             self._file = self.path.open("a")
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; the next line opens it again."""
+        """Close the file; the next line opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -208,7 +208,7 @@ def results(entries: Iterable[Entry], extent: Extent) -> dict[str, Any]:
 
 
 def _blocking(found: dict[str, Any], extent: Extent) -> None:
-    """Fills in what saves that block cost a loop: their whole time, as measured without one."""
+    """Fill in what saves that block cost a loop: their whole time, as measured without one."""
     for part in extent.parts:
         table = found["loops"].get(part.title)
         times: Mapping[str, Any] | None = found["states"].get(part.state)

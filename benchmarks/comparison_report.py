@@ -489,7 +489,7 @@ def _page_goals(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compares two files of results, or publishes one."""
+    """Compare two files of results, or publish one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--publish", action="store_true")
     parser.add_argument("files", type=Path, nargs="+")

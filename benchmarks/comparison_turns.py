@@ -33,7 +33,7 @@ SLOW_SECONDS = 30.0
 
 
 def progress(text: str) -> None:
-    """Says on the terminal what is under way."""
+    """Say on the terminal what is under way."""
     print(text, flush=True)
 
 
@@ -63,7 +63,7 @@ def settle() -> None:
 
 
 class Referee:
-    """Calls the turns of a part and keeps the journal.
+    """Call the turns of a part and keep the journal.
 
     Args:
         part: What is measured.
@@ -92,7 +92,7 @@ class Referee:
         return name not in self._out
 
     def admit(self, cls: type[Contender], root: Path) -> Contender | None:
-        """Starts a contender and lets it save and load a little; None if it cannot."""
+        """Start a contender and let it save and load a little; None if it cannot."""
         probe = {"probe": {"weight": torch.zeros(1000)}}
         self._began(cls.name, "start")
         try:
@@ -148,7 +148,7 @@ class Referee:
         progress(f"  {what}, {longest:.0f} s; about {left + self._later:.0f} s left of the whole")
 
     def _turn(self, each: Contender, turn: Turn, number: int) -> float:
-        """Calls a turn; returns how many seconds it took."""
+        """Call a turn; return how many seconds it took."""
         self._began(each.name, number)
         began = time.monotonic()
         try:
@@ -270,7 +270,7 @@ class Beside(NamedTuple):
 
 
 def _steps_beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> Beside:
-    """Saves and steps until the save is durable."""
+    """Save and step until the save is durable."""
     began = time.perf_counter()
     wait = each.save(state)
     blocked = time.perf_counter() - began
@@ -312,7 +312,7 @@ def timeline(ours: contenders.Ours, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
-    """Measures a part until it is done."""
+    """Measure a part until it is done."""
     everybody = [cls for cls in contenders.EVERYBODY if referee.takes_part(cls.name)]
     if part.kind == "peaks":
         for cls in everybody:
@@ -341,7 +341,7 @@ def measure(root: Path, part: Part, journal: Journal, referee: Referee) -> None:
 
 
 def main() -> None:
-    """Measures the part that the arguments name."""
+    """Measure the part that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("extent", choices=comparison_parts.EXTENTS)
     parser.add_argument("part", type=int)

@@ -74,10 +74,10 @@ class Contender(ABC):
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
-        """Loads the last save into the state, in place."""
+        """Load the last save into the state, in place."""
 
     def forget(self) -> None:
-        """Removes what was saved, to be done outside of every clock."""
+        """Remove what was saved, to be done outside of every clock."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def files(self) -> list[Path]:
@@ -85,7 +85,7 @@ class Contender(ABC):
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """End what runs in the background."""
         return
 
 
@@ -333,7 +333,7 @@ def flat(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_into(state: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Copies loaded tensors over the live ones."""
+    """Copy loaded tensors over the live ones."""
     found = dict(flat(loaded))
     with torch.no_grad():
         for name, tensor in flat(plain(state)):
@@ -341,7 +341,7 @@ def copy_into(state: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Makes what lies in a folder durable; quick if it is already."""
+    """Make what lies in a folder durable; quick if it is already."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

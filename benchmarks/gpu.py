@@ -72,7 +72,7 @@ class PinnedCopy:
 
 
 def measure_copy(root: Path, rounds: int, into: Measured) -> int:
-    """Measures the copy; returns the bytes of the state."""
+    """Measure the copy; return the bytes of the state."""
     with torch.device(DEVICE):
         state = gpt2_with_adamw()
     tensors = [tensor for _, tensor in contenders.flat(contenders.plain(state))]
@@ -114,7 +114,7 @@ class Training:
 
 
 def measure_inflation(root: Path, rounds: int, into: Measured) -> None:
-    """Measures what the steps beside a save lose."""
+    """Measure what the steps beside a save lose."""
     training = Training()
     with ckpipe.SyncPipeline(root, keep_last=1, guard=training.optimizer) as pipeline:
         for number in range(WARM_UP):
@@ -128,7 +128,7 @@ def measure_inflation(root: Path, rounds: int, into: Measured) -> None:
 
 
 def _beside(training: Training, pipeline: ckpipe.SyncPipeline, number: int, into: Measured) -> int:
-    """Trains from the call of a save to its commit; returns how many steps that were."""
+    """Train from the call of a save to its commit; return how many steps that were."""
     done = 0
 
     def train() -> None:
@@ -149,7 +149,7 @@ def _beside(training: Training, pipeline: ckpipe.SyncPipeline, number: int, into
 
 
 def report(measured: Measured, nbytes: int) -> dict[str, Any]:
-    """Prints the table and returns it."""
+    """Print the table and return it."""
     shares = [bare / ours for bare, ours in zip(measured.bare, measured.staged, strict=True)]
     inflated = [
         (beside - alone) / alone
@@ -188,7 +188,7 @@ def report(measured: Measured, nbytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--root", type=Path, default=None, help="a folder to save to")

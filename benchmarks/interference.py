@@ -90,7 +90,7 @@ def python_step() -> int:
 
 
 def matmul_step() -> Step:
-    """Makes a step that lets the lock go most of the time."""
+    """Make a step that lets the lock go most of the time."""
     left, right = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
     target = torch.empty(MATRIX, MATRIX)
     return lambda: torch.mm(left, right, out=target)
@@ -258,7 +258,7 @@ def measure(
 
 
 def tidy(contender: Contender) -> None:
-    """Removes what a peer has saved, outside of every clock; ckpipe's retention does it itself.
+    """Remove what a peer has saved, outside of every clock; ckpipe's retention does it itself.
 
     What either left to the system to write must not slow down whose turn is next.
     """
@@ -288,7 +288,7 @@ def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, f
 
 
 def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
-    """Prints the tables and returns them."""
+    """Print the tables and return them."""
     rows = {
         loop: {name: measured.row() for name, measured in found.items()}
         for loop, found in results.items()
@@ -330,7 +330,7 @@ def bucket(folder: Path) -> Iterator[s3_servers.S3Server]:
 
 
 def main() -> None:
-    """Measures and prints the tables."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each, beside each loop")

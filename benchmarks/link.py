@@ -16,7 +16,7 @@ ROOM = "1mb"
 
 
 def limit(port: int, mbit: int) -> None:
-    """Gives each direction between a server and its clients a rate.
+    """Give each direction between a server and its clients a rate.
 
     Args:
         port: The server's.
@@ -36,7 +36,7 @@ def limit(port: int, mbit: int) -> None:
 
 
 def up() -> None:
-    """Starts the loopback interface of a new network namespace."""
+    """Start the loopback interface of a new network namespace."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 

@@ -199,7 +199,7 @@ def ratio(times: Times, name: str, base: str) -> float:
 
 
 def main() -> None:
-    """Runs everything and prints the table."""
+    """Run everything and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7)
@@ -215,7 +215,7 @@ def main() -> None:
 
 
 def run(root: Path, rounds: int) -> dict[str, Any]:
-    """Measures all and returns what was measured."""
+    """Measure all and return what was measured."""
     memory_whole = measure_memory(root, "")
     memory_small = measure_memory(root, ", staging_bytes='256MiB'")
     state = states.gpt2_with_adamw()

@@ -52,7 +52,7 @@ def preallocated(path: Path, nbytes: int) -> int:
 
 
 def write_into(file: int, memory: mmap.mmap, nbytes: int, lanes: int, block: int) -> None:
-    """Writes and syncs a file that was preallocated."""
+    """Write and sync a file that was preallocated."""
     view, whole = memoryview(memory), _whole_pages(nbytes)
 
     def lane(at: int) -> None:
@@ -82,7 +82,7 @@ def read(path: Path, memory: mmap.mmap, lanes: int, block: int, *, direct: bool)
 
 
 def drop_from_cache(path: Path) -> None:
-    """Has the kernel forget a file's pages."""
+    """Have the kernel forget a file's pages."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -90,7 +90,7 @@ def drop_from_cache(path: Path) -> None:
 
 
 def bring_into_cache(path: Path) -> None:
-    """Reads a file into the page cache."""
+    """Read a file into the page cache."""
     buffer = bytearray(16 * MIB)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):

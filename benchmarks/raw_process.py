@@ -66,7 +66,7 @@ class RawWrite(Contender):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Makes the file anew, as a save does, to be done outside of every clock."""
+        """Make the file anew, as a save does, to be done outside of every clock."""
         self._ask(PREPARE)
         self._answer()
 

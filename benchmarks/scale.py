@@ -80,7 +80,7 @@ def run(runs: Mapping[str, tuple[int, ...]]) -> Results:
 
 
 def report(results: Results) -> None:
-    """Prints what was to be reached."""
+    """Print what was to be reached."""
     print()
     for figure, goal in GOALS.items():
         if results.get(figure):

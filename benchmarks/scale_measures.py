@@ -153,7 +153,7 @@ def _of_rank(plan: Any, rank: int) -> Any:
 
 
 class Counted(WrappedBackend):
-    """Counts requests, and bytes that are got."""
+    """Count requests, and bytes that are got."""
 
     def __init__(self, inner: MemoryBackend) -> None:
         super().__init__(inner)

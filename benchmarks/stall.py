@@ -150,7 +150,7 @@ def turn(training: Training, contender: Contender | None, every: int) -> Measure
 
 
 class Ending:
-    """Waits for the end of a save in a thread of its own, which costs the trainer nothing."""
+    """Wait for the end of a save in a thread of its own, which costs the trainer nothing."""
 
     def __init__(self, wait: Wait) -> None:
         self._future = _waiters.submit(wait)
@@ -254,7 +254,7 @@ def goals(
 
 
 def report(results: dict[str, Measured], copy: float) -> dict[str, Any]:
-    """Prints the table and returns it."""
+    """Print the table and return it."""
     rows = {name: measured.row() for name, measured in results.items()}
     names = list(rows[NONE])
     print(f"{'':20s}" + "".join(f"{name:>20s}" for name in names))
@@ -278,7 +278,7 @@ def _verdict(value: float, goal: float) -> str:
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--saves", type=int, default=60, help="saves of each mode")
     parser.add_argument("--every", type=int, default=20, help="steps from one save to the next")

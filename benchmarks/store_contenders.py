@@ -23,10 +23,10 @@ class Contender(Protocol):
         """Sends the object."""
 
     async def read(self) -> None:
-        """Reads it into the memory that it was sent from."""
+        """Read it into the memory that it was sent from."""
 
     async def remove(self) -> None:
-        """Deletes it."""
+        """Delete it."""
 
 
 class _Sink(io.RawIOBase):

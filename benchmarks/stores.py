@@ -152,7 +152,7 @@ class Bare:
         await self._client.complete_multipart_upload(**upload, MultipartUpload=ordered)
 
     async def read(self) -> None:
-        """Reads the object in ranges."""
+        """Read the object in ranges."""
 
         async def fetch(offset: int) -> None:
             end = min(offset + PART, len(self._data))
@@ -164,7 +164,7 @@ class Bare:
         await in_lanes(READ_LANES, range(0, len(self._data), PART), fetch)
 
     async def remove(self) -> None:
-        """Deletes the object."""
+        """Delete the object."""
         await self._client.delete_object(**self._where)
 
 
@@ -236,7 +236,7 @@ async def peak_bytes(work: Work) -> int:
 
 
 async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
-    """Saves and loads, bare, ours and others', in turn; and the MiB that ours take."""
+    """Save and loads, bare, ours and others', in turn; and the MiB that ours take."""
     costs: Costs = defaultdict(list)
     tensors = [torch.randn(8, raw.MIB // 4) for _ in range(plan.mib // 8)]
     state = {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
@@ -320,7 +320,7 @@ def ratio(costs: Costs, base: str, name: str) -> float:
 
 
 def report(costs: Costs, memory_mib: float, plan: Plan) -> dict[str, Any]:
-    """Prints the table, and returns what was measured."""
+    """Print the table, and return what was measured."""
     for name, values in costs.items():
         speeds = sorted(plan.mib * raw.MIB / 1e6 / each.seconds for each in values)
         cpu = statistics.median(each.cpu for each in values) * 1024 / plan.mib
@@ -348,7 +348,7 @@ def report(costs: Costs, memory_mib: float, plan: Plan) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="s3://bucket/prefix to measure; else a server is started")
     parser.add_argument("--endpoint-url", help="of a compatible store")

@@ -76,7 +76,7 @@ class Bare:
         await in_lanes(REMOVE_LANES, offsets, remove)
 
     async def read(self) -> None:
-        """Reads the object in ranges."""
+        """Read the object in ranges."""
         url = self._requests.object_url(self._name, alt="media")
 
         async def fetch(offset: int) -> None:
@@ -90,14 +90,14 @@ class Bare:
         await in_lanes(READ_LANES, range(0, len(self._data), PART), fetch)
 
     async def remove(self) -> None:
-        """Deletes the object."""
+        """Delete the object."""
         await self._send("DELETE", self._requests.object_url(self._name))
 
 
 async def measure(
     url: str, options: dict[str, Any], plan: Plan, things: Collection[str]
 ) -> tuple[Costs, float]:
-    """Saves and loads, bare and ours, in turn; and the MiB that ours take.
+    """Save and loads, bare and ours, in turn; and the MiB that ours take.
 
     Args:
         url: Where.
@@ -145,7 +145,7 @@ async def measure(
 
 
 def measure_here(plan: Plan) -> tuple[Costs, float]:
-    """Measures with servers that are started on this machine."""
+    """Measure with servers that are started on this machine."""
     gcs_servers.set_up_process()
     costs: Costs = {}
     memory: list[float] = []
@@ -162,7 +162,7 @@ def measure_here(plan: Plan) -> tuple[Costs, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="gs://bucket/prefix to measure; else servers are started")
     parser.add_argument("--mib", type=int, default=512, help="size of the state, at most 512")

@@ -76,7 +76,7 @@ def mean_step(step: Callable[[], object], seconds: float) -> float:
 
 
 def steady(turn: Callable[[], T], undisturbed: Callable[[T], Undisturbed]) -> T:
-    """Takes turns until the machine has kept its speed in one; of a few the steadiest."""
+    """Take turns until the machine has kept its speed in one; of a few the steadiest."""
     tried = list[T]()
     while len(tried) < MOST_TRIES:
         tried.append(turn())

@@ -112,7 +112,7 @@ async def export(
     settings: ExportSettings,
     target: Backend | None = None,
 ) -> Exported:
-    """Writes a checkpoint in another form; doing so again changes nothing.
+    """Write a checkpoint in another form; doing so again changes nothing.
 
     Args:
         backend: The store of the checkpoint, whose requests are tried again.
@@ -225,12 +225,12 @@ class _Exporting:
 
 
 class _Counter:
-    """Takes what ``torch.save`` writes, and counts it."""
+    """Take what ``torch.save`` writes, and count it."""
 
     size = 0
 
     def write(self, data: Any) -> int:
-        """Counts bytes."""
+        """Count bytes."""
         size = memoryview(data).nbytes
         self.size += size
         return size
@@ -240,13 +240,13 @@ class _Counter:
 
 
 class _Feed:
-    """Takes what ``torch.save`` writes in a worker thread to a file on the loop."""
+    """Take what ``torch.save`` writes in a worker thread to a file on the loop."""
 
     def __init__(self, file: ExportFile) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """Writes bytes."""
+        """Write bytes."""
         view = memoryview(data).cast("B")
         anyio.from_thread.run(self._file.write, view)
         return len(view)
@@ -354,7 +354,7 @@ class ExportPlace:
     policy: RetryPolicy
 
     async def put(self, body: bytes) -> None:
-        """Creates a small file.
+        """Create a small file.
 
         Raises:
             CommitConflict: If another one is there.
@@ -366,7 +366,7 @@ class ExportPlace:
             await self.check(len(body), await threads.run_sync(crc32c, body), 1 << 20)
 
     async def check(self, size: int, sum: int, block_bytes: int) -> None:
-        """Compares what is there with what would have been written.
+        """Compare what is there with what would have been written.
 
         Args:
             size: Its size in bytes.
@@ -436,7 +436,7 @@ class ExportFile:
             await self._upload.abort()
 
     async def write(self, data: memoryview) -> None:
-        """Writes what comes next.
+        """Write what comes next.
 
         Raises:
             StoreError: If the store failed.
@@ -461,7 +461,7 @@ class ExportFile:
 
 @asynccontextmanager
 async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
-    """Exports a save that is made inside, if it is final and the settings ask for that.
+    """Export a save that is made inside, if it is final and the settings ask for that.
 
     Of several ranks, the first does. Meanwhile no retention removes the checkpoint, neither that of
     this process nor, by a lease that is there before the save begins, that of its worker or of
@@ -489,7 +489,7 @@ async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
-    """Keeps retention away from a checkpoint that may not be there yet."""
+    """Keep retention away from a checkpoint that may not be there yet."""
     lease = Lease(site.patient, name + EXPORTING)
     site.loading[name] += 1  # also where no lease can be written
     try:

@@ -24,7 +24,7 @@ CONTEXT = 24  # bytes the model looks back
 
 
 async def train(checkpoints: Path, steps: int, save_every: int) -> None:
-    """Trains some steps more than the newest checkpoint has, and saves now and then."""
+    """Train some steps more than the newest checkpoint has, and save now and then."""
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
     model = nn.Sequential(

@@ -78,7 +78,7 @@ class Run:
 
 @contextmanager
 def running(run: Run) -> Iterator[subprocess.Popen[str]]:
-    """Starts the training; whatever happens, it does not outlive the block."""
+    """Start the training; whatever happens, it does not outlive the block."""
     with subprocess.Popen(run.command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -119,7 +119,7 @@ def train_and_kill(run: Run, from_step: int) -> int:
 
 
 def wait_for_bytes(run: Run, step: int) -> None:
-    """Waits until the files of a step begin to take space, so that a kill finds them half done.
+    """Wait until the files of a step begin to take space, so that a kill finds them half done.
 
     It looks again and again without a pause: the whole save takes a few hundredths of a second.
     """
@@ -140,7 +140,7 @@ def kill_in_the_middle_of_a_save(run: Run, from_step: int) -> int:
 
 
 def resume(run: Run) -> int:
-    """Starts the same command again and returns the step from which it went on."""
+    """Start the same command again and return the step from which it went on."""
     before = len(run.losses())
     newest = run.complete_steps()[-1] if run.complete_steps() else 0
     train_to_the_end(run)
@@ -172,7 +172,7 @@ def differences(undisturbed: Run, killed: Run) -> list[str]:
 
 
 def draw(undisturbed: Run, killed: Run, picture: Path) -> None:
-    """Draws both loss curves, the kill, the resume and the saves."""
+    """Draw both loss curves, the kill, the resume and the saves."""
     import matplotlib
 
     matplotlib.use("agg")  # draws into a file and needs no display
@@ -231,7 +231,7 @@ def demonstrate(folder: Path, options: list[str], kill_from: int, picture: Path)
 
 
 def report(undisturbed: Run, killed: Run, found: list[str]) -> None:
-    """Prints the verdict."""
+    """Print the verdict."""
     steps = len(undisturbed.losses())
     twice = len(killed.losses()) - steps
     blocked = [1e3 * s for run in (undisturbed, killed) for s in run.seconds("blocked_seconds")]

@@ -31,7 +31,7 @@ BATCH = 8  # samples of all ranks together, whatever their number
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains from the newest complete checkpoint, or from scratch, to the last step."""
+    """Train from the newest complete checkpoint, or from scratch, to the last step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     text = english_text()
@@ -63,7 +63,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """Takes one step on this rank's part of the batch; returns the loss over all ranks."""
+    """Take one step on this rank's part of the batch; return the loss over all ranks."""
     logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()

@@ -55,7 +55,7 @@ class Batches:
 
 
 def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
-    """Trains to the end of the last epoch, or stops early; goes on where it stopped before."""
+    """Train to the end of the last epoch, or stops early; goes on where it stopped before."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     inputs = torch.randn(320, 16)

@@ -20,7 +20,7 @@ import ckpipe
 
 
 def train(url: str, options: dict[str, Any], steps: int) -> None:
-    """Trains some steps more than the newest checkpoint has."""
+    """Train some steps more than the newest checkpoint has."""
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "rng": ckpipe.RngState()}

@@ -27,7 +27,7 @@ import ckpipe
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains from the newest complete checkpoint, or from scratch, to the last step."""
+    """Train from the newest complete checkpoint, or from scratch, to the last step."""
     make_deterministic(options.seed, options.threads)
     text = english_text()
     model = GPT(options.layers, options.width, options.context, options.dropout)
@@ -85,7 +85,7 @@ def train_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     batch: Tensor,
 ) -> float:
-    """Takes one optimizer step on a batch and returns its loss."""
+    """Take one optimizer step on a batch and return its loss."""
     logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
@@ -170,7 +170,7 @@ def warmup_then_cosine(
 
 
 def make_deterministic(seed: int, threads: int) -> None:
-    """Makes two runs equal to the last bit: sums depend on how work is split over threads."""
+    """Make two runs equal to the last bit: sums depend on how work is split over threads."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads)

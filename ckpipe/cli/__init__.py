@@ -23,7 +23,7 @@ _SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
 
 def main() -> None:
-    """Runs the command with the arguments of this process, and exits with its code."""
+    """Run the command with the arguments of this process, and exit with its code."""
     open_closed_streams()
     try:
         sys.exit(_run(sys.argv[1:]))
@@ -53,7 +53,7 @@ def _run(arguments: list[str]) -> int:
 
 @contextmanager
 def _leaving_at_once() -> Iterator[None]:
-    """Ends the process at an interrupt, as long as nothing is begun.
+    """End the process at an interrupt, as long as nothing is begun.
 
     Packages take up to two seconds to import, and some of them do not survive an exception there.
     """

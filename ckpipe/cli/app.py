@@ -84,11 +84,11 @@ def _function_of(command: Command, words: Sequence[str]) -> Callable[..., None]:
 
 
 def _not_called() -> None:
-    """Stands for a command whose name is not among the words."""
+    """Stand for a command whose name is not among the words."""
 
 
 def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
         arguments: What stands behind ``ckpipe``.
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
 
 
 def _call(app: typer.Typer, options: Sequence[str]) -> int:
-    """Runs a command; with ``--json``, what is wrong with the command itself is JSON too."""
+    """Run a command; with ``--json``, what is wrong with the command itself is JSON too."""
     try:
         code = app(options, prog_name="ckpipe", standalone_mode=False)
     except SystemExit as exit:
@@ -144,7 +144,7 @@ def _show(error: Any) -> None:
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:
-    """Moves ``--json`` to the front, where it is understood, unless it stands behind ``--``."""
+    """Move ``--json`` to the front, where it is understood, unless it stands behind ``--``."""
     options = list(arguments)
     end = options.index("--") if "--" in options else len(options)
     if "--json" not in options[:end]:

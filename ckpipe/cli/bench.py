@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Annotated, Literal
 
@@ -27,7 +28,7 @@ from rich.text import Text
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.cli.running import OK, Url, serve
-from ckpipe.cli.screen import Screen, size, table
+from ckpipe.cli.screen import Meter, Screen, size, table
 from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.names import BENCH
@@ -45,18 +46,18 @@ def bench(
         str, typer.Option("--size", help="The size of the object written for each.")
     ] = "256MiB",
 ) -> None:
-    """Measures what this machine and a store can do, and says what to set.
+    """Measure what this machine and a store can do, and say what to set.
 
     It writes and reads an object for each number of lanes and size of blocks, and removes it.
     """
 
     async def work(screen: Screen) -> int:
-        sizes = (_bytes(blocks, "--blocks"), _bytes(object_size, "--size"))
+        tried = _numbers(lanes), _bytes(blocks, "--blocks")
+        (nbytes,) = _bytes(object_size, "--size")[:1]
         with screen.meter("measuring") as meter:
-            trial = Trial(_numbers(lanes), sizes[0], sizes[1][0], meter.advance)
-            meter.expect(trial.total_bytes)
+            meter.expect(2 * nbytes * (len(tried[0]) * len(tried[1]) + 1))
             async with open_store(url, screen.settings, Access.CREATE) as backend:
-                found = await measure(backend, trial)
+                found = await measure(backend, *tried, nbytes, meter)
         advice = advise(found)
         screen.result(
             {"url": url, **asdict(found), "advice": asdict(advice)},
@@ -209,52 +210,46 @@ def _smallest(rates: Sequence[Rate], speed: Callable[[Rate], float]) -> Rate:
     return min(good, key=lambda rate: (rate.lanes * rate.block_bytes, rate.lanes))
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The parameters of a measurement of a store.
-
-    Args:
-        lanes: Numbers of lanes to try.
-        block_bytes: Sizes of blocks to try, in bytes.
-        object_bytes: The size of the object that is written and read for each, in bytes.
-        on_bytes: Told of bytes that were written or read, as they come.
-    """
-
-    lanes: Sequence[int] = (1, 4, 8)
-    block_bytes: Sequence[int] = (4 << 20, 16 << 20)
-    object_bytes: int = 256 << 20
-    on_bytes: Callable[[int], None] = field(default=lambda nbytes: None)
-
-    @property
-    def total_bytes(self) -> int:
-        """All bytes that are written and read."""
-        return 2 * self.object_bytes * (len(self.lanes) * len(self.block_bytes) + 1)
-
-
-async def measure(backend: Backend, trial: Trial) -> Measurements:
-    """Measures this machine and a store. What is written there is removed again.
+async def measure(
+    backend: Backend,
+    lanes: Sequence[int],
+    block_bytes: Sequence[int],
+    object_bytes: int,
+    meter: Meter,
+) -> Measurements:
+    """Measure this machine and a store. What is written there is removed again.
 
     Args:
         backend: The store, open for writing.
-        trial: What to try.
+        lanes: Numbers of lanes to try.
+        block_bytes: Sizes of blocks to try, in bytes.
+        object_bytes: The size of the object that is written and read for each, in bytes.
+        meter: Shows how far it is.
 
     Raises:
         UsageError: If a number or size is not at least 1, or the store cannot have such blocks.
         StoreError: If the store failed.
     """
-    _check(trial, backend)
+    if min([*lanes, *block_bytes, object_bytes], default=0) < 1:
+        raise UsageError("Lanes, blocks and objects have a size of at least 1")
+    least = backend.limits.min_block_bytes
+    if min(block_bytes) < least:
+        raise UsageError(
+            f"The store takes no blocks smaller than {least} bytes", hint="Try larger blocks"
+        )
     copy, checksum = await anyio.to_thread.run_sync(measure_memory)
     below = f"{BENCH}{secrets.token_hex(8)}/"
     try:
         put_seconds = await _put_seconds(backend, below)
         rates = [
-            await _rate(backend, f"{below}{lanes}-{block}", lanes, block, trial)
-            for block, lanes in product(trial.block_bytes, trial.lanes)
+            await _rate(backend, f"{below}{count}-{block}", count, block, object_bytes, meter)
+            for block, count in product(block_bytes, lanes)
         ]
         best = _smallest(rates, lambda rate: rate.write)
         with python_bound_thread():
-            key = f"{below}beside"
-            beside = await _rate(backend, key, best.lanes, best.block_bytes, trial)
+            beside = await _rate(
+                backend, f"{below}beside", best.lanes, best.block_bytes, object_bytes, meter
+            )
     finally:
         with anyio.CancelScope(shield=True):
             await backend.delete([each.key async for each in backend.list(below)])
@@ -263,7 +258,7 @@ async def measure(backend: Backend, trial: Trial) -> Measurements:
 
 @contextmanager
 def python_bound_thread() -> Iterator[None]:
-    """Runs a thread that holds the interpreter whenever it may, as a trainer may do."""
+    """Run a thread that holds the GIL whenever it may, as a trainer may do."""
     over = threading.Event()
 
     def spin() -> None:
@@ -279,16 +274,6 @@ def python_bound_thread() -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def _check(trial: Trial, backend: Backend) -> None:
-    if min([*trial.lanes, *trial.block_bytes, trial.object_bytes], default=0) < 1:
-        raise UsageError("Lanes, blocks and objects have a size of at least 1")
-    least = backend.limits.min_block_bytes
-    if min(trial.block_bytes) < least:
-        raise UsageError(
-            f"The store takes no blocks smaller than {least} bytes", hint="Try larger blocks"
-        )
 
 
 def measure_memory() -> tuple[float, float]:
@@ -326,51 +311,37 @@ async def _put_seconds(backend: Backend, below: str) -> float:
     return statistics.median(times)
 
 
-async def _rate(backend: Backend, key: str, lanes: int, block_bytes: int, trial: Trial) -> Rate:
-    size = trial.object_bytes
-    buffers = [_filled(min(block_bytes, size)) for _ in range(lanes)]
+async def _rate(
+    backend: Backend, key: str, lanes: int, block_bytes: int, size: int, meter: Meter
+) -> Rate:
+    # Page-aligned memory with bytes that no store can compress.
+    buffers = [memoryview(mmap.mmap(-1, min(block_bytes, size))) for _ in range(lanes)]
+    for buffer in buffers:
+        buffer[:] = secrets.token_bytes(len(buffer))
+
+    async def in_lanes(use: Callable[[int, memoryview], Awaitable[None]]) -> float:
+        offsets, free = iter(range(0, size, block_bytes)), iter(buffers)
+
+        async def lane() -> None:
+            buffer = next(free)
+            for offset in offsets:
+                block = buffer[: min(block_bytes, size - offset)]
+                await use(offset, block)
+                meter.advance(len(block))
+
+        await run_lanes(lanes, lane)
+        return time.perf_counter()
+
     upload = await backend.open_upload(key, size=size, block_bytes=block_bytes)
     began = time.perf_counter()
     try:
-        await _in_lanes(size, block_bytes, buffers, upload.write, trial)
+        await in_lanes(upload.write)
         await upload.complete()
     except BaseException:
         with anyio.CancelScope(shield=True):
             await upload.abort()
         raise
     written = time.perf_counter()
-
-    async def read(offset: int, block: memoryview) -> None:
-        await backend.read_into(key, offset, block)
-
-    await _in_lanes(size, block_bytes, buffers, read, trial)
-    ended = time.perf_counter()
+    ended = await in_lanes(partial(backend.read_into, key))
     await backend.delete([key])
     return Rate(lanes, block_bytes, size / (written - began), size / (ended - written))
-
-
-def _filled(nbytes: int) -> memoryview:
-    """Page-aligned memory with bytes that no store can compress."""
-    memory = memoryview(mmap.mmap(-1, nbytes))
-    memory[:] = secrets.token_bytes(nbytes)
-    return memory
-
-
-async def _in_lanes(
-    size: int,
-    block_bytes: int,
-    buffers: Sequence[memoryview],
-    use: Callable[[int, memoryview], Awaitable[None]],
-    trial: Trial,
-) -> None:
-    offsets = iter(range(0, size, block_bytes))
-    free = iter(buffers)
-
-    async def lane() -> None:
-        buffer = next(free)
-        for offset in offsets:
-            block = buffer[: min(block_bytes, size - offset)]
-            await use(offset, block)
-            trial.on_bytes(len(block))
-
-    await run_lanes(len(buffers), lane)

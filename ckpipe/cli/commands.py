@@ -94,7 +94,7 @@ NOBODY_READS = 141
 
 
 def open_closed_streams() -> None:
-    """Takes the places of standard streams that are closed, which a store's file would take else.
+    """Take the places of standard streams that are closed, which a store's file would take else.
 
     What is written to standard output fails then, and is not lost in silence.
     """
@@ -108,7 +108,7 @@ def open_closed_streams() -> None:
 
 
 def drop(stream: TextIO) -> None:
-    """Keeps the interpreter from writing what is left, and complaining, when it ends."""
+    """Keep the interpreter from writing what is left, and complaining, when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

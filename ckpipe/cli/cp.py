@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -37,7 +35,7 @@ def cp(
         bool, typer.Option("--all", help="Copy all complete checkpoints, the oldest first.")
     ] = False,
 ) -> None:
-    """Copies a checkpoint to another store, verified; what is there and whole is not copied again.
+    """Copy a checkpoint to another store, verified; what is there and whole is not copied again.
 
     It is complete on the target or absent, wherever copying breaks off.
     """
@@ -46,14 +44,21 @@ def cp(
         if every and step is not None:
             raise UsageError("--all copies every checkpoint", hint="Leave the step out")
         settings = screen.settings
+        done = []
         with screen.meter("copying") as meter:
             async with open_store(source, settings, Access.READ) as origin:
-                infos = await _wanted(origin, step, every=every)
+                if every:
+                    infos = [each for each in reversed(await discover(origin)) if each.complete]
+                else:
+                    infos = [await chosen(origin, step)]
                 async with open_store(target, settings, Access.CREATE) as place:
-                    done = []
                     for each in infos:
-                        with _leaving_out(each, screen) if every else nullcontext():
+                        try:
                             done.append(await _copied(origin, place, each, settings, meter))
+                        except CheckpointIncomplete:
+                            if not every:
+                                raise
+                            screen.left_out(each)
         screen.result(
             {"source": source, "target": target, "copied": done},
             *(Text(_sentence(each)) for each in done),
@@ -62,20 +67,6 @@ def cp(
         return OK
 
     serve(ctx, work)
-
-
-@contextmanager
-def _leaving_out(info: CheckpointInfo, screen: Screen) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointIncomplete:
-        screen.left_out(info)
-
-
-async def _wanted(origin: Backend, step: str | None, *, every: bool) -> list[CheckpointInfo]:
-    if every:
-        return [each for each in reversed(await discover(origin)) if each.complete]
-    return [await chosen(origin, step)]
 
 
 async def _copied(

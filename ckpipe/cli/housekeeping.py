@@ -39,7 +39,7 @@ def rm(
         bool, typer.Option("--force", help="Also if it is pinned, the newest, or in use.")
     ] = False,
 ) -> None:
-    """Deletes one checkpoint; an exact id also names an incomplete one."""
+    """Delete one checkpoint; an exact id also names an incomplete one."""
 
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
@@ -51,12 +51,12 @@ def rm(
 
 
 def pin_(ctx: typer.Context, url: Url, step: Step) -> None:
-    """Protects a checkpoint from retention until it is unpinned."""
+    """Protect a checkpoint from retention until it is unpinned."""
     _mark(ctx, url, step, pin, "pinned")
 
 
 def unpin_(ctx: typer.Context, url: Url, step: Step) -> None:
-    """Ends the protection of a checkpoint."""
+    """End the protection of a checkpoint."""
     _mark(ctx, url, step, unpin, "unpinned")
 
 
@@ -87,7 +87,7 @@ def prune_(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Deletes the complete checkpoints that the rules do not keep.
+    """Delete the complete checkpoints that the rules do not keep.
 
     Without rules here, those of the settings file and the environment hold. The newest, pinned
     ones, those in use and the one that the newest run resumed from always stay.
@@ -167,7 +167,7 @@ def sweep_(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
+    """Remove what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
 
     A launch that wrote anything lately, or that somebody holds a lease on, is left alone, and so
     is every name that ckpipe did not write.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -34,13 +34,13 @@ from ckpipe.cli.running import (
     chosen,
     serve,
 )
-from ckpipe.cli.screen import Screen, of_things, one_line, size, table
+from ckpipe.cli.screen import Meter, Screen, of_things, one_line, size, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
 from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 
 def list_(
@@ -51,7 +51,7 @@ def list_(
         bool, typer.Option("--read", help="Read every index, which tells of damaged ones.")
     ] = False,
 ) -> None:
-    """Lists checkpoints, the newest first: step, time, size, ranks, metrics, and whether whole.
+    """List checkpoints, the newest first: step, time, size, ranks, metrics, and whether whole.
 
     Names alone tell all that, however many checkpoints there are; those that were written without
     a digest, as by older versions, have their index read.
@@ -63,9 +63,10 @@ def list_(
             foreign = None if infos else await said_of_foreign(backend)
             found = [Summary(each) for each in infos]
             if read or not brief:
-                how = read_all if read else summarise
                 with screen.meter("reading indexes", len(infos), of_things) as meter:
-                    found = await how(backend, infos, lambda: meter.advance(1))
+                    # Names of small objects tell what was saved; an index, whether it is whole.
+                    told = {} if read or not infos else await list_sidecars(backend)
+                    found = await _summaries(backend, infos, told, meter)
         rows = [_row(each) for each in found]
         nothing = f"no checkpoints here. {foreign}" if foreign else "no checkpoints here"
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
@@ -109,7 +110,7 @@ def info(
         int | None, typer.Option(min=1, help="How many levels of names to show.")
     ] = None,
 ) -> None:
-    """Shows what a checkpoint holds: names, shapes, dtypes, sizes, sharing, ranks and values."""
+    """Show what a checkpoint holds: names, shapes, dtypes, sizes, sharing, ranks and values."""
 
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
@@ -261,72 +262,33 @@ class Summary:
     problem: str = ""
 
 
-async def summarise(
+async def _summaries(
     backend: Backend,
     infos: Sequence[CheckpointInfo],
-    on_done: Callable[[], None] = lambda: None,
+    told: Mapping[CheckpointId, MetricsSidecar],
+    meter: Meter,
 ) -> list[Summary]:
-    """Summaries of checkpoints by their digests, or by their indexes where there are none.
+    """Summarise checkpoints by their sidecars, or by their indexes where there are none.
 
-    Costs one delimited list, and an index for each checkpoint without a digest. A digest tells
-    what was saved; whether the index is still whole is for ``verify`` or :func:`read_all` to say.
-
-    Args:
-        backend: The store.
-        infos: Checkpoints of it.
-        on_done: Called after each.
-
-    Returns:
-        A summary for each, in the same order.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    digests = await list_sidecars(backend) if infos else {}
-    told = {each.id: digests[each.key] for each in infos if each.complete and each.key in digests}
-    for _ in told:
-        on_done()
-    read = await read_all(backend, [each for each in infos if each.id not in told], on_done)
-    by_id = {each.info.id: each for each in read}
-    return [_told(each, told[each.id]) if each.id in told else by_id[each.id] for each in infos]
-
-
-async def read_all(
-    backend: Backend,
-    infos: Sequence[CheckpointInfo],
-    on_done: Callable[[], None] = lambda: None,
-) -> list[Summary]:
-    """Reads the indexes of checkpoints, several at once; damaged ones are told, not raised.
-
-    Args:
-        backend: The store.
-        infos: Checkpoints of it. Incomplete ones have no index and cost no request.
-        on_done: Called after each.
-
-    Returns:
-        A summary for each, in the same order.
-
-    Raises:
-        StoreError: If the store failed.
+    Several indexes are read at once; damaged ones are told, not raised.
     """
     found: dict[str, Summary] = {}
     pending = iter(infos)
 
     async def lane() -> None:
         for info in pending:
-            found[info.id] = await summary(backend, info)
-            on_done()
+            if info.complete and info.key in told:
+                found[info.id] = _told(info, told[info.key])
+            else:
+                found[info.id] = await _summary(backend, info)
+            meter.advance(1)
 
     await run_lanes(min(_AT_ONCE, len(infos)), lane)
     return [found[info.id] for info in infos]
 
 
-async def summary(backend: Backend, info: CheckpointInfo) -> Summary:
-    """Reads the index of one checkpoint, if it is complete; one deleted by now is incomplete.
-
-    Raises:
-        StoreError: If the store failed.
-    """
+async def _summary(backend: Backend, info: CheckpointInfo) -> Summary:
+    """Read the index of one checkpoint, if it is complete; one deleted by now is incomplete."""
     if not info.complete:
         return Summary(info)
     try:

@@ -42,7 +42,7 @@ Expanded = Annotated[
 
 
 def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
-    """Runs a command's coroutine and exits with the code that it returns.
+    """Run a command's coroutine and exit with the code that it returns.
 
     Args:
         ctx: What the command was called with.

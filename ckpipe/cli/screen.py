@@ -158,7 +158,7 @@ class Screen:
         return Settings() if self._file is None else Settings.from_file(self._file)
 
     def result(self, data: Any, *shown: RenderableType) -> None:
-        """Prints a result.
+        """Print a result.
 
         Args:
             data: The result as a data class or mapping: what ``--json`` prints.
@@ -188,7 +188,7 @@ class Screen:
         self.out.file.writelines(line.rstrip() + "\n" for line in lines)
 
     def failure(self, kind: str, message: str) -> None:
-        """Says why a command failed: to people, and with ``--json`` to programs as well.
+        """Say why a command failed: to people, and with ``--json`` to programs as well.
 
         Args:
             kind: The class of the error.
@@ -208,11 +208,11 @@ class Screen:
             drop(sys.stderr)
 
     def left_out(self, info: CheckpointInfo) -> None:
-        """Says that one of several checkpoints was deleted before its turn was over."""
+        """Say that one of several checkpoints was deleted before its turn was over."""
         self.note(f"{info.id} was deleted meanwhile and is left out")
 
     def matches_nothing(self, patterns: Sequence[str] | None) -> None:
-        """Says that no name of what is looked at matches any of some globs, if there are any."""
+        """Say that no name of what is looked at matches any of some globs, if there are any."""
         if patterns:
             self.note(f"no name matches {' or '.join(each or repr(each) for each in patterns)}")
 
@@ -241,7 +241,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 def _escape_what_cannot_be_written(stream: TextIO | None) -> None:
-    """Keeps a terminal or pipe that does not take Unicode from ending the command."""
+    """Keep a terminal or pipe that does not take Unicode from ending the command."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
 

@@ -11,11 +11,10 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio.to_thread
 import typer
@@ -57,7 +56,7 @@ def timeline(
         typer.Option(min=0, help="A rank to look at; repeatable. By default the lowest 32."),
     ] = None,
 ) -> None:
-    """Shows when each stage of a checkpoint's save ran, and what took longest."""
+    """Show when each stage of a checkpoint's save ran, and what took longest."""
 
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
@@ -72,18 +71,20 @@ def timeline(
             "step": info.step,
             "world_size": world_size,
             "html": None if html is None else str(html),
-            "ranks": [_data(each) for each in ranks],
+            "ranks": [
+                {
+                    "rank": each.rank,
+                    "started": each.started,
+                    "report": None if each.report is None else each.report.to_data(),
+                }
+                for each in ranks
+            ],
         }
         wrote = [] if html is None else [Text(visible(f"wrote {html}"))]
         screen.result(data, *_shown(ranks), *wrote)
         return OK
 
     serve(ctx, work)
-
-
-def _data(each: RankReport) -> dict[str, Any]:
-    report = None if each.report is None else each.report.to_data()
-    return {"rank": each.rank, "started": each.started, "report": report}
 
 
 def _shown(ranks: list[RankReport]) -> Iterator[RenderableType]:
@@ -97,7 +98,7 @@ def _shown(ranks: list[RankReport]) -> Iterator[RenderableType]:
 
 
 def _write(path: Path, page: str) -> None:
-    """Writes a page; to a file whole or not at all."""
+    """Write a page; to a file whole or not at all."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device, which must stay what it is
             path.write_text(page, encoding="utf-8")
@@ -227,21 +228,8 @@ _KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """One rectangle: when, of what class, and what it says."""
-
-    span: Span
-    kind: str
-    tip: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Rectangles beside each other, under one name."""
-
-    name: str
-    bars: Sequence[_Bar]
+Bar = tuple[Span, str, str]
+"""A rectangle: when, of what class, and what it says."""
 
 
 def timeline_page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
@@ -323,12 +311,17 @@ def _drawing(report: SaveReport, blocks: Sequence[BlockReport], until: float) ->
         x = _LABELS + tick * scale
         lines.append(f'<line x1="{x:.1f}" y1="{_HEAD - 4}" x2="{x:.1f}" y2="{height}"/>')
         lines.append(f'<text class="dim" x="{x:.1f}" y="12" text-anchor="middle">{tick:g} s</text>')
-    for number, row in enumerate(rows):
+    for number, (name, bars) in enumerate(rows):
         y = _HEAD + number * _ROW
         lines.append(
-            f'<text x="{_LABELS - 8}" y="{y + 11}" text-anchor="end">{escape(row.name)}</text>'
+            f'<text x="{_LABELS - 8}" y="{y + 11}" text-anchor="end">{escape(name)}</text>'
         )
-        lines += [_rect(bar, y, scale) for bar in row.bars]
+        for (began, ended), kind, tip in bars:
+            x, width = _LABELS + began * scale, max(0.6, (ended - began) * scale - 0.4)
+            lines.append(
+                f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" '
+                f'data-tip="{escape(tip)}"/>'
+            )
     if report.staged_seconds is not None:
         x = _LABELS + report.staged_seconds * scale
         lines.append(
@@ -338,35 +331,27 @@ def _drawing(report: SaveReport, blocks: Sequence[BlockReport], until: float) ->
     return "\n".join([*lines, "</svg>"])
 
 
-def _rect(bar: _Bar, y: float, scale: float) -> str:
-    began, ended = bar.span
-    x, width = _LABELS + began * scale, max(0.6, (ended - began) * scale - 0.4)
-    return (
-        f'<rect class="{bar.kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" '
-        f'data-tip="{escape(bar.tip)}"/>'
-    )
-
-
-def _stage_rows(report: SaveReport) -> Iterator[_Row]:
+def _stage_rows(report: SaveReport) -> Iterator[tuple[str, list[Bar]]]:
     for name, stage in sorted(report.stages.items(), key=lambda item: item[1].began):
+        span = (stage.began, stage.began + stage.seconds)
         moved = f"\n{size_text(stage.bytes)}" if stage.bytes else ""
-        tip = f"{name}: {_when((stage.began, stage.began + stage.seconds))}"
+        tip = f"{name}: {_when(span)}"
         tip += f"\nat work {stage.busy:.4f} s, waited {stage.waited:.4f} s{moved}"
-        yield _Row(name, [_Bar((stage.began, stage.began + stage.seconds), "stage", tip)])
+        yield name, [(span, "stage", tip)]
 
 
-def _block_rows(blocks: Sequence[BlockReport]) -> Iterator[_Row]:
+def _block_rows(blocks: Sequence[BlockReport]) -> Iterator[tuple[str, list[Bar]]]:
     for copier in sorted({block.copier for block in blocks}):
         mine = [block for block in blocks if block.copier == copier]
-        yield _Row(f"copier {copier}", [*_bars(mine, "copied")])
+        yield f"copier {copier}", [*_bars(mine, "copied")]
     if any(block.summed for block in blocks):
-        yield _Row("checksums", [*_bars(blocks, "summed")])
+        yield "checksums", [*_bars(blocks, "summed")]
     for lane in sorted({block.lane for block in blocks if block.uploaded}):
         mine = [block for block in blocks if block.lane == lane]
-        yield _Row(f"lane {lane}", [*_bars(mine, "uploaded")])
+        yield f"lane {lane}", [*_bars(mine, "uploaded")]
 
 
-def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[_Bar]:
+def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]:
     for block in blocks:
         span: Span | None = getattr(block, kind)
         if span is None:
@@ -376,7 +361,7 @@ def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[_Bar]:
         told = seconds > 0 and kind != "summed"
         rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
         where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
-        yield _Bar(span, kind, f"{kind}: {_when(span)}\n{where}{rate}")
+        yield span, kind, f"{kind}: {_when(span)}\n{where}{rate}"
 
 
 def _when(span: Span) -> str:

@@ -23,7 +23,7 @@ def verify_(
         bool, typer.Option("--all", help="Verify all complete checkpoints, the oldest first.")
     ] = False,
 ) -> None:
-    """Reads a checkpoint whole and checks every byte of it. Exits with 1 if it is damaged."""
+    """Read a checkpoint whole and check every byte of it. Exits with 1 if it is damaged."""
 
     from ckpipe.cli.verify import verify_run  # needs torch, for which no help waits
 
@@ -46,7 +46,7 @@ def diff(
     ] = False,
     expanded: Expanded = False,
 ) -> None:
-    """Compares two checkpoints: structure, inline values, and norms of differences of tensors.
+    """Compare two checkpoints: structure, inline values, and norms of differences of tensors.
 
     Exits with 1 if they differ.
     """
@@ -87,7 +87,7 @@ def export_(
     ] = None,
     expanded: Expanded = False,
 ) -> None:
-    """Writes a checkpoint, verified, in a form that other programs load.
+    """Write a checkpoint, verified, in a form that other programs load.
 
     It is written to a folder <id>.torch or <id>.hf, in which nothing is ever replaced.
     """
