@@ -15,12 +15,13 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import BundleKind, ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.names import data_file_key
 from ckpipe.loading.load import LoadRequest, restore
+from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.save.program import fill_blocks, plan_blocks
 from ckpipe.state.flatten import Captured, capture
 from ckpipe.testing import MemoryBackend
-from ckpipe.types import CheckpointId, LoadResult
+from ckpipe.types import CheckpointId, LoadResult, VerifyResult
 
 ID = CheckpointId("20261121T034205123Z-tests", 7, 0)
 ALL = LabelFilter()
@@ -98,6 +99,15 @@ async def load(
     arena = Arena(BLOCK_BYTES)
     try:
         return await restore(backend, bundle, request(into, **changes), arena, lanes=2)
+    finally:
+        assert arena.free_blocks == arena.blocks
+
+
+async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
+    """Verifies with two lanes and blocks of 2 MiB."""
+    arena = Arena(BLOCK_BYTES)
+    try:
+        return await verify(backend, bundle, arena, lanes=2)
     finally:
         assert arena.free_blocks == arena.blocks
 

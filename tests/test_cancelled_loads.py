@@ -9,11 +9,9 @@ from typing import Literal
 import anyio
 import pytest
 import torch
-from stored_states import BLOCK_BYTES, load, store
+from stored_states import load, store, verified
 
 from ckpipe.errors import StoreError
-from ckpipe.loading.reader import verify
-from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 
 How = Literal["scope", "task"]
@@ -62,14 +60,14 @@ def state() -> dict[str, torch.Tensor]:
 async def test_a_load_or_check_ends_when_it_is_cancelled(
     verb: str, how: How, *, checks: bool
 ) -> None:
-    backend, arena = Hanging(verb), Arena(BLOCK_BYTES)
+    backend = Hanging(verb)
     bundle = await store(state(), backend)
     scope = anyio.CancelScope()
 
     async def work() -> None:
         with scope:
             if checks:
-                await verify(backend, bundle, arena, lanes=2)
+                await verified(backend, bundle)
             else:
                 await load(backend, bundle, {key: value * 0 for key, value in state().items()})
 
@@ -82,7 +80,6 @@ async def test_a_load_or_check_ends_when_it_is_cancelled(
     done, _ = await asyncio.wait([task], timeout=20)
     assert done
     assert task.cancelled() if how == "task" else scope.cancelled_caught
-    assert arena.free_blocks == arena.blocks
 
 
 class Interrupted(Hanging):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stored_states import BLOCK_BYTES, ID, load, store
+from stored_states import ID, load, store, verified
 
-from ckpipe.backend import Backend, CachedRange, PutMode
+from ckpipe.backend import CachedRange, PutMode
 from ckpipe.errors import (
     ChecksumMismatch,
     CorruptCheckpoint,
@@ -25,11 +25,8 @@ from ckpipe.errors import (
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.loading import reader as reading_module
-from ckpipe.loading.reader import verify
-from ckpipe.memory.arena import Arena
 from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import MemoryBackend
-from ckpipe.types import VerifyResult
 
 KEY = data_file_key(ID, "rank-00000.safetensors")
 MIB = 1 << 20
@@ -131,14 +128,6 @@ async def damage(backend: MemoryBackend, at: int) -> None:
     data = bytearray(await backend.get(KEY, max_bytes=1 << 40))
     data[at] ^= 1 << (at % 8)
     await backend.put(KEY, bytes(data), PutMode.OVERWRITE)
-
-
-async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
-    arena = Arena(BLOCK_BYTES)
-    try:
-        return await verify(backend, bundle, arena, lanes=2)
-    finally:
-        assert arena.free_blocks == arena.blocks
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

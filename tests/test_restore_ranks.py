@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed_targets import local_part, placed, rank_of
 from rank_states import Held, load_as, store_ranks
-from stored_states import request
+from stored_states import request, verified
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -30,8 +30,6 @@ from ckpipe.errors import (
 from ckpipe.format.boxes import Box
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.loading.reader import verify
-from ckpipe.memory.arena import Arena
 from ckpipe.testing import MemoryBackend
 
 
@@ -385,5 +383,5 @@ async def test_a_target_that_ties_what_differs_is_refused() -> None:
 async def test_every_part_is_verified() -> None:
     backend, full = MemoryBackend(), numbered(5, 3)
     bundle = await sharded(backend, full, 3)
-    found = await verify(backend, bundle, Arena(2 << 20), lanes=2)
+    found = await verified(backend, bundle)
     assert found.files == 3

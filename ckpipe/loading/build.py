@@ -52,7 +52,7 @@ Factory = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class MutableFactory:
-    """Makes a container in two steps, between which it can be referred to.
+    """Make a container in two steps, between which it can be referred to.
 
     Args:
         shell: Makes the empty container.
@@ -143,7 +143,7 @@ def empty_mapping(node: Node) -> Callable[[], Any]:
 
 
 def check_attributes(cls: Any, names: list[str], label: str) -> None:
-    """Makes sure that a class is a dataclass whose objects can have these attributes."""
+    """Make sure that a class is a dataclass whose objects can have these attributes."""
     is_dataclass: bool = dataclasses.is_dataclass(cls)
     if not is_dataclass:
         raise StructureMismatch(f"{cls!r} was a dataclass when it was saved", key=label or None)
@@ -244,7 +244,7 @@ class _Unfinished(Exception):  # a signal between functions of this file
 
 
 class Rebuild:
-    """Makes objects of a saved tree.
+    """Make objects of a saved tree.
 
     Args:
         values: The inline values, encoded.
@@ -279,7 +279,7 @@ class Rebuild:
         self._late: defaultdict[int, list[Factory]] = defaultdict(list)
 
     def plan(self, node: Node, label: str, hint: LiveCounterpart | None = None) -> Factory:
-        """Checks everything about a node that can be checked now.
+        """Check everything about a node that can be checked now.
 
         Args:
             node: The node.

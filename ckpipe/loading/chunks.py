@@ -261,7 +261,7 @@ class StoredTensors:
         return self._copies(stored, found)
 
     def _check_copies(self, stored: StoredTensor, candidates: list[ChunkRef]) -> None:
-        """Proves that parts which several ranks wrote, each for itself, are the same.
+        """Prove that parts which several ranks wrote, each for itself, are the same.
 
         One name on several meshes may mean copies of one tensor, or a tensor of each mesh's own.
         """

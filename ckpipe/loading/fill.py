@@ -158,7 +158,7 @@ def memory_overlaps(tensor: torch.Tensor) -> bool:
 
 
 def write(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies values into a tensor, also into one whose own elements overlap.
+    """Copy values into a tensor, also into one whose own elements overlap.
 
     torch refuses the latter; where the values agree, which was checked before, any order of
     copying the rows gives the same bytes.

@@ -107,7 +107,7 @@ class ReadyLoad:
     started: float
 
     async def apply(self) -> LoadResult:
-        """Puts everything else in place: objects get their state, and values are replaced.
+        """Put everything else in place: objects get their state, and values are replaced.
 
         Raises:
             CkpipeError: If an object refuses its state.
@@ -146,7 +146,7 @@ async def restore(
     rank: int = 0,
     world_size: int = 1,
 ) -> LoadResult:
-    """Loads a checkpoint: :func:`read_all` and :meth:`ReadyLoad.apply`."""
+    """Load a checkpoint: :func:`read_all` and :meth:`ReadyLoad.apply`."""
     ready = await read_all(
         backend, bundle, request, arena, lanes=lanes, rank=rank, world_size=world_size
     )
@@ -165,7 +165,7 @@ async def read_all(
     sure: Callable[[], Awaitable[None]] | None = None,
     tally: ReadTally | None = None,
 ) -> ReadyLoad:
-    """Finds out whether a checkpoint of any number of ranks fits, and reads all that is needed.
+    """Find out whether a checkpoint of any number of ranks fits, and read all that is needed.
 
     Of the target nothing is changed before all of it was found to fit, and no byte reaches it
     unverified.
@@ -330,7 +330,7 @@ async def read_tensors(
     lanes: int,
     rank: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Reads tensors whole, every byte verified.
+    """Read tensors whole, every byte verified.
 
     Args:
         backend: The store.

@@ -39,7 +39,7 @@ from ckpipe.user_code import user_code
 
 
 class Matching:
-    """Matches a target with a saved tree.
+    """Match a target with a saved tree.
 
     Args:
         rebuild: Makes what has no counterpart in the target.
@@ -78,7 +78,7 @@ class Matching:
         self._offered: dict[int, Any] = {}
 
     def plan(self, target: Any, tree: Node) -> Factory:
-        """Checks a target against a tree.
+        """Check a target against a tree.
 
         Returns:
             What puts the loaded values in place, and returns the state.
@@ -96,7 +96,7 @@ class Matching:
         return make
 
     def match(self, target: Any, node: Node, label: str) -> Factory:
-        """Matches one object with one node."""
+        """Match one object with one node."""
         tag = node[0]
         if tag == "tensor" and target is not None:
             return self.match_tensor(target, node, label)
@@ -419,7 +419,7 @@ def _load_object(target: Any, make: Factory, label: str) -> Any:
 
 
 def refill_set(target: set[Any], make: Factory) -> Any:
-    """Gives a set the members that are made."""
+    """Give a set the members that are made."""
     members = make()
     target.clear()
     target.update(members)
@@ -429,7 +429,7 @@ def refill_set(target: set[Any], make: Factory) -> Any:
 def refill_dict(
     target: dict[Any, Any], found: list[tuple[Any, Factory]], attributes: Factory | None
 ) -> Any:
-    """Puts what is made under the keys of a dict, and attributes on the dict itself."""
+    """Put what is made under the keys of a dict, and attributes on the dict itself."""
     for key, make in found:
         new = make()
         if new is not target[key]:
@@ -440,7 +440,7 @@ def refill_dict(
 
 
 def refill_counter(target: Counter[Any], make: Factory) -> Any:
-    """Gives a Counter the counts and attributes that are made, in their order."""
+    """Give a Counter the counts and attributes that are made, in their order."""
     made = make()
     target.clear()
     target.update(made)
@@ -449,7 +449,7 @@ def refill_counter(target: Counter[Any], make: Factory) -> Any:
 
 
 def refill_sequence(target: Any, makers: list[Factory]) -> Any:
-    """Gives a list or deque the elements that are made."""
+    """Give a list or deque the elements that are made."""
     made = [make() for make in makers]
     if len(made) != len(target):
         target.clear()
@@ -470,7 +470,7 @@ def remake_tuple(target: tuple[Any, ...], makers: list[Factory]) -> Any:
 
 
 def refill_dataclass(target: Any, found: list[tuple[str, Factory]]) -> Any:
-    """Sets what is made as attributes."""
+    """Set what is made as attributes."""
     for name, make in found:
         new = make()
         if new is not getattr(target, name):

@@ -140,7 +140,7 @@ class _Span:
         return allowance - (self.end - self.begin - self.needed)
 
     def add(self, begin: int, end: int) -> None:
-        """Counts a need at ``[begin, end)`` of the file."""
+        """Count a need at ``[begin, end)`` of the file."""
         known = self.need_end
         if begin > known:
             self.needs += 1
@@ -154,7 +154,7 @@ class _Span:
 def plan_reads(
     data: EntryTable, needs: Iterable[Need], limits: ReadLimits, lanes: int = 1
 ) -> list[Read]:
-    """Plans the reads that bring what is needed, by file and offset.
+    """Plan the reads that bring what is needed, by file and offset.
 
     Args:
         data: Where the entries are.
@@ -182,7 +182,7 @@ def plan_reads(
 
 
 def batched(reads: Iterable[Read], nbytes: int) -> Iterator[list[Read]]:
-    """Groups reads that follow one another without a gap.
+    """Group reads that follow one another without a gap.
 
     What a store has in memory is looked at a group at a time, since no buffer limits its size.
 

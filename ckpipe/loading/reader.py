@@ -101,7 +101,7 @@ class _PartialChunk:
 
 
 class Reader:
-    """Reads data files of one checkpoint.
+    """Read data files of one checkpoint.
 
     Args:
         backend: The store.
@@ -377,7 +377,7 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
 
 @contextmanager
 def _translated(step: int, rank: int, key: str) -> Iterator[None]:
-    """Says of a store's errors which checkpoint they concern, and of a lost file that it is one."""
+    """Add to a store's errors which checkpoint they concern; a lost file is a missing object."""
     try:
         yield
     except ObjectNotFound as error:
@@ -397,7 +397,7 @@ def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: in
 async def verify(
     backend: Backend, bundle: ManifestDocument, arena: Arena, *, lanes: int
 ) -> VerifyResult:
-    """Reads every byte of every data file of a checkpoint and checks all of them.
+    """Read every byte of every data file of a checkpoint and check all of them.
 
     Args:
         backend: The store.

@@ -233,7 +233,7 @@ class Member:
 
 
 class MergedTree:
-    """Merges trees; what the first says of a thing in several of them holds.
+    """Merge trees; what the first says of a thing in several of them holds.
 
     Args:
         members: The trees.

@@ -127,7 +127,7 @@ class LoadTargets:
 
 
 def fill_from(obj: Any, state: Any) -> None:
-    """Has an object that has ``__ckpipe_targets__`` load a state that is in memory.
+    """Load a state that is in memory into an object that has ``__ckpipe_targets__``.
 
     Raises:
         TargetMismatch: If it does not fit; nothing is touched.
@@ -155,7 +155,7 @@ def _described(state: Any) -> Any:
 def _match_in_memory(
     target: Any, value: Any, label: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Notes what is to be copied where.
+    """Note what is to be copied where.
 
     Raises:
         TargetMismatch: If something does not fit.
@@ -199,7 +199,7 @@ def _local_copy(
 
 
 def _put_in_memory(target: Any, value: Any) -> None:
-    """Puts copies of what is made anew into the containers of the targets."""
+    """Put copies of what is made anew into the containers of the targets."""
     if isinstance(target, dict | list):
         keys = list(target) if isinstance(target, dict) else range(len(target))
         for key in keys:
@@ -232,7 +232,7 @@ _STRICT = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def check_stateful(obj: Any, hint: LiveCounterpart, node: Node, label: str) -> None:
-    """Makes sure that an object can load a saved state, as far as that can be known.
+    """Make sure that an object can load a saved state, as far as that can be known.
 
     Args:
         obj: The object.

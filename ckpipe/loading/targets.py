@@ -38,7 +38,7 @@ from ckpipe.state.tensors import Shardings
 
 
 class Targets:
-    """Collects the tensors to fill, live and fresh, then says what to read, first and second.
+    """Collect the tensors to fill, live and fresh, then say what to read, first and second.
 
     The first round brings, into fresh tensors, what decides whether live tensors that overlap
     agree; only the second fills live tensors. No entry is in both.
@@ -75,7 +75,7 @@ class Targets:
     def fill(
         self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
     ) -> bool:
-        """Notes that a live tensor is to be filled with a stored one that fits it.
+        """Note that a live tensor is to be filled with a stored one that fits it.
 
         Returns:
             False if its memory cannot be written, so that a fresh one has to serve.
@@ -92,7 +92,7 @@ class Targets:
         return True
 
     def settle(self) -> None:
-        """Gives every live tensor its place in a round; call it once all are known."""
+        """Give every live tensor its place in a round; call it once all are known."""
         lives = distinct(self._noted)
         if not apart(lives):
             self._disputed = disputed_groups(lives)
@@ -124,7 +124,7 @@ class Targets:
         return entries
 
     def check_disputed(self) -> None:
-        """Proves that live tensors which overlap are given the same bytes.
+        """Prove that live tensors which overlap are given the same bytes.
 
         Raises:
             SharingConflict: If they are not.
@@ -134,7 +134,7 @@ class Targets:
             check_agreement(group, [self._fresh_for(live) for live in group])
 
     def finish(self) -> None:
-        """Completes the tensors once all bytes are there, and tells autograd of the change."""
+        """Complete the tensors once all bytes are there, and tell autograd of the change."""
         with torch.no_grad():
             self._resolve_fresh()
             copies, self._copies = self._copies, []
@@ -207,7 +207,7 @@ class Targets:
         return with_lazy_bits(tensor, stored.row.lazy)
 
     def _add(self, stored: StoredTensor, copies: Sequence[ChunkCopy], target: torch.Tensor) -> None:
-        """Has a tensor filled with chunks, none of which is an image."""
+        """Fill a tensor with chunks, none of which is an image."""
         self._alive.append(target)
         for copied in copies:
             if copied.start < copied.stop:
@@ -333,7 +333,7 @@ def lazy_bits(tensor: torch.Tensor) -> str:
 
 
 def check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]) -> None:
-    """Proves that overlapping tensors are given the same bytes where they overlap.
+    """Prove that overlapping tensors are given the same bytes where they overlap.
 
     Args:
         group: The live tensors; they are not touched.
