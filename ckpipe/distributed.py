@@ -6,7 +6,8 @@ stages, compiled or nothing. So what one saves, any other loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import join
-from ckpipe.loading.stateful import LoadTargets, SavedObject, fill_from
+from ckpipe.loading.live_tensors import is_placed, local_tensor
+from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, names_of
 from ckpipe.training.optimizers import (
@@ -111,7 +114,7 @@ class TrainingState:
         Raises:
             TargetMismatch: If it does not fit; nothing is touched.
         """
-        fill_from(self, state)
+        _fill_from(self, state)
 
     def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets:
         model, optimizers = self._look()
@@ -146,3 +149,86 @@ def _place(tensor: torch.Tensor) -> object:
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return object()
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+
+
+def _fill_from(obj: Any, state: Any) -> None:
+    """Load a state that is in memory into an object that has ``__ckpipe_targets__``.
+
+    Raises:
+        TargetMismatch: If it does not fit; nothing is touched.
+    """
+    found: LoadTargets = obj.__ckpipe_targets__(SavedObject(_described(state)))
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _match_in_memory(found.tree, state, "", copies)
+    with torch.no_grad():
+        for target, value in copies:
+            target.copy_(value)
+        _put_in_memory(found.tree, state)
+        found.attach()
+
+
+def _described(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return SavedTensor(state.dtype, tuple(state.shape))
+    if isinstance(state, Mapping):
+        return {key: _described(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)([_described(value) for value in state])
+    return state
+
+
+def _match_in_memory(
+    target: Any, value: Any, label: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Note what is to be copied where.
+
+    Raises:
+        TargetMismatch: If something does not fit.
+    """
+    if isinstance(target, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
+        if value.shape != target.shape:
+            shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
+            raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)
+        if value.dtype != target.dtype:
+            raise DtypeMismatch(
+                f"The tensor is {value.dtype}, and the target {target.dtype}",
+                key=label,
+                hint="Convert it, or load from a checkpoint with cast=True",
+            )
+        copies.append(_local_copy(target.detach(), value.detach(), label))
+    elif isinstance(target, dict):
+        for key, inner in target.items():
+            _match_in_memory(inner, value[key], join(label, key), copies)
+    elif isinstance(target, list):
+        for number, inner in enumerate(target):
+            _match_in_memory(inner, value[number], join(label, number), copies)
+
+
+def _local_copy(
+    target: torch.Tensor, value: torch.Tensor, label: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of this process that is copied, of tensors that may be sharded."""
+    if not is_placed(target) and not is_placed(value):
+        return target, value
+    if is_placed(target) and is_placed(value):
+        same = target.placements == value.placements  # type: ignore[attr-defined]
+        if same and target.device_mesh == value.device_mesh:  # type: ignore[attr-defined]
+            return local_tensor(target), local_tensor(value)
+    raise StructureMismatch(
+        "The tensor is not sharded like the target",
+        key=label,
+        hint="Save it to a checkpoint and load that, which shards anew",
+    )
+
+
+def _put_in_memory(target: Any, value: Any) -> None:
+    """Put copies of what is made anew into the containers of the targets."""
+    if isinstance(target, dict | list):
+        keys = list(target) if isinstance(target, dict) else range(len(target))
+        for key in keys:
+            if target[key] is None:
+                target[key] = copy.deepcopy(value[key])
+            else:
+                _put_in_memory(target[key], value[key])

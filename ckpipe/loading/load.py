@@ -23,11 +23,16 @@ from ckpipe.format.keys import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
-from ckpipe.loading.build import Factory, Rebuild, keep_generators_apart
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
-from ckpipe.loading.match import Matching
+from ckpipe.loading.match import Factory, Matching
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
-from ckpipe.loading.saved_state import drop_absent, exclude_labels, labels_of, state_for
+from ckpipe.loading.saved_state import (
+    drop_absent,
+    exclude_labels,
+    keep_generators_apart,
+    labels_of,
+    state_for,
+)
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
 from ckpipe.loading.targets import Targets
 from ckpipe.lock.holds import LoadHold
@@ -275,24 +280,24 @@ def match_all(
     if request.per_rank == "drop":
         select = exclude_labels(select, labels_of(saved))
     tree, definitions = pruned(saved.tree, select, everything)
-    rebuild = Rebuild(
-        saved.values,
+    matching = Matching(
+        saved,
         targets,
         definitions,
-        saved.per_rank,
+        select=select,
+        strict=request.strict,
         pickling=request.pickling,
         distributed=world_size > 1,
     )
     missing = _named_in_vain(bundle, request)
     unexpected: list[str] = []
-    if request.into is None:
-        make = rebuild.plan(tree, "")
+    if fresh:
+        make = matching.plan(tree, "")
     else:
-        matching = Matching(rebuild, targets, select, strict=request.strict, common=saved.common)
-        make = matching.plan(request.into, tree)
+        make = matching.plan_target(request.into, tree)
         missing = [*missing, *matching.missing]
         unexpected = matching.unexpected
-        if not bundle.whole and (missing or unexpected or rebuild.objects_have_more):
+        if not bundle.whole and (missing or unexpected or matching.objects_have_more):
             raise NeedsFullIndex
         missing += matching.kept
         unexpected = [*unexpected, *matching.left]

@@ -1,83 +1,159 @@
-"""Match the target with the saved tree, side by side, to load in place.
+"""Walk the saved tree side by side with the target: check that they fit, and plan what to make.
 
-The walk checks everything and notes which live tensors to fill; it changes nothing. What it
-returns for each node is a function that, once the bytes are there, puts the new values into
-containers that can be changed, makes new ones of those that cannot, calls ``load_state_dict``, and
-returns what now stands in the node's place. An object that stays the very same is not assigned, so
-that a program that looks at assignments sees those alone that change something.
+Theory. Each node becomes a function that makes its object once the bytes are there. Planning looks
+up every class, decodes every value and gives every tensor its memory, so that whatever is wrong
+shows before a byte is read; it changes nothing and runs no constructor.
+
+A node may have a live counterpart. Containers of the target are used *in place*: they must be of
+the saved kind, and what is made for them is the container itself, refilled. An object that stays
+the very same is not assigned again, so that a program that looks at assignments sees those alone
+that change something. The containers that an object's ``state_dict`` returned are only looked
+into: ``load_state_dict`` gets new ones, with the object's own tensors in them, filled.
+
+Cycles. A container that can be changed is registered before it is filled, so references inside it
+find it. An immutable one exists only once its elements do; a reference to it from inside raises
+:class:`_Unfinished`, which the nearest changeable container around the reference answers by
+leaving the place open and filling it when the missing one is there. Every cycle goes through a
+changeable container, as Python cannot make another.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import dataclasses
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+import pickle
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 
-from ckpipe.errors import StructureMismatch
-from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join
+from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
+from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join
+from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
-from ckpipe.loading.build import Factory, Rebuild, same, stays
-from ckpipe.loading.live_tensors import FILLABLE, misfit
-from ckpipe.loading.select import any_selected
+from ckpipe.loading.chunks import StoredTensor
+from ckpipe.loading.fill import normal_tensors
+from ckpipe.loading.live_tensors import FILLABLE, has_shape, misfit, writable_view
+from ckpipe.loading.saved_state import SavedState, is_generators
+from ckpipe.loading.select import PerRankItems, any_selected
 from ckpipe.loading.stateful import (
-    LoadTargets,
     SavedObject,
     SavedTensor,
     check_stateful,
-    hint_for,
+    live_state,
     mismatch,
+    must_fit,
 )
 from ckpipe.loading.targets import Targets
-from ckpipe.state.kinds import is_stateful, registered_as, registered_for
+from ckpipe.state.kinds import FACTORIES, is_stateful, registered_as, registered_for
+from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
+from ckpipe.state.values import decode_value, plain_numpy_dtype, resolve_class
 from ckpipe.user_code import user_code
+
+Factory = Callable[[], Any]
+
+
+class Use(Enum):
+    """How the live counterpart of a node is used.
+
+    ``IN_PLACE``: it is of the target; containers must be of the saved kind, and are refilled.
+    ``FITTING``: it is of an object's state; tensors must fit and are filled, containers are made.
+    ``OFFERED``: the same, but a tensor that does not fit is made anew.
+    """
+
+    IN_PLACE = "in place"
+    FITTING = "fitting"
+    OFFERED = "offered"
+
+
+NOTHING = object()
+"""Stands for the counterpart of a node that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refilled:
+    """Make a container in two steps, between which it can be referred to.
+
+    Args:
+        shell: Makes the empty container, or returns the live one.
+        fill: Fills it.
+    """
+
+    shell: Factory
+    fill: Callable[[Any], None]
+
+    def __call__(self) -> Any:
+        made = self.shell()
+        self.fill(made)
+        return made
+
+
+class _Unfinished(Exception):  # a signal between functions of this file
+    def __init__(self, key: _Key) -> None:
+        self.key = key
+
+
+_Key = tuple[int | None, int | None]
+"""The number of a shared container and the identity of its live counterpart."""
 
 
 class Matching:
-    """Match a target with a saved tree.
+    """Match a saved state with a target, or plan a fresh one.
 
     Args:
-        rebuild: Makes what has no counterpart in the target.
-        targets: Where live tensors are noted.
+        saved: The saved state.
+        targets: Where tensors come from, and are noted to be filled.
+        definitions: The containers that references in the tree point to, by number.
         select: What of the target is to be loaded.
         strict: Whether plain containers must have the keys that were saved, and no others.
-        common: The labels that all ranks had, if not all had the same ones.
+        pickling: Whether pickled objects may be made.
+        distributed: Whether other processes load other parts of the same tensors.
 
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
         kept: Labels of what objects have and the checkpoint has not; their own strictness applies.
         left: Labels that the checkpoint has and objects do without, which is no error.
+        objects_have_more: Whether an object of the target holds what was not saved of it.
     """
 
     def __init__(
         self,
-        rebuild: Rebuild,
+        saved: SavedState,
         targets: Targets,
-        select: LabelFilter,
+        definitions: Mapping[int, Node],
         *,
+        select: LabelFilter,
         strict: bool,
-        common: frozenset[str] | None = None,
+        pickling: bool,
+        distributed: bool,
     ) -> None:
-        self._rebuild, self._targets, self._common = rebuild, targets, common
-        self._own_of_ranks = rebuild.per_rank.tensors
+        self._values, self._per_rank, self._common = saved.values, saved.per_rank, saved.common
+        self._targets, self._definitions = targets, definitions
         self._select, self._strict = select, strict
-        self._known: dict[tuple[int, int], Factory] = {}
-        self._loaded: dict[int, Factory] = {}
-        # Objects that the walk compares by identity must not die before it ends.
-        self._alive: list[Any] = []
+        self._pickling, self._distributed = pickling, distributed
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.kept: list[str] = []
         self.left: list[str] = []
-        self._offered: dict[int, Any] = {}
+        self.objects_have_more = False
+        self._tensors: dict[int, Factory] = {}
+        self._planned: dict[_Key, Factory] = {}
+        self._built: dict[_Key, Any] = {}
+        self._building: set[_Key] = set()
+        self._late: defaultdict[_Key, list[Factory]] = defaultdict(list)
+        # What is known by its identity must not die before the walk ends.
+        self._alive: list[Any] = []
+        self._objects: dict[int, tuple[Any, Use, Callable[[Any], object]]] = {}
 
-    def plan(self, target: Any, tree: Node) -> Factory:
+    def plan_target(self, target: Any, tree: Node) -> Factory:
         """Check a target against a tree.
 
         Returns:
@@ -85,8 +161,9 @@ class Matching:
 
         Raises:
             TargetMismatch: If they do not fit; the target is untouched.
+            As :meth:`plan` does.
         """
-        make = self.match(target, tree, "")
+        make = self.plan(tree, "", target, Use.IN_PLACE)
         if self._strict and (self.missing or self.unexpected):
             raise mismatch(
                 self.missing,
@@ -95,192 +172,372 @@ class Matching:
             )
         return make
 
-    def match(self, target: Any, node: Node, label: str) -> Factory:
-        """Match one object with one node."""
+    def plan(self, node: Node, label: str, live: Any = NOTHING, use: Use | None = None) -> Factory:
+        """Check everything about a node that can be checked now.
+
+        Args:
+            node: The node.
+            label: Where it stands in the state.
+            live: Its live counterpart.
+            use: How that is used.
+
+        Returns:
+            What makes its object, once the bytes of all tensors are there.
+
+        Raises:
+            StructureMismatch: If the counterpart is of another kind, or a class is needed that
+                this program does not have.
+            ShapeMismatch: If a tensor of the counterpart must fit and does not.
+            DtypeMismatch: Likewise.
+            UnsupportedState: If it is pickled and that is refused.
+            InvalidManifest: If the node contradicts the format.
+        """
         tag = node[0]
-        if tag == "tensor" and target is not None:
-            return self.match_tensor(target, node, label)
-        if tag == "absent":
-            return self._left_out(target, label)
-        if tag in ("shared", "ref"):
-            return self._match_shared(target, node, label)
-        if target is None:
+        if live is None and use is Use.IN_PLACE and tag != "absent":
             # None holds a place for anything, such as a state that is made at the first step.
-            return self._rebuild.plan(node, label)
-        if tag == "stateful" or (tag in _STATES and is_stateful(target) and _is_object(target)):
-            return self._match_stateful(target, node, label)
-        return _MATCHES[tag](self, target, node, label)
+            live = NOTHING
+        if live is NOTHING:
+            use = None
+        if use is Use.IN_PLACE and (
+            tag == "stateful" or (tag in MAPPINGS and is_stateful(live) and _is_object(live))
+        ):
+            return self._object(node, label, live)
+        return _PLANS[tag](self, node, label, live, use)
 
-    def _left_out(self, target: Any, label: str) -> Factory:
-        self._note_missing(target, label)
-        return partial(same, target)
+    def _absent(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        if use is Use.IN_PLACE:
+            self._note_missing(live, label)
+        return partial(_same, None if live is NOTHING else live)
 
-    def _note_missing(self, target: Any, label: str) -> None:
-        if any_selected(target, label, self._select):
+    def _note_missing(self, live: Any, label: str) -> None:
+        if any_selected(live, label, self._select):
             self.missing.append(label)
 
-    # Leaves
+    # Tensors
 
-    def match_tensor(self, target: Any, node: Node, label: str) -> Factory:
-        if not isinstance(target, FILLABLE):
-            raise _wrong_kind("a tensor", target, label)
-        number, targets = node[1], self._targets
-        if number in self._own_of_ranks:
-            return self._rebuild.combined(number, target, label)
-        stored = targets.stored[number]
-        error = misfit(stored, target, cast=targets.cast)
-        if error is not None:
-            error.key = label or error.key
-            raise error
-        if not targets.fill(stored, target, label):
-            return self._rebuild.plan(node, label)
-        if not stored.row.attributes:
-            return partial(same, target)
-        attributes = self._rebuild.plan(stored.row.attributes, join(label, "__dict__"))
-        return partial(_with_attributes, target, attributes)
+    def _tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        number, fillable = node[1], isinstance(live, FILLABLE)
+        if use is Use.IN_PLACE and not fillable:
+            raise _wrong_kind("a tensor", live, label)
+        if number in self._per_rank.tensors:
+            return self._combined(number, live, label)
+        if fillable and has_shape(live):
+            stored, must = self._targets.stored[number], use is not Use.OFFERED
+            error = misfit(stored, live, cast=must and self._targets.cast)
+            if error is not None and must:
+                error.key = label or error.key
+                raise error
+            if error is None and self._targets.fill(stored, live, label):
+                row = stored.row
+                if use is Use.IN_PLACE and row.attributes and isinstance(live, torch.Tensor):
+                    attributes = self.plan(row.attributes, join(label, "__dict__"))
+                    return _Refilled(partial(_same, live), self._update(attributes))
+                return partial(_same, live)
+        return self._fresh_tensor(number)
 
-    def match_value(self, target: Any, node: Node, label: str) -> Factory:
-        combined = node[1] in self._rebuild.per_rank.values
-        if not combined and (_is_container(target) or isinstance(target, FILLABLE)):
-            raise _wrong_kind("a plain value", target, label)
-        return self._rebuild.plan(node, label)
+    def _fresh_tensor(self, number: int) -> Factory:
+        if number in self._tensors:
+            return self._tensors[number]
+        stored = self._targets.stored[number]
+        row = stored.row
+        if self._distributed and not self._targets.stored.is_whole(stored):
+            raise StructureMismatch(
+                "Its parts were on several ranks, and the target has no tensor that says which "
+                "of them this rank is to hold",
+                key=row.label,
+                hint="Load into a state with distributed tensors in it, such as that of "
+                "ckpipe.distributed.training_state, or from a single process",
+            )
+        obj = self._tensor_object(row, stored)
+        self._tensors[number] = partial(_same, obj)
+        if row.attributes:
+            # Their containers may refer to the tensor itself.
+            attributes = self.plan(row.attributes, join(row.label, "__dict__"))
+            pending = [attributes]
 
-    def match_set(self, target: Any, node: Node, label: str) -> Factory:
-        if not isinstance(target, set | frozenset):
-            raise _wrong_kind(f"a {node[0]}", target, label)
-        make = self._rebuild.plan(node, label)
-        return make if isinstance(target, frozenset) else partial(refill_set, target, make)
+            def make() -> Any:
+                if pending:
+                    self._update(pending.pop())(obj)
+                return obj
 
-    def match_registered(self, target: Any, node: Node, label: str) -> Factory:
-        known = registered_as(node[1])
-        if known is not None and type(target) is not known.cls:
-            raise _wrong_kind(f"a {known.name}", target, label)
-        make = self._rebuild.plan(node, label)
-        return partial(refill_counter, target, make) if type(target) is Counter else make
+            self._tensors[number] = make
+        return self._tensors[number]
+
+    def _combined(self, number: int, live: Any, label: str) -> Factory:
+        """Combine a tensor of which each rank had its own, by a function of the caller's."""
+        combine, stored = self._per_rank.combine, self._targets.stored
+        parts = self._per_rank.tensors[number]
+        if combine is None or not parts:
+            raise self._per_rank.refused(label, parts)
+        row = stored[number].row
+        copies = [self._tensor_object(row, stored.of_part(part, inner)) for part, inner in parts]
+        view = writable_view(live) if isinstance(live, FILLABLE) else None
+
+        def make() -> Any:
+            made = combine(label, copies)
+            if view is None or not isinstance(made, torch.Tensor) or made.shape != view.shape:
+                return made
+            view.copy_(made.detach())
+            return live
+
+        return make
+
+    def _tensor_object(self, row: TensorRow, stored: StoredTensor) -> Any:
+        with normal_tensors():
+            return _tensor_object(row, self._targets.fresh(stored))
+
+    def _update(self, attributes: Factory) -> Callable[[Any], None]:
+        return lambda obj: self._put(vars(obj).update, attributes, {})
+
+    # Values
+
+    def _value(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        combined = node[1] in self._per_rank.values
+        if use is Use.IN_PLACE and not combined and not _is_value(live):
+            raise _wrong_kind("a plain value", live, label)
+        return partial(_same, self._value_of(node, label))
+
+    def _value_of(self, node: Node, label: str) -> Any:
+        number = node[1]
+        if not 0 <= number < len(self._values):
+            raise InvalidManifest(f"The tree names value {number}, which does not exist", key=label)
+        copies = self._per_rank.values.get(number)
+        if copies is None:
+            return self._decoded(self._values[number], label)
+        if self._per_rank.combine is None or not copies:
+            raise self._per_rank.refused(label, copies)
+        return self._per_rank.combine(label, [self._decoded(each, label) for each in copies])
+
+    def _decoded(self, data: Json, label: str) -> Any:
+        if isinstance(data, list) and data[:1] == ["pickle"]:
+            return _unpickled(data, label, allowed=self._pickling)
+        return decode_value(data)
+
+    def _set(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        if use is Use.IN_PLACE and not isinstance(live, set | frozenset):
+            raise _wrong_kind(f"a {node[0]}", live, label)
+        kind = set if node[0] == "set" else frozenset
+        make = partial(kind, [decode_key(key) for key in node[1]])
+        if use is not Use.IN_PLACE or isinstance(live, frozenset):
+            return make
+        return partial(_refill, live, make)
 
     # Containers
 
-    def match_mapping(self, target: Any, node: Node, label: str) -> Factory:
-        if not isinstance(target, dict):
-            raise _wrong_kind(f"a {node[0]}", target, label)
-        if self._rebuild.derives(node):
-            return self._rebuild.plan(node, label)
-        children = children_of(node, label)
-        saved, own_keys = _exact([key for key, _, _ in children], list(target))
-        live = dict(zip(own_keys, target, strict=True))
-        found: list[tuple[Any, Factory]] = []
-        for key, (_, child, where) in zip(saved, children, strict=True):
-            if key not in live:
+    def _mapping(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        if use is Use.IN_PLACE and not isinstance(live, dict):
+            raise _wrong_kind(f"a {node[0]}", live, label)
+        if self._per_rank.derive is not None and is_generators(node):
+            return self._derived(self._per_rank.derive, node, label)
+        children, held = children_of(node, label), live if isinstance(live, dict) else {}
+        saved, own_keys = _exact([key for key, _, _ in children], list(held))
+        left = dict(zip(own_keys, held, strict=True))
+        items: list[tuple[Any, Factory]] = []
+        for exact, (key, child, where) in zip(saved, children, strict=True):
+            value = held[left.pop(exact)] if exact in left else NOTHING
+            if value is NOTHING and use is Use.IN_PLACE:
                 self.unexpected += leaf_labels(child, where)
                 continue
-            own = live.pop(key)
-            value = target[own]
-            make = self.match(value, child, where)
-            if not stays(make, value):
-                found.append((own, make))
-        for key in live.values():
-            self._note_missing(target[key], join(label, key))
+            make = self.plan(child, where, value, use)
+            if use is not Use.IN_PLACE or not _stays(make, value):
+                items.append((key, make))
+        if use is Use.IN_PLACE:
+            for key in left.values():
+                self._note_missing(held[key], join(label, key))
+        elif left:
+            self.objects_have_more = True
+            if not self._select.selects_all:
+                items += [
+                    (key, partial(_same, held[key]))
+                    for key in left.values()
+                    if not any_selected(held[key], join(label, key), self._select)
+                ]
         attributes = None
-        if node[0] == "ordered_dict" and len(node) > 3 and isinstance(target, OrderedDict):
-            attributes = self._rebuild.plan(node[3], join(label, "__dict__"))
-        if not found and attributes is None:
-            return partial(same, target)
-        return partial(refill_dict, target, found, attributes)
+        takes_them = use is not Use.IN_PLACE or isinstance(live, OrderedDict)
+        if node[0] == "ordered_dict" and len(node) > 3 and takes_them:
+            attributes = self.plan(node[3], join(label, "__dict__"))
 
-    def match_sequence(self, target: Any, node: Node, label: str) -> Factory:
-        kinds: tuple[type[Any], ...] = (tuple,) if node[0] == "tuple" else (list, deque)
-        if not isinstance(target, kinds) or hasattr(target, "_fields"):
-            raise _wrong_kind(f"a {node[0]}", target, label)
+        def fill(made: Any) -> None:
+            for key, make in items:
+                self._put(partial(_set_key, made, key), make)
+            if attributes is not None:
+                self._update(attributes)(made)
+
+        if use is not Use.IN_PLACE:
+            return _Refilled(_empty_mapping(node), fill)
+        if not items and attributes is None:
+            return partial(_same, live)
+        return _Refilled(partial(_same, live), fill)
+
+    def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
+        """Random generators, of which this rank gets derived ones."""
+        per_rank, self._per_rank = self._per_rank, PerRankItems()
+        try:
+            make = self._mapping(node, label, NOTHING, None)
+        finally:
+            self._per_rank = per_rank
+        return lambda: derive(make())
+
+    def _sequence(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        if use is Use.IN_PLACE and not isinstance(live, list | deque):
+            raise _wrong_kind(f"a {node[0]}", live, label)
+        makers = self._elements(node, label, live, use)
+        shell: Factory = list
+        if use is Use.IN_PLACE:
+            shell = partial(_same, live)
+        elif node[0] == "deque":
+            if node[2] is not None and node[2] < len(makers):
+                raise InvalidManifest("A deque has more elements than it may have", key=label)
+            shell = partial(deque, maxlen=node[2])
+
+        def fill(made: Any) -> None:
+            if len(made) != len(makers):
+                made.clear()
+                made.extend([None] * len(makers))
+            # A live deque may be too short for all, and keeps the last ones.
+            for index, make in enumerate(makers[len(makers) - len(made) :]):
+                self._put(partial(_set_index, made, index), make)
+
+        return _Refilled(shell, fill)
+
+    def _elements(self, node: Node, label: str, live: Any, use: Use | None) -> list[Factory]:
         children = children_of(node, label)
-        if len(children) != len(target) and _is_plain(target, children):
-            # A history of losses, say, whose length is itself a value.
-            makers = [self._rebuild.plan(child, where) for _, child, where in children]
-        else:
-            makers = self._elements(target, children, label)
-        refill = remake_tuple if isinstance(target, tuple) else refill_sequence
-        return partial(refill, target, makers)
-
-    def _elements(
-        self, target: Sequence[Any], children: list[tuple[Any, Node, str]], label: str
-    ) -> list[Factory]:
+        held: Sequence[Any] = live if isinstance(live, list | tuple | deque) else ()
+        if use is not Use.IN_PLACE:
+            self.objects_have_more |= len(held) > len(children)
+        elif len(children) != len(held) and _is_plain(held, children):
+            held = ()  # A history of losses, say, whose length is itself a value.
+            use = None
         makers = [
-            self.match(live, child, where)
-            for live, (_, child, where) in zip(target, children, strict=False)
+            self.plan(child, where, own, use)
+            for own, (_, child, where) in zip(held, children, strict=False)
         ]
-        for _, child, where in children[len(target) :]:
-            if child[0] != "absent":
+        for _, child, where in children[len(held) :]:
+            if use is not Use.IN_PLACE:
+                makers.append(self.plan(child, where))
+            elif child[0] != "absent":
                 self.unexpected += leaf_labels(child, where)
-        surplus = range(len(children), len(target))
-        return makers + [self._left_out(target[n], join(label, n)) for n in surplus]
+        if use is Use.IN_PLACE:
+            for number in range(len(children), len(held)):
+                self._note_missing(held[number], join(label, number))
+                makers.append(partial(_same, held[number]))
+        return makers
 
-    def match_named_tuple(self, target: Any, node: Node, label: str) -> Factory:
-        if not isinstance(target, tuple) or list(getattr(target, "_fields", ())) != node[2]:
-            raise _wrong_kind(f"a named tuple with the fields {node[2]}", target, label)
+    def _tuple(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        named = node[0] == "named_tuple"
+        alike = isinstance(live, tuple) and (
+            list(getattr(live, "_fields", ())) == node[2] if named else not hasattr(live, "_fields")
+        )
+        if use is Use.IN_PLACE and not alike:
+            what = f"a named tuple with the fields {node[2]}" if named else "a tuple"
+            raise _wrong_kind(what, live, label)
+        cls: Any = type(live) if use is Use.IN_PLACE else tuple
+        if named and use is not Use.IN_PLACE:
+            cls = _named_tuple_class(node, label)
+        makers = self._elements(node, label, live if alike else NOTHING, use)
+
+        def make() -> Any:
+            made = [make() for make in makers]
+            if use is Use.IN_PLACE and len(made) == len(live) and all(map(is_, made, live)):
+                return live
+            return tuple.__new__(cls, made)
+
+        return make
+
+    def _dataclass(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         children = children_of(node, label)
-        makers = [
-            self.match(live, child, where)
-            for live, (_, child, where) in zip(target, children, strict=True)
-        ]
-        return partial(remake_tuple, target, makers)
-
-    def match_dataclass(self, target: Any, node: Node, label: str) -> Factory:
-        if not dataclasses.is_dataclass(target) or isinstance(target, type):
-            raise _wrong_kind(f"a dataclass, {node[1]},", target, label)
+        if use is not Use.IN_PLACE:
+            cls = resolve_class(node[1], object)
+            _check_attributes(cls, node[2], label)
+            made = [
+                (name, self.plan(child, where, getattr(live, name, NOTHING), use))
+                for name, child, where in children
+            ]
+            # No constructor runs: the attributes are what it, and all that came after it, left.
+            shell = partial(object.__new__, cls)
+            return _Refilled(shell, partial(self._set_attributes, made, object.__setattr__))
+        if not dataclasses.is_dataclass(live) or isinstance(live, type):
+            raise _wrong_kind(f"a dataclass, {node[1]},", live, label)
         found: list[tuple[str, Factory]] = []
-        for name, child, where in children_of(node, label):
-            if hasattr(target, name):
-                found.append((name, self.match(getattr(target, name), child, where)))
+        for name, child, where in children:
+            if hasattr(live, name):
+                found.append((name, self.plan(child, where, getattr(live, name), use)))
             else:
                 self.unexpected += leaf_labels(child, where)
-        saved = set(node[2])
-        for field in dataclasses.fields(target):
-            if field.name not in saved and hasattr(target, field.name):
-                self._note_missing(getattr(target, field.name), join(label, field.name))
-        frozen = type(target).__dataclass_params__.frozen  # type: ignore[attr-defined]
-        return partial(remake_dataclass if frozen else refill_dataclass, target, found)
+        for field in dataclasses.fields(live):
+            if field.name not in node[2] and hasattr(live, field.name):
+                self._note_missing(getattr(live, field.name), join(label, field.name))
+        if type(live).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            return partial(_remake_frozen, live, found)
+        return _Refilled(partial(_same, live), partial(self._set_attributes, found, setattr))
 
-    # Objects, and what stands in several places
+    def _set_attributes(
+        self, found: list[tuple[str, Factory]], assign: Callable[[Any, str, Any], None], made: Any
+    ) -> None:
+        for name, make in found:
+            self._put(partial(_set_attribute, assign, made, name), make)
 
-    def _match_stateful(self, target: Any, node: Node, label: str) -> Factory:
+    def _stateful(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        return self.plan(node[1], label, live, use)
+
+    def _registered(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        known = registered_as(node[1])
+        if use is Use.IN_PLACE and known is not None and type(live) is not known.cls:
+            raise _wrong_kind(f"a {known.name}", live, label)
+        if known is None:
+            raise StructureMismatch(
+                f"The checkpoint holds an object of the registered type {node[1]!r:.200}",
+                key=label or None,
+                hint="Call ckpipe.register_type as the program did that saved it",
+            )
+        inner = self.plan(node[2], label)
+
+        def make() -> Any:
+            return known.from_state(inner())
+
+        in_place = use is Use.IN_PLACE and type(live) is Counter
+        return partial(_refill, live, make) if in_place else make
+
+    # Objects with load_state_dict
+
+    def _object(self, node: Node, label: str, target: Any) -> Factory:
         inner = node[1] if node[0] == "stateful" else node
         if not is_stateful(target):
             # Saved as an object, loaded into the plain dict that its state_dict had returned.
-            return self.match(target, inner, label)
-        if id(target) in self._loaded:
-            self._fill_again(target, inner, label)
-            return self._loaded[id(target)]
+            return self.plan(inner, label, target, Use.IN_PLACE)
+        if id(target) not in self._objects:
+            self._alive.append(target)
+            self._objects[id(target)] = self._opened(target, inner, label)
+        state, use, load = self._objects[id(target)]
+        noted = len(self.missing), len(self.unexpected)
+        # Of an object that was saved as several, all are planned: their tensors must agree.
+        make = self.plan(inner, label, state, use)
+        del self.missing[noted[0] :], self.unexpected[noted[1] :]  # it says so itself
+        key = None, id(target)
+        if key not in self._planned:
+            once = partial(_load_object, target, load, make, label)
+            self._planned[key] = partial(self._make_once, key, once)
+        return self._planned[key]
+
+    def _opened(
+        self, target: Any, node: Node, label: str
+    ) -> tuple[Any, Use, Callable[[Any], object]]:
+        """The state that an object holds, how it is used, and what loads it."""
         if hasattr(type(target), "__ckpipe_targets__"):
-            return self._match_itself(target, inner, label)
-        hint = hint_for(target, self._select)
-        self._alive.append(hint.live)
-        check_stateful(target, hint, inner, label)
-        if isinstance(hint.live, dict) and inner[0] in MAPPINGS:
-            saved = {key if type(key) is str else decode_key(key) for key in inner[1]}
-            own = ((join(label, key), hint.live[key]) for key in hint.live if key not in saved)
-            self.kept += [where for where, live in own if any_selected(live, where, self._select)]
-        make = self._rebuild.plan(inner, label, hint)
-        once = self._loaded[id(target)] = _once(partial(_load_object, target, make, label))
-        return once
-
-    def _match_itself(self, target: Any, node: Node, label: str) -> Factory:
-        """An object that says what of it is to be filled."""
-        state = self._described(node, label)
-        saved = SavedObject(state, label, self._select, self._common, self._targets.cast)
-        with user_code("__ckpipe_targets__", label):
-            found: LoadTargets = target.__ckpipe_targets__(saved)
-        self.kept += found.missing
-        self.left += found.unexpected
-        self._offered[id(target)] = found.tree
-        self._alive.append(found.tree)
-        make = self._match_offered(found.tree, node, label)
-        once = self._loaded[id(target)] = _once(partial(_attach, target, make, found, label))
-        return once
-
-    def _match_offered(self, tree: Any, node: Node, label: str) -> Factory:
-        names = len(self.missing), len(self.unexpected)
-        make = self.match(tree, node, label)
-        del self.missing[names[0] :], self.unexpected[names[1] :]
-        return make
+            state = self._described(node, label)
+            saved = SavedObject(state, label, self._select, self._common, self._targets.cast)
+            with user_code("__ckpipe_targets__", label):
+                found = target.__ckpipe_targets__(saved)
+            self.kept += found.missing
+            self.left += found.unexpected
+            return found.tree, Use.IN_PLACE, lambda _: found.attach()
+        live = live_state(target)
+        check_stateful(target, live, node, label, self._select)
+        if isinstance(live, dict) and node[0] in MAPPINGS:
+            names = {key if type(key) is str else decode_key(key) for key in node[1]}
+            own = ((join(label, key), live[key]) for key in live if key not in names)
+            self.kept += [where for where, each in own if any_selected(each, where, self._select)]
+        return live, Use.FITTING if must_fit(target) else Use.OFFERED, target.load_state_dict
 
     def _described(self, node: Node, label: str) -> Any:
         """A saved tree as objects, with a description in the place of each tensor."""
@@ -289,69 +546,170 @@ class Matching:
             stored = self._targets.stored[node[1]]
             return SavedTensor(stored.dtype, tuple(stored.shape))
         if tag == "value":
-            return self._rebuild.value(node, label)
+            return self._value_of(node, label)
         if tag in ("shared", "ref"):
-            return self._described(self._rebuild.definitions[node[1]], label)
+            return self._described(self._definitions[node[1]], label)
         if tag in ("stateful", "registered"):
             return self._described(node[-1], label)
         children = [
             (key, self._described(child, where))
             for key, child, where in children_of(node, label)
-            if child[0] != "absent" or tag not in _STATES
+            if child[0] != "absent" or tag not in MAPPINGS
         ]
-        if tag in _STATES:
+        if tag in MAPPINGS:
             return dict(children)
         values = [value for _, value in children]
         return tuple(values) if tag == "tuple" else values
 
-    def _fill_again(self, target: Any, node: Node, label: str) -> None:
-        """One object of the target that was saved as several: their tensors must agree."""
-        if id(target) in self._offered:
-            self._match_offered(self._offered[id(target)], node, label)
-            return
-        self._rebuild.plan(node, label, hint_for(target, self._select))
+    # Containers that stand in several places
 
-    def _match_shared(self, target: Any, node: Node, label: str) -> Factory:
+    def _shared(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         number = node[1]
-        if target is None:
-            return self._rebuild.plan(node, label)
-        key = (number, id(target))
-        if key not in self._known:
-            self._alive.append(target)
-            # What a cycle leads back to is changed in place, so it stays what it is.
-            self._known[key] = partial(same, target)
-            made = _once(self.match(target, self._rebuild.definitions[number], label))
-            self._known[key] = made
-        return self._known[key]
+        key = number, id(live) if use is Use.IN_PLACE else None
+        if key not in self._planned:
+            self._planned[key] = _never
+            self._alive.append(live)
+            make = self.plan(self._definitions[number], label, live, use)
+            self._planned[key] = partial(self._make_once, key, make)
+        return lambda: self._planned[key]()
+
+    def _make_once(self, key: _Key, make: Factory) -> Any:
+        if key in self._built:
+            return self._built[key]
+        if key in self._building:
+            raise _Unfinished(key)
+        if isinstance(make, _Refilled):
+            made = self._built[key] = make.shell()
+            make.fill(made)
+            return made
+        self._building.add(key)
+        try:
+            made = self._built[key] = make()
+        finally:
+            self._building.discard(key)
+        for late in self._late.pop(key, ()):
+            late()
+        return made
+
+    def _put(self, assign: Callable[[Any], object], make: Factory, meanwhile: Any = None) -> None:
+        try:
+            value = make()
+        except _Unfinished as unfinished:
+            assign(meanwhile)
+            self._late[unfinished.key].append(partial(self._put, assign, make, meanwhile))
+        else:
+            assign(value)
 
 
-_Match = Callable[[Matching, Any, Node, str], Factory]
+_Plan = Callable[[Matching, Node, str, Any, Use | None], Factory]
 
-_MATCHES: dict[str, _Match] = {
-    "value": Matching.match_value,
-    "dict": Matching.match_mapping,
-    "ordered_dict": Matching.match_mapping,
-    "default_dict": Matching.match_mapping,
-    "list": Matching.match_sequence,
-    "deque": Matching.match_sequence,
-    "tuple": Matching.match_sequence,
-    "set": Matching.match_set,
-    "frozenset": Matching.match_set,
-    "named_tuple": Matching.match_named_tuple,
-    "dataclass": Matching.match_dataclass,
-    "registered": Matching.match_registered,
+_PLANS: dict[str, _Plan] = {
+    "tensor": Matching._tensor,
+    "value": Matching._value,
+    "dict": Matching._mapping,
+    "ordered_dict": Matching._mapping,
+    "default_dict": Matching._mapping,
+    "list": Matching._sequence,
+    "deque": Matching._sequence,
+    "tuple": Matching._tuple,
+    "set": Matching._set,
+    "frozenset": Matching._set,
+    "named_tuple": Matching._tuple,
+    "dataclass": Matching._dataclass,
+    "stateful": Matching._stateful,
+    "registered": Matching._registered,
+    "shared": Matching._shared,
+    "ref": Matching._shared,
+    "absent": Matching._absent,
 }
 
 
-def _once(make: Factory) -> Factory:
-    made: list[Any] = []
+def _never() -> Any:
+    raise InvalidManifest("The tree has a container that is nothing but itself")
 
-    def make_once() -> Any:
-        if not made:
-            made.append(make())
-        return made[0]
 
-    return make_once
+def _same(obj: Any) -> Any:
+    return obj
+
+
+def _stays(make: Factory, obj: Any) -> bool:
+    return type(make) is partial and make.func is _same and make.args[0] is obj
+
+
+# The object of a node
+
+
+def _tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
+    """Make what stands in a state for a tensor: a parameter, say, or an array over its memory."""
+    try:
+        if row.kind == NUMPY:
+            return as_array(plain, plain_numpy_dtype(row.detail or "", row.label))
+        if row.kind == PARAMETER:
+            return torch.nn.Parameter(plain, requires_grad=row.requires_grad)
+        if row.kind == BUFFER:
+            plain = torch.nn.Buffer(plain, persistent=row.detail == "persistent")
+        elif row.kind == SUBCLASS:
+            plain = plain.as_subclass(resolve_class(row.detail or "", torch.Tensor))
+        with torch._C.DisableTorchFunctionSubclass():
+            return plain.requires_grad_() if row.requires_grad else plain
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, StructureMismatch):
+            raise
+        raise InvalidManifest(
+            f"No {row.kind} can be made of a tensor of {row.dtype}: {error}", key=row.label
+        ) from error
+
+
+def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
+    if not allowed:
+        raise UnsupportedState(
+            "The checkpoint holds a pickled object, which could run any code when it is loaded",
+            key=label or None,
+            hint='Pass pickle="allow" if you trust who wrote it, or leave it out with exclude',
+        )
+    try:
+        return pickle.loads(base64.b64decode(data[1], validate=True))
+    except Exception as error:
+        raise InvalidManifest(
+            f"The pickled object cannot be made: {error}", key=label or None
+        ) from error
+
+
+def _empty_mapping(node: Node) -> Callable[[], Any]:
+    if node[0] == "dict":
+        return dict
+    if node[0] == "ordered_dict":
+        return OrderedDict
+    name = node[3]
+    if name is not None and name not in FACTORIES:
+        raise InvalidManifest(f"A defaultdict has the unknown factory {name!r:.100}")
+    return partial(defaultdict, None if name is None else FACTORIES[name])
+
+
+def _named_tuple_class(node: Node, label: str) -> Any:
+    cls = resolve_class(node[1], tuple)
+    if list(getattr(cls, "_fields", ())) != node[2]:
+        raise StructureMismatch(
+            f"The named tuple {node[1]} has the fields {getattr(cls, '_fields', ())} here "
+            f"and {node[2]} in the checkpoint",
+            key=label or None,
+        )
+    return cls
+
+
+def _check_attributes(cls: Any, names: list[str], label: str) -> None:
+    is_dataclass: bool = dataclasses.is_dataclass(cls)
+    if not is_dataclass:
+        raise StructureMismatch(f"{cls!r} was a dataclass when it was saved", key=label or None)
+    for name in names:
+        if name.startswith("__") or not (cls.__dictoffset__ or hasattr(cls, name)):
+            raise StructureMismatch(
+                f"Objects of the dataclass {cls.__qualname__} have no attribute {name!r:.100}",
+                key=label or None,
+            )
+
+
+# Keys and kinds of the target
 
 
 def _exact(*key_lists: list[Any]) -> tuple[list[Any], ...]:
@@ -366,124 +724,77 @@ def _exact_key(key: Any) -> Any:
     return key if type(key) is str else (repr(encode_key(key)),)
 
 
-_STATES = ("dict", "ordered_dict", "default_dict")
+def _is_object(live: Any) -> bool:
+    return not isinstance(live, torch.Tensor | type)
 
 
-def _is_object(target: Any) -> bool:
-    return not isinstance(target, torch.Tensor | type)
-
-
-def _is_container(target: Any) -> bool:
-    if isinstance(target, torch.Size | type):
-        return False
-    return (
-        isinstance(target, dict | list | tuple | set | frozenset | deque)
-        or dataclasses.is_dataclass(target)
-        or is_stateful(target)
-        or registered_for(type(target)) is not None
+def _is_value(live: Any) -> bool:
+    """Tell whether an object is neither a container nor a tensor."""
+    if isinstance(live, torch.Size | type):
+        return True
+    return not (
+        isinstance(live, (*FILLABLE, dict, list, tuple, set, frozenset, deque))
+        or dataclasses.is_dataclass(live)
+        or is_stateful(live)
+        or registered_for(type(live)) is not None
     )
 
 
-def _is_plain(target: Sequence[Any], children: list[tuple[Any, Node, str]]) -> bool:
-    return all(child[0] == "value" for _, child, _ in children) and not any(
-        _is_container(each) or isinstance(each, FILLABLE) for each in target
-    )
+def _is_plain(live: Sequence[Any], children: list[tuple[Any, Node, str]]) -> bool:
+    return all(child[0] == "value" for _, child, _ in children) and all(map(_is_value, live))
 
 
-def _wrong_kind(saved: str, target: Any, label: str) -> StructureMismatch:
+def _wrong_kind(saved: str, live: Any, label: str) -> StructureMismatch:
     return StructureMismatch(
-        f"The checkpoint has {saved} where the target has a {type(target).__qualname__}",
+        f"The checkpoint has {saved} where the target has a {type(live).__qualname__}",
         key=label or None,
         hint="Load into a target of the same kinds, or leave it out with exclude",
     )
 
 
-def _with_attributes(target: Any, attributes: Factory) -> Any:
-    if isinstance(target, torch.Tensor):
-        vars(target).update(attributes())
-    return target
+# Putting in place
 
 
-def _attach(target: Any, make: Factory, found: LoadTargets, label: str) -> Any:
-    make()
-    with torch.no_grad(), user_code("load_state_dict", label):
-        found.attach()
-    return target
-
-
-def _load_object(target: Any, make: Factory, label: str) -> Any:
+def _load_object(target: Any, load: Callable[[Any], object], make: Factory, label: str) -> Any:
     state = make()
     with torch.no_grad(), user_code("load_state_dict", label):
-        target.load_state_dict(state)
+        load(state)
     return target
 
 
-def refill_set(target: set[Any], make: Factory) -> Any:
-    """Give a set the members that are made."""
-    members = make()
-    target.clear()
-    target.update(members)
-    return target
+def _set_key(made: Any, key: Any, value: Any) -> None:
+    if key not in made or made[key] is not value:
+        made[key] = value
 
 
-def refill_dict(
-    target: dict[Any, Any], found: list[tuple[Any, Factory]], attributes: Factory | None
-) -> Any:
-    """Put what is made under the keys of a dict, and attributes on the dict itself."""
-    for key, make in found:
-        new = make()
-        if new is not target[key]:
-            target[key] = new
-    if attributes is not None:
-        vars(target).update(attributes())
-    return target
+def _set_index(made: Any, index: int, value: Any) -> None:
+    if made[index] is not value:
+        made[index] = value
 
 
-def refill_counter(target: Counter[Any], make: Factory) -> Any:
-    """Give a Counter the counts and attributes that are made, in their order."""
+def _set_attribute(
+    assign: Callable[[Any, str, Any], None], made: Any, name: str, value: Any
+) -> None:
+    if getattr(made, name, NOTHING) is not value:
+        assign(made, name, value)
+
+
+def _refill(live: set[Any] | Counter[Any], make: Factory) -> Any:
+    """Give a set or a Counter the members and attributes that are made, in their order."""
     made = make()
-    target.clear()
-    target.update(made)
-    vars(target).update(vars(made))
-    return target
+    live.clear()
+    live.update(made)
+    if isinstance(live, Counter):
+        vars(live).update(vars(made))
+    return live
 
 
-def refill_sequence(target: Any, makers: list[Factory]) -> Any:
-    """Give a list or deque the elements that are made."""
-    made = [make() for make in makers]
-    if len(made) != len(target):
-        target.clear()
-        target.extend(made)
-        return target
-    for index, new in enumerate(made):
-        if new is not target[index]:
-            target[index] = new
-    return target
-
-
-def remake_tuple(target: tuple[Any, ...], makers: list[Factory]) -> Any:
-    """A tuple of what is made, of the target's class; the target itself if it has the very same."""
-    made = [make() for make in makers]
-    if len(made) == len(target) and all(new is old for new, old in zip(made, target, strict=True)):
-        return target
-    return tuple.__new__(type(target), made)
-
-
-def refill_dataclass(target: Any, found: list[tuple[str, Factory]]) -> Any:
-    """Set what is made as attributes."""
-    for name, make in found:
-        new = make()
-        if new is not getattr(target, name):
-            setattr(target, name, new)
-    return target
-
-
-def remake_dataclass(target: Any, found: list[tuple[str, Factory]]) -> Any:
+def _remake_frozen(live: Any, found: list[tuple[str, Factory]]) -> Any:
     """A copy of a frozen dataclass with what is made; the target itself if it has the very same."""
     changed = {name: make() for name, make in found}
-    if all(new is getattr(target, name) for name, new in changed.items()):
-        return target
-    remade = copy.copy(target)
+    if all(new is getattr(live, name) for name, new in changed.items()):
+        return live
+    remade = copy.copy(live)
     for name, new in changed.items():
         object.__setattr__(remade, name, new)
     return remade

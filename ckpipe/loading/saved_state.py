@@ -7,15 +7,22 @@ from the caller.
 The ranks of a pipeline or of experts have some names each. Merged, their trees are the state of
 the whole run: containers have the keys of all, a tensor is the same wherever it has the same
 label, and what stands in several trees in forms that cannot be brought together belongs to a rank.
+
+Random generators. Two ranks with the same generator draw the same dropout masks and the same
+samples, and nothing fails. So a saved :class:`~ckpipe.RngState` belongs to the rank that saved it,
+even where all ranks saved the same: another rank is refused, or gets a state that is derived from
+the saved one and from its rank.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import differ_privately
@@ -24,6 +31,7 @@ from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
 from ckpipe.loading.stateful import live_state
 from ckpipe.state.kinds import is_stateful
+from ckpipe.state_helpers import derived_generators
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,89 @@ def _differing(
         or any(n in bundle.per_rank[bundle.parts[p].structure].values for p, n in origins)
     }
     return tensors, values
+
+
+def keep_generators_apart(
+    saved: SavedState, bundle: ManifestDocument, rank: int, world_size: int, policy: PerRankPolicy
+) -> SavedState:
+    """Mark the random generators of a saved state that another rank may get as well.
+
+    Args:
+        saved: The state that the rank loads.
+        bundle: The checkpoint that it is from.
+        rank: The rank that loads.
+        world_size: How many ranks load.
+        policy: What becomes of values that belong to one rank each. A function is not asked
+            about generators: they are derived, as with ``"derive"``.
+    """
+    same_world = world_size == bundle.world_size
+    if (same_world and saved.common is None) or (world_size == 1 and policy == "rank0"):
+        return saved
+    tensors: set[int] = set()
+    values: set[int] = set()
+    labels: set[str] = set()
+    for label, node in _generators(saved):
+        leaves = [each[:2] for each, _ in walk(node) if each[0] in ("tensor", "value")]
+        numbers = {number for tag, number in leaves if tag == "tensor"}
+        if not same_world or any(saved.homes[number][0] != rank for number in numbers):
+            labels.add(label)
+            tensors |= numbers
+            values.update(number for tag, number in leaves if tag == "value")
+    if not tensors:
+        return saved
+    items = replace(
+        saved.per_rank,
+        tensors={**saved.per_rank.tensors, **dict.fromkeys(tensors, ())},
+        values={**saved.per_rank.values, **dict.fromkeys(values, ())},
+        derive=partial(_derived, rank) if policy == "derive" or callable(policy) else None,
+        generators=frozenset(labels),
+    )
+    return replace(saved, per_rank=items)
+
+
+def is_generators(node: Node) -> bool:
+    """Tell whether a node is what ``state_dict`` of an ``RngState`` returned."""
+    if node[0] not in MAPPINGS or "python" not in node[1]:
+        return False
+    python = node[2][node[1].index("python")]
+    return (
+        "torch" in node[1]
+        and "numpy" in node[1]
+        and python[0] in MAPPINGS
+        and all(key in python[1] for key in ("version", "internal", "gauss"))
+    )
+
+
+def _derived(rank: int, state: Any) -> Any:
+    try:
+        return derived_generators(state, rank)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StructureMismatch(
+            f"The saved random generators are not as RngState saves them: {error!r:.200}",
+            hint="Leave them out with exclude",
+        ) from error
+
+
+def _generators(saved: SavedState) -> Iterator[tuple[str, Node]]:
+    """Find generators by the label of torch's; only the way to them is walked."""
+    tops = {
+        row.label.rpartition(".")[0]
+        for row in saved.rows
+        if row.dtype == "uint8" and row.label.rpartition(".")[2].partition("~")[0] == "torch"
+    }
+    pending = [(saved.tree, "")] if tops else []
+    while pending:
+        node, label = pending.pop()
+        if node[0] in ("shared", "stateful", "registered"):
+            pending.append((node[-1], label))
+        elif is_generators(node):
+            yield label, node
+        else:
+            pending += [
+                (child, where)
+                for _, child, where in children_of(node, label)
+                if any(top == where or top.startswith(f"{where}.") for top in tops)
+            ]
 
 
 def drop_absent(saved: SavedState, target: Any) -> SavedState:

@@ -17,49 +17,17 @@ answer is called, and ``load_state_dict`` is not.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 
-from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
+from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
-from ckpipe.loading.live_tensors import is_placed, local_tensor
 from ckpipe.loading.select import any_selected
-
-
-@dataclass(eq=False, slots=True)
-class LiveCounterpart:
-    """The live counterpart of a node.
-
-    Args:
-        live: The live object.
-        must_fit: Whether a tensor that does not fit is an error; else a new one is made.
-        select: What of the live object is to be loaded; the rest is taken over as it is.
-    """
-
-    live: Any
-    must_fit: bool
-    select: LabelFilter
-
-    def at(self, key: Any) -> LiveCounterpart | None:
-        """The counterpart of an element."""
-        live = self.live
-        if isinstance(live, dict):
-            found = live.get(key, _NOTHING)
-        elif isinstance(live, _SEQUENCES) and type(key) is int:
-            found = live[key] if key < len(live) else _NOTHING
-        else:
-            found = getattr(live, key, _NOTHING) if isinstance(key, str) else _NOTHING
-        return None if found is _NOTHING else LiveCounterpart(found, self.must_fit, self.select)
-
-
-_NOTHING = object()
-_SEQUENCES = (list, tuple)  # named, since a union would be made anew for every element
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,89 +94,6 @@ class LoadTargets:
     unexpected: list[str] = field(default_factory=list)
 
 
-def fill_from(obj: Any, state: Any) -> None:
-    """Load a state that is in memory into an object that has ``__ckpipe_targets__``.
-
-    Raises:
-        TargetMismatch: If it does not fit; nothing is touched.
-    """
-    found: LoadTargets = obj.__ckpipe_targets__(SavedObject(_described(state)))
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _match_in_memory(found.tree, state, "", copies)
-    with torch.no_grad():
-        for target, value in copies:
-            target.copy_(value)
-        _put_in_memory(found.tree, state)
-        found.attach()
-
-
-def _described(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return SavedTensor(state.dtype, tuple(state.shape))
-    if isinstance(state, Mapping):
-        return {key: _described(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)([_described(value) for value in state])
-    return state
-
-
-def _match_in_memory(
-    target: Any, value: Any, label: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    """Note what is to be copied where.
-
-    Raises:
-        TargetMismatch: If something does not fit.
-    """
-    if isinstance(target, torch.Tensor):
-        if not isinstance(value, torch.Tensor):
-            raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
-        if value.shape != target.shape:
-            shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
-            raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)
-        if value.dtype != target.dtype:
-            raise DtypeMismatch(
-                f"The tensor is {value.dtype}, and the target {target.dtype}",
-                key=label,
-                hint="Convert it, or load from a checkpoint with cast=True",
-            )
-        copies.append(_local_copy(target.detach(), value.detach(), label))
-    elif isinstance(target, dict):
-        for key, inner in target.items():
-            _match_in_memory(inner, value[key], join(label, key), copies)
-    elif isinstance(target, list):
-        for number, inner in enumerate(target):
-            _match_in_memory(inner, value[number], join(label, number), copies)
-
-
-def _local_copy(
-    target: torch.Tensor, value: torch.Tensor, label: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of this process that is copied, of tensors that may be sharded."""
-    if not is_placed(target) and not is_placed(value):
-        return target, value
-    if is_placed(target) and is_placed(value):
-        same = target.placements == value.placements  # type: ignore[attr-defined]
-        if same and target.device_mesh == value.device_mesh:  # type: ignore[attr-defined]
-            return local_tensor(target), local_tensor(value)
-    raise StructureMismatch(
-        "The tensor is not sharded like the target",
-        key=label,
-        hint="Save it to a checkpoint and load that, which shards anew",
-    )
-
-
-def _put_in_memory(target: Any, value: Any) -> None:
-    """Put copies of what is made anew into the containers of the targets."""
-    if isinstance(target, dict | list):
-        keys = list(target) if isinstance(target, dict) else range(len(target))
-        for key in keys:
-            if target[key] is None:
-                target[key] = copy.deepcopy(value[key])
-            else:
-                _put_in_memory(target[key], value[key])
-
-
 def live_state(obj: Any) -> Any:
     """The contents of an object's ``state_dict``, with a module's own parameters in it.
 
@@ -223,31 +108,32 @@ def live_state(obj: Any) -> Any:
     return obj.state_dict()
 
 
-def hint_for(obj: Any, select: LabelFilter) -> LiveCounterpart:
-    """The live counterpart that a rebuilt state may take from an object."""
-    return LiveCounterpart(live_state(obj), isinstance(obj, _STRICT), select)
+def must_fit(obj: Any) -> bool:
+    """Tell whether tensors that do not fit an object's own are an error."""
+    return isinstance(obj, _STRICT)
 
 
 _STRICT = (torch.nn.Module, torch.optim.Optimizer)
 
 
-def check_stateful(obj: Any, hint: LiveCounterpart, node: Node, label: str) -> None:
+def check_stateful(obj: Any, live: Any, node: Node, label: str, select: LabelFilter) -> None:
     """Make sure that an object can load a saved state, as far as that can be known.
 
     Args:
         obj: The object.
-        hint: What it holds.
+        live: The state that it holds.
         node: What was saved.
         label: Where it stands in the state.
+        select: What of it is to be loaded.
 
     Raises:
         StructureMismatch: If it cannot.
     """
     if isinstance(obj, torch.nn.Module) and _loads_as_torch_does(obj):
-        _check_module(hint, node, label)
+        _check_module(live, node, label, select)
     elif isinstance(obj, torch.optim.Optimizer):
         _check_optimizer(obj, node, label)
-        if hint.select.selects_all:
+        if select.selects_all:
             _check_options(obj, node, label)
 
 
@@ -268,15 +154,15 @@ def _loads_as_torch_does(module: torch.nn.Module) -> bool:
     )
 
 
-def _check_module(hint: LiveCounterpart, node: Node, label: str) -> None:
+def _check_module(live: Any, node: Node, label: str, select: LabelFilter) -> None:
     saved = {key for key, _, _ in children_of(node, label)}
-    live = dict(hint.live)
+    live = dict(live)
     missing = [
         join(label, key)
         for key in live
         if key not in saved
         and not key.endswith("num_batches_tracked")
-        and any_selected(live[key], join(label, key), hint.select)
+        and any_selected(live[key], join(label, key), select)
     ]
     unexpected = [join(label, key) for key in saved if key not in live]
     if missing or unexpected:

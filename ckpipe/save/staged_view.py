@@ -9,11 +9,12 @@ import torch
 
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
+from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.tree import shared_containers
-from ckpipe.loading.build import Rebuild
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
+from ckpipe.loading.match import Matching
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.save.save import Save, StagedBlock
@@ -134,13 +135,14 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     targets = _LentTargets(stored, FileImage(held, block_bytes))
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
-    rebuild = Rebuild(
-        captured.values,
+    matching = Matching(
+        saved,
         targets,
         definitions,
-        saved.per_rank,
+        select=LabelFilter(),
+        strict=True,
         pickling=True,
         distributed=False,
     )
     with torch.no_grad():
-        return rebuild.plan(captured.tree, "")()
+        return matching.plan(captured.tree, "")()
