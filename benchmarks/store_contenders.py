@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import anyio.to_thread
 from store_sockets import Lanes, Sockets
 
-from ckpipe_s3.client import Access, Address
+from ckpipe_s3.bucket import Address
+from ckpipe_s3.client import Access
 
 
 class Contender(Protocol):

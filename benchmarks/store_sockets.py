@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 
-from ckpipe_s3.client import Access, Address
+from ckpipe_s3.bucket import Address
+from ckpipe_s3.client import Access
 
 HEAD_BYTES = 1 << 16
 

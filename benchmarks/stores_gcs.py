@@ -27,8 +27,7 @@ from stores import LANES, OBJECT, PART, READ_LANES, Costs, Plan, cost, in_lanes,
 
 import ckpipe
 from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
-from ckpipe_gcs.objects import related
-from ckpipe_gcs.requests import Address, MemoryBody, Requests, json_body
+from ckpipe_gcs.bucket import Address, GcsBucket, MemoryBody, json_body, related
 from ckpipe_gcs.upload import MAX_SOURCES
 
 # isort: split
@@ -47,7 +46,7 @@ class Bare:
         data: The bytes of the object, and where they are read into; at most 32 parts.
     """
 
-    def __init__(self, requests: Requests, data: memoryview) -> None:
+    def __init__(self, requests: GcsBucket, data: memoryview) -> None:
         if len(data) > MAX_SOURCES * PART:
             raise SystemExit(f"Measure at most {MAX_SOURCES * PART // raw.MIB} MiB")
         self._requests, self._data = requests, data
@@ -116,7 +115,7 @@ async def measure(
         open_tokens(access) as tokens,
         ckpipe.Pipeline(f"{url}/ours", backends={"gs": options}, **plan.fields) as pipeline,
     ):
-        requests = Requests(session, tokens, Address.parse(url), access.endpoint, 600.0, {})
+        requests = GcsBucket(session, tokens, Address.parse(url), access.endpoint, 600.0, {}, {})
         bare = Bare(requests, memory)
 
         async def save() -> None:

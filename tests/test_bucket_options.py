@@ -18,7 +18,6 @@ from sampling import EVERY, SEED
 from ckpipe import errors
 from ckpipe.backend import Backend, PutMode
 from ckpipe_gcs import GcsBackend
-from ckpipe_gcs.access import find_endpoint
 from ckpipe_s3 import S3Backend
 
 BUCKET = "options"
@@ -75,10 +74,47 @@ def test_numbers_and_flags_that_are_none(scheme: str, options: dict[str, Any]) -
         make(scheme, endpoint_url="http://host", **options)
 
 
-def test_an_empty_option_does_not_lead_to_the_real_store() -> None:
-    with pytest.raises(errors.UsageError):
-        find_endpoint("", {})
-    assert find_endpoint(None, {"STORAGE_EMULATOR_HOST": ""}) == find_endpoint(None, {})
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        *[("{}://bucket", "{}://bucket/"), ("{}://bucket/", "{}://bucket/")],
+        *[("{}://my.bucket-1/run 17", "{}://my.bucket-1/run 17/")],
+        ("{}://bucket/a/b%20c/", "{}://bucket/a/b%20c/"),
+    ],
+)
+@pytest.mark.parametrize("scheme", BACKENDS)
+def test_urls(scheme: str, url: str, shown: str) -> None:
+    for written in (scheme, scheme.upper()):
+        assert f" {shown.format(scheme)}>" in repr(BACKENDS[scheme](url.format(written)))
+
+
+BAD_URLS = [
+    "{}://", "{}:///a", "other://bucket/a", "bucket/a", "{}://b/a//c", "{}://b/../c", "{}://b/a",
+    "{}://AKIA:hunter2@bucket/run", "{}://bucket:80/run",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "url"), both(BAD_URLS))
+def test_bad_urls(scheme: str, url: str) -> None:
+    with pytest.raises(errors.UsageError, match=f"{scheme}://bucket/prefix") as caught:
+        BACKENDS[scheme](url.format(scheme))
+    assert "hunter2" not in str(caught.value)
+
+
+NO_KEYS = ["a/\ud800", ".ckpipe-probe", "x" * 1021, "ü" * 511]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "key"),
+    [
+        *both(NO_KEYS),
+        *[("gs", key) for key in ("a\nb", "a\rb", f"a/.ckpipe-upload-{'0' * 16}-1-3.ckpipe-part")],
+    ],
+    ids=ascii,
+)
+async def test_keys_that_the_store_cannot_hold(scheme: str, key: str) -> None:
+    with pytest.raises(errors.InvalidKey):
+        await make(scheme).put(key, b"", PutMode.CREATE)
 
 
 @pytest.mark.parametrize(("scheme", "prefix"), both(["a\\b", "a\nb", "a\x01", "\x7f/b"]))

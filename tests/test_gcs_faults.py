@@ -31,7 +31,6 @@ from ckpipe.backend import PutMode
 from ckpipe.catalog import sweep
 from ckpipe.store.registry import is_registered_here
 from ckpipe_gcs import GcsBackend
-from ckpipe_gcs.requests import PART_SUFFIX
 
 BUCKET = "faults"
 MIB = 1 << 20
@@ -107,7 +106,7 @@ def check(url: str, server: GcsServer, *, complete: bool | None) -> None:
     """Looks what is left: the checkpoint complete and right, or none; and nothing temporary."""
     below = url.removeprefix(f"gs://{BUCKET}/") + "/"
     names = [name for name in server.names(BUCKET) if name.startswith(below)]
-    assert [name for name in names if name.endswith(PART_SUFFIX)] == []
+    assert [name for name in names if name.endswith(".ckpipe-part")] == []
     # A session whose begin was never answered is open under a name that nobody knows. It holds
     # nothing, and ends by itself.
     held = [(name, had) for name, had in server.sessions(BUCKET) if below in name and had]

@@ -8,198 +8,26 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
 import anyio
-import botocore.exceptions as client_errors
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from fault_proxy import Fault, FaultProxy, Request, fault_proxy
-from hypothesis import given
-from hypothesis import strategies as st
 from s3_servers import KEY, S3Server
 
 from ckpipe import errors
-from ckpipe.backend import PutMode, check_key
-from ckpipe.errors import CkpipeError, InvalidKey
-from ckpipe_http.requests import MAX_RETRY_AFTER_SECONDS, retry_after
+from ckpipe.backend import PutMode
 from ckpipe_s3 import S3Backend
-from ckpipe_s3.client import Address
-from ckpipe_s3.failures import requesting, upload_is_gone
-from ckpipe_s3.upload import PIECE_BYTES, MemoryBody
 
 BUCKET = "backend"
 BLOCK = 5 << 20
 
 _numbers = itertools.count()
-
-
-# Addresses
-
-
-@pytest.mark.parametrize(
-    ("url", "bucket", "prefix"),
-    [
-        ("s3://bucket", "bucket", ""),
-        ("s3://bucket/", "bucket", ""),
-        ("S3://my.bucket-1/run 17", "my.bucket-1", "run 17/"),
-        ("s3://bucket/a/b%20c/", "bucket", "a/b%20c/"),
-    ],
-)
-def test_urls(url: str, bucket: str, prefix: str) -> None:
-    assert Address.parse(url) == Address(bucket, prefix)
-
-
-@pytest.mark.parametrize(
-    "url", ["s3://", "s3:///a", "gs://bucket/a", "bucket/a", "s3://b/a//c", "s3://b/../c"]
-)
-def test_bad_urls(url: str) -> None:
-    with pytest.raises(errors.UsageError, match="s3://bucket/prefix"):
-        Address.parse(url)
-
-
-def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
-    with pytest.raises(errors.UsageError) as caught:
-        Address.parse("s3://AKIA:hunter2@bucket/run")
-    assert "hunter2" not in str(caught.value)
-
-
-@given(st.text(max_size=40), st.sampled_from(["", "run/", "a/b/"]))
-def test_names_lead_back_to_their_keys(key: str, prefix: str) -> None:
-    address = Address("bucket", prefix)
-    try:
-        name = address.name(key)
-    except InvalidKey:
-        return
-    assert name == prefix + check_key(key)
-    assert address.key(name) == key
-
-
-def test_objects_of_others_are_no_keys() -> None:
-    address = Address("bucket", "run/")
-    assert [address.key(name) for name in ("run/", "run/a/", "run/a//b", "run/.ckpipe-probe")] == [
-        None
-    ] * 4
-
-
-def test_names_longer_than_s3_takes() -> None:
-    assert len(Address("b", "p/").name("x" * 1022)) == 1024
-    with pytest.raises(InvalidKey, match="1024"):
-        Address("b", "p/").name("ü" * 512)
-
-
-# Bodies
-
-
-@given(st.integers(0, 3 * PIECE_BYTES), st.integers(0, 3 * PIECE_BYTES))
-def test_a_body_reads_as_its_memory(size: int, start: int) -> None:
-    data = bytes(size)
-    body = MemoryBody(memoryview(data))
-    assert len(body) == size
-    start = body.seek(min(start, size))
-    pieces = list(iter(lambda: body.read(1 << 16), b""))
-    assert sum(map(len, pieces)) == size - start
-    assert all(piece.obj is data for piece in pieces)
-    assert body.tell() == size
-
-
-def test_an_ended_body_never_touches_its_memory_again() -> None:
-    data = bytearray(10)
-    body = MemoryBody(memoryview(data))
-    body.end()
-    assert bytes(body.read()) == b""
-    data.clear()  # impossible while a view of it is held
-
-
-# Errors
-
-
-def answered(code: str, status: int, **headers: str) -> Exception:
-    """What the client raises for an answer."""
-    metadata = {"HTTPStatusCode": status, "RequestId": "REQ-1", "HTTPHeaders": headers}
-    made: Exception = client_errors.ClientError(
-        {"Error": {"Code": code, "Message": "secret"}, "ResponseMetadata": metadata}, "PutObject"
-    )
-    return made
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (answered("NoSuchKey", 404), errors.ObjectNotFound),
-        (answered("404", 404), errors.ObjectNotFound),
-        (answered("NoSuchBucket", 404), errors.StoreError),
-        (answered("PreconditionFailed", 412), errors.ObjectExists),
-        (answered("ConditionalRequestConflict", 409), errors.StoreUnavailable),
-        (answered("AccessDenied", 403), errors.PermissionDenied),
-        (answered("SlowDown", 503), errors.Throttled),
-        (answered("", 429), errors.Throttled),
-        (answered("InternalError", 500), errors.StoreUnavailable),
-        (answered("BadDigest", 400), errors.StoreUnavailable),
-        (answered("EntityTooLarge", 400), errors.StoreError),
-        (answered("NotImplemented", 501), errors.StoreError),
-        (answered("KeyTooLongError", 400), errors.InvalidKey),
-        (answered("XMinioStorageFull", 507), errors.StoreFull),
-        (answered("301", 301), errors.StoreError),
-        (client_errors.NoCredentialsError(), errors.PermissionDenied),
-        (
-            client_errors.EndpointConnectionError(endpoint_url="http://me:secret@x"),
-            errors.StoreUnavailable,
-        ),
-        (
-            client_errors.ProxyConnectionError(proxy_url="http://me:secret@x", error=OSError()),
-            errors.StoreUnavailable,
-        ),
-        (client_errors.SSLError(endpoint_url="https://x", error=OSError()), errors.StoreError),
-        (
-            client_errors.ReadTimeoutError(endpoint_url="http://me:secret@x"),
-            errors.StoreUnavailable,
-        ),
-        (client_errors.ParamValidationError(report="secret"), errors.StoreError),
-        (TimeoutError(), errors.StoreUnavailable),
-        (ConnectionResetError(), errors.StoreUnavailable),
-    ],
-    ids=lambda value: value.__class__.__name__ if isinstance(value, Exception) else value.__name__,
-)
-def test_errors_are_translated(error: Exception, kind: type[CkpipeError]) -> None:
-    with pytest.raises(CkpipeError) as caught, requesting("write", "s3://bucket/a", "a"):
-        raise error
-    assert type(caught.value) is kind
-    assert caught.value.key == "a"
-    assert "s3://bucket/a" in str(caught.value)
-    assert "secret" not in str(caught.value)
-    assert isinstance(caught.value, errors.StoreError)
-    assert not upload_is_gone(caught.value)
-    if isinstance(error, client_errors.ClientError):
-        assert "REQ-1" in str(caught.value)
-
-
-def test_a_store_says_how_long_to_wait() -> None:
-    error = answered("ServiceUnavailable", 503, **{"retry-after": "7"})
-    with pytest.raises(errors.Throttled) as caught, requesting("write", "s3://bucket/a"):
-        raise error
-    assert caught.value.retry_after == 7.0
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        (None, None),
-        ("3", 3.0),
-        ("0.5", 0.5),
-        ("soon", None),
-        ("999999", MAX_RETRY_AFTER_SECONDS),
-        ("Mon, 01 Jan 2001 00:00:00 GMT", 0.0),
-        (format_datetime(datetime(2999, 1, 1, tzinfo=UTC)), MAX_RETRY_AFTER_SECONDS),
-    ],
-)
-def test_retry_after(header: str | None, seconds: float | None) -> None:
-    assert retry_after(header) == seconds
 
 
 # A server behind a proxy that sees every request

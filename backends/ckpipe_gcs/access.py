@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,9 +24,13 @@ from gcloud.aio.auth.token import TokenResponse, Type
 
 from ckpipe import __version__
 from ckpipe.backend import run_in_thread
-from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
-from ckpipe_gcs.failures import CREDENTIALS, opening
+from ckpipe.errors import CkpipeError, PermissionDenied, StoreError, StoreUnavailable
 from ckpipe_http.requests import CONNECT_SECONDS, check_endpoint, check_proxy
+
+CREDENTIALS = (
+    "Look at the credentials that this process finds: the option 'credentials_file', "
+    "GOOGLE_APPLICATION_CREDENTIALS, gcloud auth application-default login, or the machine's own"
+)
 
 logger = logging.getLogger("ckpipe")
 
@@ -104,6 +108,17 @@ def find_proxy(option: str | None, endpoint: str) -> str | None:
     return check_proxy(found if "://" in found else f"http://{found}", "in the environment")
 
 
+@contextmanager
+def _opening() -> Iterator[None]:
+    """Translate the errors of opening, before any request."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError) as error:
+        message = f"The options of the store cannot be used: {type(error).__name__}"
+        hint = "Look at the options 'ca_bundle' and 'credentials_file'"
+        raise StoreError(message, hint=hint) from error
+
+
 @asynccontextmanager
 async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
     """Make a session, and close it at the end.
@@ -111,7 +126,7 @@ async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
     Raises:
         StoreError: If none can be made of these options.
     """
-    with opening():
+    with _opening():
         context = await run_in_thread(_certificates, access.ca_bundle)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=access.max_connections, ssl=context),
@@ -218,7 +233,7 @@ async def open_tokens(access: Access) -> AsyncIterator[Tokens]:
     # Without an option each address has the proxy that the environment names for it.
     trusting = access.proxy is None
     async with aiohttp.ClientSession(proxy=access.proxy, trust_env=trusting) as session:
-        with opening():
+        with _opening():
             source = await run_in_thread(_source, access.credentials_file, session)
         yield Tokens(source)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Self
 
-from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
+from ckpipe.backend import Upload, UploadLimits
 from ckpipe.errors import UsageError
 from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
-from ckpipe_gcs.objects import Objects, objects, pages, prefixes
-from ckpipe_gcs.requests import Address, Requests
+from ckpipe_gcs.bucket import Address, GcsBucket
 from ckpipe_gcs.upload import MAX_PARTS, CompositeUpload, Leftovers
 from ckpipe_http.buckets import BucketBackend, BufferedUpload
 from ckpipe_http.requests import check_proxy, flag, positive
@@ -21,7 +19,7 @@ BUFFERED_BYTES = 2 << 20
 """Files of at most this size are kept in memory and sent whole."""
 
 
-class GcsBackend(BucketBackend[Address]):
+class GcsBackend(BucketBackend):
     """Objects of a bucket whose names begin with a prefix, on Google Cloud Storage.
 
     Small objects are written by one request, create-only ones with ``ifGenerationMatch=0``. Of
@@ -67,7 +65,8 @@ class GcsBackend(BucketBackend[Address]):
 
     limits = UploadLimits(max_blocks=MAX_PARTS)
     condition = "ifGenerationMatch"
-    _objects: Objects
+    _address: Address
+    _bucket: GcsBucket
 
     def __init__(
         self,
@@ -112,12 +111,11 @@ class GcsBackend(BucketBackend[Address]):
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session(access))
             tokens = await stack.enter_async_context(open_tokens(access))
-            self._requests = Requests(
+            self._bucket = GcsBucket(
                 session, tokens, self._address, access.endpoint, access.request_timeout,
-                self._common,
+                self._common, self._writing,
             )  # fmt: skip
-            self._objects = Objects(self._requests, self._writing)
-            self._leftovers = Leftovers(self._requests, self._objects)
+            self._leftovers = Leftovers(self._bucket)
             self._stack = stack.pop_all()
         return self
 
@@ -129,28 +127,10 @@ class GcsBackend(BucketBackend[Address]):
             raise UsageError(message, key=key, hint=hint)
         await self._probe()
         if size <= min(block_bytes, BUFFERED_BYTES):
-            return BufferedUpload(self._objects, key, size)
+            return BufferedUpload(self._bucket, key, size)
         return CompositeUpload(
-            self._requests, self._objects, self._leftovers, key, size, block_bytes,
-            self._resumable_bytes,
-        )  # fmt: skip
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for page in pages(self._requests, self._address.below(prefix)):
-            for info in objects(self._address, page):
-                yield info
-
-    async def children(self, prefix: str = "") -> Children:
-        found: list[ObjectInfo] = []
-        below: set[str] = set()
-        async for page in pages(self._requests, self._address.below(prefix), "/"):
-            found += objects(self._address, page)
-            below |= set(prefixes(self._address, page))
-        return Children(tuple(found), tuple(sorted(below)))
-
-    async def _names(self, prefix: str) -> set[str]:
-        found = pages(self._requests, prefix)
-        return {entry["name"] async for page in found for entry in page.get("items", ())}
+            self._bucket, self._leftovers, key, size, block_bytes, self._resumable_bytes
+        )
 
     async def _give_up(self) -> None:
         await self._leftovers.close()

@@ -11,30 +11,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import anyio
 from awscrt.checksums import combine_crc32c
+from yarl import URL
 
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe_gcs.objects import (
+from ckpipe_gcs.bucket import (
     BYTES,
     DELETED_AT_ONCE,
+    FIELDS,
     NEW,
-    Objects,
+    GcsBucket,
+    MemoryBody,
+    Resource,
+    answered,
     check_stored,
     for_each,
-    modified,
+    json_body,
     owned_by,
     owner_of,
-    pages,
+    upload_of,
 )
-from ckpipe_gcs.requests import FIELDS, Requests, Resource, json_body, upload_of
-from ckpipe_gcs.sessions import Session
 from ckpipe_http.buckets import BlockUpload
+from ckpipe_http.requests import checksum_text
 
 logger = logging.getLogger("ckpipe")
 
@@ -54,6 +59,16 @@ TEMPORARY_CLASS = "STANDARD"
 has the class of its parts."""
 
 
+INCOMPLETE = 308
+"""The status that says how much of a session's bytes the store has."""
+
+GONE = (404, 410, 499)
+"""The statuses that say that there is no such session, or no longer; 499 also answers a request
+that ends one."""
+
+_RANGE = re.compile(r"bytes=0-(\d+)")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A range of an object's bytes as an object of its own.
@@ -71,12 +86,6 @@ class Part:
     checksum: int
 
 
-def runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
-    """Cut parts into runs, each of which one request composes."""
-    for start in range(0, len(parts), MAX_SOURCES):
-        yield parts[start : start + MAX_SOURCES]
-
-
 def joined(parts: Sequence[Part]) -> tuple[int, int]:
     """Compute the size and CRC-32C of parts one after the other."""
     size = checksum = 0
@@ -86,23 +95,132 @@ def joined(parts: Sequence[Part]) -> tuple[int, int]:
     return size, checksum
 
 
-def composition(parts: Sequence[Part], resource: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Make the body of a request that composes parts.
+class Session:
+    """Send one object through a resumable session of its own, which outlives connections.
+
+    A session is begun by one request and takes the bytes in others. The store keeps what it has
+    received when a connection breaks, in whole pieces of 256 KiB. So after anything but a clear
+    answer the store is asked how much it has, and the rest is sent from there; perhaps it has
+    everything and only the answer was lost, and then the object is there. Source of the protocol:
+    "Resumable uploads" and "Perform resumable uploads" in the Cloud Storage documentation. A
+    session that is left alone shows nothing on the store, and ends by itself after a week.
 
     Args:
-        parts: The parts.
-        resource: The resource of the object that they become.
+        bucket: Sends the requests.
+        name: The whole name of the object, which is this session's alone.
+        key: The key that it is for, for errors.
+        resource: Further fields of the object's resource.
     """
-    sources = [{"name": part.name, "generation": part.generation} for part in parts]
-    return {"sourceObjects": sources, "destination": resource}
+
+    def __init__(self, bucket: GcsBucket, name: str, key: str, resource: Mapping[str, Any]) -> None:
+        self._bucket, self._name, self._key, self._resource = bucket, name, key, resource
+        self._url: URL | None = None
+
+    async def send(self, data: memoryview, checksum: int) -> Resource:
+        """Send the object, or the rest that the store does not have yet.
+
+        Args:
+            data: All of the object's bytes, the same in each call.
+            checksum: Their CRC-32C, which the store verifies.
+
+        Returns:
+            The object's resource.
+
+        Raises:
+            ObjectExists: If there is an object of the name.
+            StoreError: If the store failed. Calling again goes on from what it has.
+        """
+        at = 0
+        if self._url is None:
+            self._url = await self._begin(len(data), checksum)
+        else:
+            had = await self._ask(self._url, len(data))
+            if not isinstance(had, int):
+                return had
+            at = had
+        while True:
+            sent = await self._send(self._url, data, at)
+            if not isinstance(sent, int):
+                return sent
+            if sent <= at:
+                where = f"{self._bucket.address}{self._key}"
+                message = f"Could not write {where}: the store takes no more bytes of an upload"
+                raise StoreUnavailable(message, key=self._key)
+            at = sent
+
+    async def _begin(self, size: int, checksum: int) -> URL:
+        url = self._bucket.upload_url("resumable", self._name, **NEW, **self._bucket.writing)
+        told = {"name": self._name, "contentType": BYTES, **self._resource}
+        headers = {"X-Upload-Content-Type": BYTES, "X-Upload-Content-Length": str(size)}
+        body = json_body({**told, "crc32c": checksum_text(checksum)})
+        with self._bucket.creating(), self._bucket.attempt("begin an upload of", self._key):
+            async with self._bucket.answer("POST", url, headers=headers, body=body) as begun:
+                await begun.read()
+                return URL(begun.headers["Location"], encoded=True)
+
+    async def _ask(self, url: URL, size: int) -> int | Resource:
+        """Ask how many bytes the store has; it answers with the resource if it has all."""
+        return await self._put(url, None, f"bytes */{size}", 0)
+
+    async def _send(self, url: URL, data: memoryview, at: int) -> int | Resource:
+        body = MemoryBody(data[at:])
+        span = f"bytes {at}-{len(data) - 1}/{len(data)}"
+        try:
+            return await self._put(url, body, span, len(data) - at)
+        finally:
+            body.end()
+
+    async def _put(
+        self, url: URL, body: MemoryBody | None, span: str, nbytes: int
+    ) -> int | Resource:
+        headers = {"Content-Range": span}
+        try:
+            with self._bucket.attempt("write", self._key, nbytes):
+                async with self._bucket.answer("PUT", url, headers=headers, body=body) as had:
+                    if had.status == INCOMPLETE:
+                        await had.read()
+                        return received(had.headers.get("Range"))
+                    return await answered(had)
+        except StoreError as error:
+            if self._bucket.answer_to(error).status not in GONE:
+                raise
+            self._url = None  # the next call begins anew
+            message = f"{error.message}: the upload was ended by somebody else"
+            raise StoreUnavailable(message, key=self._key) from error
+
+    async def cancel(self) -> None:
+        """End the session, if one is open.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        if self._url is None:
+            return
+        with self._bucket.attempt("end an upload of", self._key):
+            async with self._bucket.answer("DELETE", self._url, expected=GONE) as ended:
+                await ended.read()
+        self._url = None
+
+
+def received(header: str | None) -> int:
+    """Read in the ``Range`` header of an answer how many bytes the store has.
+
+    Raises:
+        ValueError: If it is of another form.
+    """
+    if header is None:
+        return 0
+    found = _RANGE.fullmatch(header)
+    if found is None:
+        raise ValueError("the range of what the store has does not begin at 0")
+    return int(found[1]) + 1
 
 
 class CompositeUpload(BlockUpload[Part]):
     """Send an object in parts, and compose it of them.
 
     Args:
-        requests: Sends the requests.
-        objects: Writes and looks at objects.
+        bucket: Sends the requests.
         leftovers: The temporary objects on the store.
         key: The object's key.
         size: Its size in bytes.
@@ -112,8 +230,7 @@ class CompositeUpload(BlockUpload[Part]):
 
     def __init__(
         self,
-        requests: Requests,
-        objects: Objects,
+        bucket: GcsBucket,
         leftovers: Leftovers,
         key: str,
         size: int,
@@ -121,21 +238,21 @@ class CompositeUpload(BlockUpload[Part]):
         resumable_bytes: int,
     ) -> None:
         super().__init__(key, size, block_bytes)
-        self._requests, self._objects, self._leftovers = requests, objects, leftovers
+        self._bucket, self._leftovers = bucket, leftovers
         self._resumable_bytes = resumable_bytes
-        self._name = requests.address.name(key)
-        self._where = f"{requests.address}{key}"
+        self._name = bucket.address.name(key)
+        self._where = f"{bucket.address}{key}"
         self._sessions: dict[int, Session] = {}
         self._names: set[str] = set()
         self._temporary(0, 0)  # raises if there is no room for such names
 
     def _temporary(self, level: int, number: int) -> str:
-        return self._requests.address.part(self._key, self._token, level, number)
+        return self._bucket.address.part(self._key, self._token, level, number)
 
     def _note(self, level: int, number: int) -> str:
         name = self._temporary(level, number)
         self._names.add(name)
-        self._leftovers.note(name)
+        self._leftovers.names[name] = None
         return name
 
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
@@ -147,22 +264,22 @@ class CompositeUpload(BlockUpload[Part]):
             made = await self._send(number, name, data, checksum)
         except ObjectExists:
             # The name is this part's alone, so an answer was lost and this is the object.
-            made = await self._objects.resource(name, self._key)
+            made = await self._bucket.resource(name, self._key)
         self._parts[number] = await self._checked(name, made, checksum, len(data))
 
     async def _send(self, number: int, name: str, data: memoryview, value: int) -> Resource:
         if len(data) < self._resumable_bytes:
-            return await self._objects.write(
+            return await self._bucket.write(
                 name, data, create=True, key=self._key, storage_class=TEMPORARY_CLASS
             )
         session = self._sessions.get(number)
         if session is None:
             resource = {"storageClass": TEMPORARY_CLASS}
-            session = Session(self._requests, name, self._key, resource, self._objects.writing)
+            session = Session(self._bucket, name, self._key, resource)
             self._sessions[number] = session
-            self._leftovers.note_session(session)
+            self._leftovers.sessions.add(session)
         made = await session.send(data, value)
-        self._leftovers.forget_session(session)
+        self._leftovers.sessions.discard(session)
         del self._sessions[number]
         return made
 
@@ -172,10 +289,10 @@ class CompositeUpload(BlockUpload[Part]):
             check_stored(made, value, size, self._where, self._key)
         except StoreUnavailable:
             with contextlib.suppress(StoreError):
-                await self._objects.remove({name: None})  # makes room for another try
+                await self._bucket.remove({name: None})  # makes room for another try
             raise
         part = Part(name, str(made["generation"]), size, value)
-        self._leftovers.note(name, part.generation)
+        self._leftovers.names[name] = part.generation
         return part
 
     async def complete(self) -> None:
@@ -183,20 +300,20 @@ class CompositeUpload(BlockUpload[Part]):
         level = 0
         while len(parts) > MAX_SOURCES:
             level += 1
-            parts = await self._composed(level, list(runs(parts)))
+            parts = await self._composed(level, parts)
         resource = {"contentType": BYTES, **owned_by(self._token)}
         await self._finish(await self._compose(self._name, parts, resource))
 
-    async def _composed(self, level: int, groups: Sequence[Sequence[Part]]) -> list[Part]:
-        """Compose one temporary object of each group of parts."""
+    async def _composed(self, level: int, parts: Sequence[Part]) -> list[Part]:
+        """Compose one temporary object of each run of parts that one request takes."""
         made: dict[int, Part] = {}
 
-        async def compose(numbered: tuple[int, Sequence[Part]]) -> None:
-            number, group = numbered
+        async def compose(start: int) -> None:
+            group, number = parts[start : start + MAX_SOURCES], start // MAX_SOURCES
             made[number] = await self._compose_group(level, number, group)
 
-        await for_each(enumerate(groups), compose, at_once=COMPOSED_AT_ONCE)
-        return [made[number] for number in range(len(groups))]
+        await for_each(range(0, len(parts), MAX_SOURCES), compose, at_once=COMPOSED_AT_ONCE)
+        return [made[number] for number in range(len(made))]
 
     async def _compose_group(self, level: int, number: int, group: Sequence[Part]) -> Part:
         name = self._note(level, number)
@@ -204,12 +321,12 @@ class CompositeUpload(BlockUpload[Part]):
         try:
             made = await self._compose(name, group, {"contentType": BYTES})
         except ObjectExists:
-            made = await self._objects.resource(name, self._key)
+            made = await self._bucket.resource(name, self._key)
         return await self._checked(name, made, value, size)
 
     async def landed(self) -> bool:
         try:
-            found = await self._objects.resource(self._name, self._key)
+            found = await self._bucket.resource(self._name, self._key)
         except ObjectNotFound:
             return False
         if owner_of(found) != self._token:
@@ -227,7 +344,7 @@ class CompositeUpload(BlockUpload[Part]):
         try:
             check_stored(made, value, size, self._where, self._key)
         except StoreUnavailable as error:
-            await self._objects.remove({self._name: str(made["generation"])})
+            await self._bucket.remove({self._name: str(made["generation"])})
             message = f"{self._where} was composed of other bytes than were sent"
             raise StoreError(message, key=self._key, hint="Save again") from error
         try:
@@ -239,11 +356,12 @@ class CompositeUpload(BlockUpload[Part]):
     async def _compose(
         self, name: str, parts: Sequence[Part], resource: Mapping[str, object]
     ) -> Resource:
-        query = {**NEW, **self._objects.writing, "fields": FIELDS}
-        url = self._requests.object_url(name, "/compose", **query)
+        query = {**NEW, **self._bucket.writing, "fields": FIELDS}
+        url = self._bucket.object_url(name, "/compose", **query)
         nbytes = sum(part.size for part in parts) // 100
-        body = json_body(composition(parts, resource))
-        return await self._requests.ask(
+        sources = [{"name": part.name, "generation": part.generation} for part in parts]
+        body = json_body({"sourceObjects": sources, "destination": resource})
+        return await self._bucket.ask(
             "complete", "POST", url, key=self._key, nbytes=nbytes, body=body
         )
 
@@ -263,29 +381,18 @@ class Leftovers:
     to be gone: so a lost answer leaves nothing behind.
 
     Args:
-        requests: Sends the requests.
-        objects: Deletes objects.
+        bucket: Sends the requests.
     """
 
-    def __init__(self, requests: Requests, objects: Objects) -> None:
-        self._requests, self._objects = requests, objects
-        self._names: dict[str, str | None] = {}
-        self._sessions: set[Session] = set()
+    def __init__(self, bucket: GcsBucket) -> None:
+        self._bucket = bucket
+        self.names: dict[str, str | None] = {}
+        """Objects that may be there, with the generation once that is known."""
+        self.sessions: set[Session] = set()
+        """Sessions that may be open."""
 
     def __len__(self) -> int:
-        return len(self._names) + len(self._sessions)
-
-    def note(self, name: str, generation: str | None = None) -> None:
-        """Note that there may be a temporary object, of a generation once that is known."""
-        self._names[name] = generation
-
-    def note_session(self, session: Session) -> None:
-        """Note that a session may be open."""
-        self._sessions.add(session)
-
-    def forget_session(self, session: Session) -> None:
-        """Note that a session has become an object."""
-        self._sessions.discard(session)
+        return len(self.names) + len(self.sessions)
 
     async def end(self, names: Iterable[str], sessions: Iterable[Session] = ()) -> None:
         """End sessions and delete temporary objects, as far as they were noted.
@@ -296,25 +403,25 @@ class Leftovers:
 
         async def cancel(session: Session) -> None:
             await session.cancel()
-            self._sessions.discard(session)
+            self.sessions.discard(session)
 
         # Sessions first, since one that goes on might make an object again.
-        open_ones = [session for session in sessions if session in self._sessions]
+        open_ones = [session for session in sessions if session in self.sessions]
         await for_each(open_ones, cancel, at_once=DELETED_AT_ONCE)
-        noted = {name: self._names[name] for name in names if name in self._names}
-        await self._objects.remove(noted)
+        noted = {name: self.names[name] for name in names if name in self.names}
+        await self._bucket.remove(noted)
         for name in noted:
-            self._names.pop(name, None)
+            self.names.pop(name, None)
 
     async def close(self) -> None:
         """End what was left open, as far as the store can be reached in the time of one request."""
-        with anyio.move_on_after(self._requests.timeout) as scope:
+        with anyio.move_on_after(self._bucket.timeout) as scope:
             try:
-                await self.end(tuple(self._names), tuple(self._sessions))
+                await self.end(tuple(self.names), tuple(self.sessions))
             except StoreError as error:
                 logger.warning("Temporary objects may be left behind: %s", error)
         if scope.cancelled_caught:
-            where = self._requests.address
+            where = self._bucket.address
             logger.warning("Temporary objects may be left behind below %s", where)
 
     async def remove_stale(self, prefix: str, before: datetime) -> int:
@@ -332,15 +439,13 @@ class Leftovers:
         """
         found: dict[str, dict[str, str | None]] = {}
         latest: dict[str, datetime] = {}
-        async for page in pages(self._requests, prefix):
-            with self._requests.attempt("list"):
-                for resource in page.get("items", ()):
-                    token = upload_of(resource["name"])
-                    if token is not None:
-                        found.setdefault(token, {})[resource["name"]] = resource["generation"]
-                        written = modified(resource)
-                        latest[token] = max(latest.get(token, written), written)
+        async for page in self._bucket.pages(prefix):
+            for stored in page.objects:
+                token = upload_of(stored.name)
+                if token is not None:
+                    found.setdefault(token, {})[stored.name] = stored.generation
+                    latest[token] = max(latest.get(token, stored.modified), stored.modified)
         stale = [token for token, written in latest.items() if written < before]
         for token in stale:
-            await self._objects.remove(found[token])
+            await self._bucket.remove(found[token])
         return len(stale)

@@ -1,8 +1,8 @@
-"""A prefix of a bucket as a store: its address, its probe, its objects and its uploads.
+"""A prefix of a bucket as a store: its address, its requests, its probe and its uploads.
 
 A bucket is a flat space of names, of at most 1024 bytes of UTF-8 each, in which a root is a prefix.
-A backend subclasses :class:`BucketAddress`, :class:`BucketObjects`, :class:`BucketBackend` and
-:class:`BlockUpload` with the requests of its own store.
+A backend subclasses :class:`Bucket` and :class:`BlockUpload` with the requests of its own store,
+and :class:`BucketBackend` with its options.
 """
 
 from __future__ import annotations
@@ -10,23 +10,31 @@ from __future__ import annotations
 import abc
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Hashable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from types import TracebackType
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
+import aiohttp
 import anyio
+from awscrt.checksums import crc32c
 
-from ckpipe.backend import Backend, ObjectInfo, PutMode, Upload, check_key
+from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, check_key
 from ckpipe.errors import (
+    CkpipeError,
     InvalidKey,
     ObjectExists,
     ObjectNotFound,
     PermissionDenied,
     StoreError,
+    StoreUnavailable,
+    TruncatedObject,
     UsageError,
 )
+from ckpipe_http.bodies import fill
+from ckpipe_http.failures import Refused, Table, broken, refused
 from ckpipe_http.requests import checksum_of
 
 OWNER = "ckpipe-upload"
@@ -40,6 +48,10 @@ PROBE_KEY = ".ckpipe-probe"
 
 PROBE_TEXT = b"ckpipe tries to create this object twice, to see whether the store refuses it.\n"
 
+SLOWEST_BYTES_PER_SECOND = 1 << 20
+"""A body may take as long as it would at this speed, beyond the time of a bare request."""
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]+")
 
@@ -138,43 +150,81 @@ class BucketAddress:
         return None if self.is_reserved(key) else key
 
 
-Address = TypeVar("Address", bound=BucketAddress)
+class Stored(NamedTuple):
+    """An object as the store lists it, by its whole name."""
+
+    name: str
+    size: int
+    modified: datetime
+    generation: str = ""
 
 
-class BucketObjects(abc.ABC, Generic[Address]):
-    """Read and write the objects below a root, each by as few requests as the store allows.
+class Page(NamedTuple):
+    """A page of a list: objects, and of a delimited list the prefixes below."""
+
+    objects: list[Stored]
+    prefixes: list[str]
+
+
+class Bucket(abc.ABC):
+    """Send the requests for one bucket, each under a deadline and with its errors translated.
 
     Args:
         address: Bucket and prefix.
+        timeout: Seconds for a request without a body.
     """
+
+    foreign: ClassVar[Table]
+    """The table of the store's and its client's errors, by code, status and type."""
 
     create_only = True
     """False if the store ignores the condition of a create-only put. Such a put looks first then,
     which is not atomic."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, address: BucketAddress, timeout: float) -> None:
+        self.address, self.timeout = address, timeout
 
-    async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None:
-        """Do :meth:`ckpipe.Backend.put`, and note in the metadata :data:`OWNER` who has made it."""
-        name = self._address.name(key)
-        if mode is PutMode.CREATE and not self.create_only:
-            await self.check_free(key)
-        create = mode is PutMode.CREATE and self.create_only
-        await self.write(name, data, create=create, owner=owner, key=key)
+    @contextmanager
+    def attempt(
+        self, action: str, key: str | None = None, nbytes: int = 0
+    ) -> Iterator[anyio.CancelScope]:
+        """Bound the time of the block, and translate its errors.
 
-    async def check_free(self, key: str) -> None:
-        """Look whether a key is free.
+        Args:
+            action: The verb for the message of an error, such as ``"read"``.
+            key: The key concerned; without one, a 404 speaks of the bucket.
+            nbytes: The size of the body that is sent or comes.
+
+        Yields:
+            The scope that bounds it, to extend once the answer tells how much comes.
 
         Raises:
-            ObjectExists: If it is not.
-            StoreError: If the store failed.
+            StoreError: If it failed.
         """
+        what = f"Could not {action} {self.address}{key or ''}"
         try:
-            await self.stat(key)
-        except ObjectNotFound:
-            return
-        raise ObjectExists(f"There is an object at {self._address}{key} already", key=key)
+            with anyio.fail_after(self.timeout + nbytes / SLOWEST_BYTES_PER_SECOND) as scope:
+                yield scope
+        except CkpipeError:
+            raise
+        except Exception as error:
+            answer = self.refusal(error)
+            made = (
+                broken(error, what, key, self.foreign)
+                if answer is None
+                else refused(answer, what, key, self.foreign)
+            )
+            if made is None:
+                raise
+            raise made from error
+
+    @abc.abstractmethod
+    def refusal(self, error: BaseException | None) -> Refused | None:
+        """Read the answer that an error of the client was made of; None if there was none."""
+
+    def answer_to(self, error: StoreError) -> Refused:
+        """Find the answer that an error was translated from; one of status 0 without any."""
+        return self.refusal(error.__cause__) or Refused(0, "")
 
     @abc.abstractmethod
     async def write(
@@ -200,6 +250,27 @@ class BucketObjects(abc.ABC, Generic[Address]):
             StoreError: If the store failed.
         """
 
+    async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None:
+        """Do :meth:`ckpipe.Backend.put`, and note in the metadata :data:`OWNER` who has made it."""
+        name = self.address.name(key)
+        if mode is PutMode.CREATE and not self.create_only:
+            await self.check_free(key)
+        create = mode is PutMode.CREATE and self.create_only
+        await self.write(name, data, create=create, owner=owner, key=key)
+
+    async def check_free(self, key: str) -> None:
+        """Look whether a key is free.
+
+        Raises:
+            ObjectExists: If it is not.
+            StoreError: If the store failed.
+        """
+        try:
+            await self.stat(key)
+        except ObjectNotFound:
+            return
+        raise ObjectExists(f"There is an object at {self.address}{key} already", key=key)
+
     @abc.abstractmethod
     async def owner(self, key: str) -> str | None:
         """Read which upload has made an object; None if it does not say, or is not there.
@@ -209,29 +280,49 @@ class BucketObjects(abc.ABC, Generic[Address]):
         """
 
     @abc.abstractmethod
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        """Do :meth:`ckpipe.Backend.get`."""
+    def opened(
+        self, key: str, span: str | None = None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Ask for an object within an :meth:`attempt`, and lend the answer with its body.
 
-    @abc.abstractmethod
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Do :meth:`ckpipe.Backend.read_into`."""
+        Args:
+            key: Its key.
+            span: The range for the ``Range`` header; None for all of it.
+        """
+
+    def told_checksum(self, response: aiohttp.ClientResponse) -> int | None:
+        """Read the CRC-32C of a whole object in the headers of an answer; None if it has none."""
+        return None
 
     @abc.abstractmethod
     async def stat(self, key: str) -> ObjectInfo:
         """Do :meth:`ckpipe.Backend.stat`."""
 
     @abc.abstractmethod
+    def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """Ask for the pages of a list, each within an attempt of its own.
+
+        Args:
+            prefix: The beginning of the whole names.
+            delimiter: Where names are cut; empty for whole names.
+        """
+
+    @abc.abstractmethod
     async def delete(self, keys: Iterable[str]) -> None:
         """Do :meth:`ckpipe.Backend.delete`."""
 
 
-class BucketBackend(Backend, abc.ABC, Generic[Address]):
+_honours: dict[tuple[str, str | None, str], bool] = {}
+"""Whether stores honour the condition of a create-only put, by scheme, endpoint and bucket."""
+
+
+class BucketBackend(Backend, abc.ABC):
     """Serve the objects of a bucket whose names begin with a prefix.
 
     Before its first write to a bucket a process probes by one object below the root whether the
     store honours the condition of a create-only put. A process that only reads writes nothing.
 
-    ``__aenter__`` is the subclass's: it makes :attr:`_objects`, and enters what has to be closed
+    ``__aenter__`` is the subclass's: it makes :attr:`_bucket`, and enters what has to be closed
     into :attr:`_stack`.
 
     Args:
@@ -244,10 +335,10 @@ class BucketBackend(Backend, abc.ABC, Generic[Address]):
     condition: ClassVar[str]
     """The store's name for the condition of a create-only put."""
 
-    _objects: BucketObjects[Address]
+    _bucket: Bucket
 
     def __init__(
-        self, address: Address, endpoint: str | None, *, require_create_only: bool
+        self, address: BucketAddress, endpoint: str | None, *, require_create_only: bool
     ) -> None:
         self._address, self._endpoint = address, endpoint
         self._require_create_only = require_create_only
@@ -258,44 +349,8 @@ class BucketBackend(Backend, abc.ABC, Generic[Address]):
         return f"<{type(self).__name__} {self._address}>"
 
     @abc.abstractmethod
-    async def _names(self, prefix: str) -> set[str]:
-        """List the whole names of all objects that begin so.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-
-    @abc.abstractmethod
     async def _give_up(self) -> None:
         """End the uploads that were neither completed nor aborted."""
-
-    async def _probe(self) -> None:
-        """Refuse a store that is not fit to be written to, before the first write.
-
-        Raises:
-            StoreError: If it is not, or failed.
-        """
-        if self._probed:
-            return
-        name = self._address.prefix + PROBE_KEY
-
-        async def create() -> None:
-            await self._objects.write(name, PROBE_TEXT, create=True)
-
-        async def listed() -> bool:
-            return name in await self._names(name)
-
-        store = (self._address.scheme, self._endpoint, self._address.bucket)
-        fit = await honours_create_only(store, str(self._address), create, listed)
-        self._objects.create_only = fit
-        if not fit and self._require_create_only:
-            raise StoreError(
-                f"The store of {self._address} ignores {self.condition}, so that two writers can "
-                "overwrite each other's checkpoints unnoticed",
-                hint="Use another store, or accept the risk with the option "
-                "require_create_only=False and give every run a root of its own",
-            )
-        self._probed = True
 
     async def __aexit__(
         self,
@@ -308,73 +363,152 @@ class BucketBackend(Backend, abc.ABC, Generic[Address]):
             await self._give_up()
             await self._stack.aclose()
 
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        self._address.name(key)
-        await self._probe()
-        await self._objects.put(key, data, mode)
+    async def _probe(self) -> None:
+        """Refuse a store that is not fit to be written to, before the first write.
 
-    async def put_volatile(self, key: str, data: bytes) -> None:
-        # No probe: a lease of a load has a random name, and leaves nothing.
-        await self._objects.put(key, data, PutMode.CREATE)
+        A checkpoint is complete when an object was *created*, and several processes may try. On a
+        store that ignores the condition of a create-only put all of them succeed, each over the
+        other, and none is told. So one object is created twice, once per store and process. It
+        stays, since a process that may write may not be allowed to delete; a second probe needs
+        one request less for it.
 
-    async def get(self, key: str, *, max_bytes: int) -> bytes:
-        return await self._objects.get(key, max_bytes)
+        Raises:
+            StoreError: If it is not fit, or failed.
+        """
+        if self._probed:
+            return
+        store = (self._address.scheme, self._endpoint, self._address.bucket)
+        try:
+            if store not in _honours:
+                _honours[store] = await self._honours_create_only()
+            fit = _honours[store]
+        except PermissionDenied:
+            fit = True  # the write itself is refused in its own name
+        self._bucket.create_only = fit
+        if not fit and self._require_create_only:
+            raise StoreError(
+                f"The store of {self._address} ignores {self.condition}, so that two writers can "
+                "overwrite each other's checkpoints unnoticed",
+                hint="Use another store, or accept the risk with the option "
+                "require_create_only=False and give every run a root of its own",
+            )
+        self._probed = True
 
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        await self._objects.read_into(key, offset, buffer)
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._objects.stat(key)
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        await self._objects.delete(keys)
-
-
-_honours: dict[Hashable, bool] = {}
-
-
-async def honours_create_only(
-    store: Hashable,
-    where: str,
-    create: Callable[[], Awaitable[None]],
-    listed: Callable[[], Awaitable[bool]],
-) -> bool:
-    """Find out whether creating an object fails where there is one, once per store and process.
-
-    A checkpoint is complete when an object was *created*, and several processes may try. On a store
-    that ignores the condition of a create-only put all of them succeed, each over the other, and
-    none is told.
-
-    The object stays, since a process that may write may not be allowed to delete; a second probe
-    needs one request less for it. Credentials that may not write here learn nothing; the write
-    itself is refused in its own name.
-
-    Args:
-        store: A key that tells one store from another.
-        where: The URL of the root.
-        create: Creates the probe's object.
-        listed: Looks whether a list shows it.
-
-    Raises:
-        StoreError: If the store failed, or does not list what it holds.
-    """
-    if store in _honours:
-        return _honours[store]
-    honoured = False
-    try:
+    async def _honours_create_only(self) -> bool:
+        name = self._address.prefix + PROBE_KEY
+        honoured = False
         for _ in range(2):
             try:
-                await create()
+                await self._bucket.write(name, PROBE_TEXT, create=True)
             except ObjectExists:
                 honoured = True
                 break
-        if not await listed():
-            message = f"{where} does not list an object that was just written"
+        pages = self._bucket.pages(name)
+        if name not in {stored.name async for page in pages for stored in page.objects}:
+            message = f"{self._address} does not list an object that was just written"
             raise StoreError(message, hint="Use a store whose lists are consistent")
-    except PermissionDenied:
-        return True
-    _honours[store] = honoured
-    return honoured
+        return honoured
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        self._address.name(key)
+        await self._probe()
+        await self._bucket.put(key, data, mode)
+
+    async def put_volatile(self, key: str, data: bytes) -> None:
+        # No probe: a lease of a load has a random name, and leaves nothing.
+        await self._bucket.put(key, data, PutMode.CREATE)
+
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        data = bytearray()
+        with self._bucket.attempt("read", key) as scope:
+            async with self._bucket.opened(key) as response:
+                told, size = self._bucket.told_checksum(response), response.content_length or 0
+                scope.deadline += min(size or max_bytes, max_bytes) / SLOWEST_BYTES_PER_SECOND
+                if size <= max_bytes:
+                    async for piece in response.content.iter_any():
+                        data += piece
+                        if len(data) > max_bytes:
+                            break
+                size = max(len(data), size)
+        if size > max_bytes:
+            message = f"The object has {size} bytes, more than the {max_bytes} expected"
+            raise StoreError(message, key=key)
+        if len(data) != size:
+            raise self._cut_short(key, len(data), size)
+        if told is not None and crc32c(memoryview(data)) != told:
+            message = f"Could not read {self._address}{key}: "
+            message += "what came has another checksum than the object"
+            raise StoreUnavailable(message, key=key)
+        return bytes(data)
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        wanted = len(buffer)
+        try:
+            with self._bucket.attempt("read", key, wanted):
+                span = f"bytes={offset}-{offset + wanted - 1}"
+                async with self._bucket.opened(key, span) as response:
+                    self._check_range(response.headers.get("Content-Range"), key, offset, wanted)
+                    came = await fill(response, buffer)
+            if came != wanted:
+                raise self._cut_short(key, came, wanted)
+        except StoreError as error:
+            if self._bucket.answer_to(error).status != 416:
+                raise
+            size = (await self.stat(key)).size
+            raise _truncated(key, offset, wanted, size) from error
+
+    def _check_range(self, header: str | None, key: str, offset: int, wanted: int) -> None:
+        """Compare an answer's ``Content-Range`` (RFC 9110, section 14.4) with what was wanted.
+
+        Raises:
+            TruncatedObject: If the object ends before.
+            StoreError: If the store does not answer with the range.
+        """
+        found = _CONTENT_RANGE.fullmatch(header or "")
+        if found is None or int(found[1]) != offset:
+            message = f"Could not read {self._address}{key}: the store does not answer with ranges"
+            raise StoreError(message, key=key)
+        size, came = int(found[3]), int(found[2]) + 1 - offset
+        if offset + wanted > size:
+            raise _truncated(key, offset, wanted, size)
+        if came != wanted:
+            raise self._cut_short(key, came, wanted)
+
+    def _cut_short(self, key: str, came: int, wanted: int) -> StoreError:
+        message = f"Could not read {self._address}{key}: {came} bytes came, and not {wanted}"
+        return StoreUnavailable(message, key=key)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for page in self._bucket.pages(self._address.below(prefix)):
+            for info in self._objects(page):
+                yield info
+
+    async def children(self, prefix: str = "") -> Children:
+        objects: list[ObjectInfo] = []
+        prefixes: set[str] = set()
+        async for page in self._bucket.pages(self._address.below(prefix), "/"):
+            objects += self._objects(page)
+            keys = [self._address.key(name.removesuffix("/")) for name in page.prefixes]
+            prefixes |= {f"{key}/" for key in keys if key is not None}
+        return Children(tuple(objects), tuple(sorted(prefixes)))
+
+    def _objects(self, page: Page) -> Iterator[ObjectInfo]:
+        """Read the objects on a page, without names that are no keys of this root."""
+        for stored in page.objects:
+            key = self._address.key(stored.name)
+            if key is not None:
+                yield ObjectInfo(key, stored.size, stored.modified)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self._bucket.stat(key)
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        await self._bucket.delete(keys)
+
+
+def _truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
+    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
+    return TruncatedObject(message, key=key)
 
 
 Part = TypeVar("Part")
@@ -432,13 +566,13 @@ class BufferedUpload(Upload):
     """Keep an object in memory, and send it by one request when it is complete.
 
     Args:
-        objects: Writes and looks at objects.
+        bucket: Writes and looks at objects.
         key: Its key.
         size: Its size in bytes.
     """
 
-    def __init__(self, objects: BucketObjects[Address], key: str, size: int) -> None:
-        self._objects, self._key, self._data = objects, key, bytearray(size)
+    def __init__(self, bucket: Bucket, key: str, size: int) -> None:
+        self._bucket, self._key, self._data = bucket, key, bytearray(size)
         self._token = secrets.token_hex(8)
 
     def __repr__(self) -> str:
@@ -451,10 +585,10 @@ class BufferedUpload(Upload):
         memoryview(self._data)[offset : offset + len(data)] = data
 
     async def complete(self) -> None:
-        await self._objects.put(self._key, bytes(self._data), PutMode.CREATE, self._token)
+        await self._bucket.put(self._key, bytes(self._data), PutMode.CREATE, self._token)
 
     async def landed(self) -> bool:
-        return await self._objects.owner(self._key) == self._token
+        return await self._bucket.owner(self._key) == self._token
 
     async def abort(self) -> None:
         self._data.clear()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Literal, Self
 
-from ckpipe.backend import Children, ObjectInfo, Upload, UploadLimits
+from ckpipe.backend import Upload, UploadLimits
 from ckpipe.errors import UsageError
 from ckpipe_http.buckets import BucketBackend, BufferedUpload
 from ckpipe_http.requests import check_endpoint, check_proxy, flag, positive
-from ckpipe_s3.client import Access, Address, AddressingStyle, Requests, open_client
-from ckpipe_s3.objects import Objects, children, objects
+from ckpipe_s3.bucket import Address, S3Bucket
+from ckpipe_s3.client import Access, AddressingStyle, open_client
 from ckpipe_s3.upload import MultipartUpload, OpenUploads
 
 MIN_PART_BYTES = 5 << 20
@@ -22,7 +21,7 @@ MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
 
 
-class S3Backend(BucketBackend[Address]):
+class S3Backend(BucketBackend):
     """Objects of a bucket whose names begin with a prefix, on AWS or a compatible server.
 
     Small objects are written by one ``PutObject``, create-only ones with ``If-None-Match: *``.
@@ -63,7 +62,7 @@ class S3Backend(BucketBackend[Address]):
 
     limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
     condition = "If-None-Match"
-    _objects: Objects
+    _bucket: S3Bucket
 
     def __init__(
         self,
@@ -105,10 +104,10 @@ class S3Backend(BucketBackend[Address]):
         """
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(open_client(self._access))
-            timeout = self._access.request_timeout
-            self._requests = Requests(client, self._address, timeout, self._common)
-            self._objects = Objects(self._requests, self._writing)
-            self._uploads = OpenUploads(self._requests, {**self._writing, **self._storage_class})
+            self._bucket = S3Bucket(
+                client, self._address, self._access.request_timeout, self._common, self._writing
+            )
+            self._uploads = OpenUploads(self._bucket, {**self._writing, **self._storage_class})
             self._stack = stack.pop_all()
         return self
 
@@ -116,33 +115,15 @@ class S3Backend(BucketBackend[Address]):
         self._address.name(key)
         await self._probe()
         if size <= min(block_bytes, MIN_PART_BYTES):
-            return BufferedUpload(self._objects, key, size)
+            return BufferedUpload(self._bucket, key, size)
         if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
             message = f"S3 cannot take {size} bytes in {MAX_PARTS} blocks of {block_bytes} bytes"
             mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
             hint = f'Set staging.block_bytes to "{mebibytes} MiB" or more'
             raise UsageError(message, key=key, hint=hint)
-        upload = MultipartUpload(
-            self._requests, self._objects, self._uploads, key, size, block_bytes
-        )
+        upload = MultipartUpload(self._bucket, self._uploads, key, size, block_bytes)
         await upload.begin()
         return upload
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        below = self._address.below(prefix)
-        for info in objects(
-            self._address, await self._requests.pages("list_objects_v2", Prefix=below)
-        ):
-            yield info
-
-    async def children(self, prefix: str = "") -> Children:
-        below = self._address.below(prefix)
-        pages = await self._requests.pages("list_objects_v2", Prefix=below, Delimiter="/")
-        return children(self._address, pages)
-
-    async def _names(self, prefix: str) -> set[str]:
-        pages = await self._requests.pages("list_objects_v2", Prefix=prefix)
-        return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
 
     async def _give_up(self) -> None:
         await self._uploads.close()

@@ -1,37 +1,31 @@
-"""The client of S3, made once and without retries of its own, and requests through it."""
+"""The client of S3, made once and without retries of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import anyio
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.exceptions import BotoCoreError
 from botocore.loaders import create_loader
 
 from ckpipe.backend import run_in_thread
-from ckpipe_http.buckets import BucketAddress
-from ckpipe_http.requests import CONNECT_SECONDS, time_limit
-from ckpipe_s3.failures import opening, requesting
+from ckpipe.errors import PermissionDenied, StoreError
+from ckpipe_http.failures import broken
+from ckpipe_http.requests import CONNECT_SECONDS
+from ckpipe_s3.bucket import FOREIGN
 
 AddressingStyle = Literal["auto", "path", "virtual"]
-Parameters = Mapping[str, Any]
 
 PAGED = ("list_objects_v2", "list_multipart_uploads")
 """The operations whose answers come in pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address(BucketAddress):
-    """A root on S3."""
-
-    scheme: ClassVar[str] = "s3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +49,14 @@ async def open_client(access: Access) -> AsyncIterator[Any]:
     Raises:
         StoreError: If no client can be made of these options.
     """
-    with opening():
+    try:
         client = await run_in_thread(make_client, access)
+    except (BotoCoreError, OSError, ValueError) as error:
+        found = broken(error, "Could not open the store", None, FOREIGN)
+        if isinstance(found, PermissionDenied):
+            raise found from error
+        hint = "Look at the options of the backend and at the AWS configuration files"
+        raise StoreError(f"No S3 client can be made: {type(error).__name__}", hint=hint) from error
     try:
         yield client
     finally:
@@ -115,78 +115,3 @@ def _config(access: Access) -> AioConfig:
         proxies={"http": access.proxy, "https": access.proxy} if access.proxy else None,
         tcp_keepalive=True,
     )
-
-
-class Requests:
-    """Send requests for one bucket, each under a deadline of its own.
-
-    The client's own timeouts do not suffice: it waits for ever on a server that goes silent
-    before it has asked for a body, or in the middle of one.
-
-    Args:
-        client: The client.
-        address: Bucket and prefix.
-        timeout: Seconds for a request without a body.
-        common: Parameters of every request.
-    """
-
-    def __init__(self, client: Any, address: Address, timeout: float, common: Parameters) -> None:
-        self._client, self.address, self._timeout = client, address, timeout
-        self._common = {"Bucket": address.bucket, **common}
-
-    @contextmanager
-    def attempt(self, action: str, key: str | None = None, nbytes: int = 0) -> Iterator[None]:
-        """Bound the time of the block, and translate its errors.
-
-        Raises:
-            StoreError: If it failed.
-        """
-        limit = time_limit(self._timeout, nbytes)
-        where = f"{self.address}{key or ''}"
-        with requesting(action, where, key), anyio.fail_after(limit):
-            yield
-
-    async def send(self, operation: str, /, **parameters: Any) -> Any:
-        """Send a request within an :meth:`attempt`, whose deadline and errors it has."""
-        return await getattr(self._client, operation)(**self._common, **parameters)
-
-    async def ask(
-        self,
-        action: str,
-        operation: str,
-        /,
-        *,
-        key: str | None = None,
-        nbytes: int = 0,
-        **parameters: Any,
-    ) -> Any:
-        """Send a request within an attempt of its own.
-
-        Args:
-            action: The verb for the message of an error, such as ``"read"``.
-            operation: The client's method.
-            key: The key concerned.
-            nbytes: The size of the request's body.
-            parameters: The method's parameters.
-
-        Raises:
-            StoreError: If it failed.
-        """
-        with self.attempt(action, key, nbytes):
-            return await self.send(operation, **parameters)
-
-    async def pages(self, operation: str, /, **parameters: Any) -> Any:
-        """Return all pages of a list, each asked for under its own deadline.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        pages: list[Any] = []
-        paginator = self._client.get_paginator(operation).paginate(**self._common, **parameters)
-        following = aiter(paginator)
-        while True:
-            with self.attempt("list"):
-                page = await anext(following, None)
-            if page is None:
-                return pages
-            pages.append(page)

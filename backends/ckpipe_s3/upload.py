@@ -9,8 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,9 +18,7 @@ import anyio
 from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
 from ckpipe_http.buckets import BlockUpload
 from ckpipe_http.requests import checksum_text
-from ckpipe_s3.client import Parameters, Requests
-from ckpipe_s3.failures import upload_is_gone
-from ckpipe_s3.objects import Objects, owned_by
+from ckpipe_s3.bucket import Parameters, S3Bucket, owned_by
 
 logger = logging.getLogger("ckpipe")
 
@@ -34,8 +31,7 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
     """An object that is sent in parts; :meth:`begin` comes first.
 
     Args:
-        requests: Sends them.
-        objects: Looks for an object of the same key.
+        bucket: Sends the requests.
         open_uploads: The uploads that are open on the store.
         key: Its key.
         size: Its size in bytes.
@@ -43,17 +39,11 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
     """
 
     def __init__(
-        self,
-        requests: Requests,
-        objects: Objects,
-        open_uploads: OpenUploads,
-        key: str,
-        size: int,
-        block_bytes: int,
+        self, bucket: S3Bucket, open_uploads: OpenUploads, key: str, size: int, block_bytes: int
     ) -> None:
         super().__init__(key, size, block_bytes)
-        self._requests, self._objects, self._open_uploads = requests, objects, open_uploads
-        self._name = requests.address.name(key)
+        self._bucket, self._open_uploads = bucket, open_uploads
+        self._name = bucket.address.name(key)
 
     async def begin(self) -> None:
         """Begin the upload on the store.
@@ -68,7 +58,7 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
         told = checksum_text(checksum)
         body = MemoryBody(data)
         try:
-            answer = await self._requests.ask(
+            answer = await self._bucket.ask(
                 "write a part of", "upload_part", key=self._key, nbytes=len(data),
                 Key=self._name, UploadId=self._id, PartNumber=number + 1, Body=body,
                 ContentLength=len(data), ChecksumCRC32C=told,
@@ -82,10 +72,10 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
 
     async def complete(self) -> None:
         parts = self._all_parts()
-        await self._objects.check_free(self._key)
+        await self._bucket.check_free(self._key)
         # Some stores ignore If-None-Match here, so the check above is what there is. It is
         # enough where names are unique, as those of data files are.
-        await self._requests.ask(
+        await self._bucket.ask(
             "complete", "complete_multipart_upload", key=self._key, nbytes=self._size // 100,
             Key=self._name, UploadId=self._id, MultipartUpload={"Parts": parts},
         )  # fmt: skip
@@ -93,7 +83,7 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
         await self._open_uploads.settle(self._key)
 
     async def landed(self) -> bool:
-        if await self._objects.owner(self._key) != self._token:
+        if await self._bucket.owner(self._key) != self._token:
             return False
         self._open_uploads.forget(self._id)  # closing settles what else may be open for the key
         return True
@@ -113,12 +103,12 @@ class OpenUploads:
     one rank, so no other process has an upload for it.
 
     Args:
-        requests: Sends the requests.
+        bucket: Sends the requests.
         writing: Parameters of every request that begins an upload.
     """
 
-    def __init__(self, requests: Requests, writing: Parameters) -> None:
-        self._requests, self._writing = requests, writing
+    def __init__(self, bucket: S3Bucket, writing: Parameters) -> None:
+        self._bucket, self._writing = bucket, writing
         self._open: dict[str, str] = {}
         self._doubtful: Counter[str] = Counter()
 
@@ -138,27 +128,21 @@ class OpenUploads:
         Raises:
             StoreError: If the store failed.
         """
-        async with self._noted(key):
-            answer = await self._requests.ask(
+        self._doubtful[key] += 1  # stays so if the answer is lost, or the caller is cancelled
+        try:
+            answer = await self._bucket.ask(
                 "begin an upload of", "create_multipart_upload", key=key,
-                Key=self._requests.address.name(key), ChecksumAlgorithm="CRC32C", **more,
+                Key=self._bucket.address.name(key), ChecksumAlgorithm="CRC32C", **more,
                 **self._writing,
             )  # fmt: skip
-        upload_id = str(answer["UploadId"])
-        self._open[upload_id] = key
-        return upload_id
-
-    @asynccontextmanager
-    async def _noted(self, key: str) -> AsyncIterator[None]:
-        # Also a caller that is cancelled leaves the key noted.
-        self._doubtful[key] += 1
-        try:
-            yield
         except StoreError as error:
             if not isinstance(error, StoreUnavailable):
                 self._doubtful[key] -= 1
             raise
         self._doubtful[key] -= 1
+        upload_id = str(answer["UploadId"])
+        self._open[upload_id] = key
+        return upload_id
 
     def forget(self, upload_id: str) -> None:
         """Note that an upload is complete."""
@@ -170,16 +154,17 @@ class OpenUploads:
         Raises:
             StoreError: If the store failed.
         """
-        name = self._requests.address.name(key)
+        name = self._bucket.address.name(key)
         try:
-            await self._requests.ask(
+            await self._bucket.ask(
                 "abort an upload of", "abort_multipart_upload", key=key,
                 Key=name, UploadId=upload_id,
             )  # fmt: skip
         except ObjectNotFound:
             pass
         except StoreError as error:
-            if not upload_is_gone(error) and upload_id in await self._listed(key):
+            gone = self._bucket.answer_to(error).code == "NoSuchUpload"
+            if not gone and upload_id in await self._listed(key):
                 raise
         self._open.pop(upload_id, None)
 
@@ -204,10 +189,10 @@ class OpenUploads:
         }
 
     async def _found(self, prefix: str) -> dict[str, tuple[str, datetime]]:
-        address = self._requests.address
-        pages = await self._requests.pages("list_multipart_uploads", Prefix=address.prefix + prefix)
+        address = self._bucket.address
+        pages = self._bucket.answers("list_multipart_uploads", Prefix=address.prefix + prefix)
         found = {}
-        for page in pages:
+        async for page in pages:
             for entry in page.get("Uploads", ()):
                 # Not every store looks at the prefix.
                 if entry["Key"].startswith(address.prefix + prefix):

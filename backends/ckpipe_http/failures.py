@@ -1,0 +1,162 @@
+"""Translate errors of stores and of their clients to errors of ckpipe, by a table for each store.
+
+The store's own texts are not repeated in messages, nor are those of the client's errors: some hold
+URLs, and those may hold passwords of proxies.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import NamedTuple
+
+import aiohttp
+
+from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable, Throttled
+
+MAX_RETRY_AFTER_SECONDS = 60.0
+"""The longest wait that is granted to a store that asks for one, in seconds."""
+
+NETWORK = "Look at the network if this goes on"
+UNREACHED = "Look at 'endpoint_url', and whether this machine reaches the store"
+BUCKET = "Create the bucket, or name another one"
+
+
+class Foreign(NamedTuple):
+    """The error of ckpipe that an error of a store or of its client becomes.
+
+    Args:
+        kind: Its type.
+        hint: Its hint.
+        said: What the message says of an error without an answer, with the name of its type.
+    """
+
+    kind: type[StoreError]
+    hint: str | None = None
+    said: str = "the connection broke off ({name})"
+
+
+Table = Mapping[str | int | type[BaseException], Foreign]
+"""Errors by the code or the status of an answer, and by the type of the client's error."""
+
+
+class Refused(Exception):
+    """An answer that refuses the request.
+
+    Args:
+        status: Its HTTP status.
+        code: The store's word for the reason.
+        text: The store's own message, which may hold anything.
+        request: The store's id of the request.
+        asked: Seconds that the store asks to wait.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        text: str = "",
+        request: str | None = None,
+        asked: float | None = None,
+    ) -> None:
+        self.status, self.code, self.text = status, code, text
+        self.request, self.asked = request, asked
+        super().__init__(f"status {status} {code}")
+
+
+TLS = Foreign(StoreError)
+"""Stands for errors of connections that could not be made secure."""
+
+_TIMEOUT = Foreign(
+    StoreUnavailable,
+    "Raise the option 'request_timeout' if the store is merely slow",
+    "no answer in time",
+)
+_NONSENSE = Foreign(StoreUnavailable, None, "the answer makes no sense")
+
+CLIENT_ERRORS: Table = {
+    ssl.SSLCertVerificationError: TLS,
+    aiohttp.ClientSSLError: TLS,
+    aiohttp.ServerTimeoutError: _TIMEOUT,
+    TimeoutError: _TIMEOUT,
+    aiohttp.ClientError: Foreign(StoreUnavailable),
+    OSError: Foreign(StoreUnavailable),
+    # Half an answer, met by its parser.
+    ValueError: _NONSENSE,
+    LookupError: _NONSENSE,
+    TypeError: _NONSENSE,
+}
+"""The errors of the HTTP client and of those who read its answers, for the tables of stores."""
+
+
+def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreError:
+    """Make the error for an answer that refuses the request.
+
+    Args:
+        answer: The answer.
+        what: What could not be done.
+        key: The key concerned; without one, a 404 speaks of the bucket.
+        table: Errors by the code of an answer, and where that is unknown, by the status.
+    """
+    status = answer.status
+    passing = status >= 500 and status != 501
+    found = table.get(answer.code) or table.get(status)
+    found = found or Foreign(StoreUnavailable if passing else StoreError)
+    if status == 400 and "crc32c" in answer.text.lower():
+        # Bits that were flipped on the way arrive whole when they are sent again.
+        found = Foreign(StoreUnavailable, NETWORK)
+    elif status == 503 and answer.asked is not None:
+        found = Foreign(Throttled)
+    elif found.kind is ObjectNotFound and key is None:
+        found = Foreign(StoreError, BUCKET)
+    request = f", request {answer.request}" if answer.request else ""
+    message = f"{what}: {answer.code} (status {status}{request})"
+    made = found.kind(message, key=key, hint=found.hint)
+    if isinstance(made, Throttled):
+        made.retry_after = answer.asked
+    return made
+
+
+def broken(error: Exception, what: str, key: str | None, table: Table) -> StoreError | None:
+    """Make the error for a request that got no answer; None if the table does not know its type.
+
+    Args:
+        error: The client's error.
+        what: What could not be done.
+        key: The key concerned.
+        table: Errors by the type of the client's error.
+    """
+    found = next((table[kind] for kind in type(error).__mro__ if kind in table), None)
+    if found is None:
+        return None
+    name = type(error).__name__
+    if found is not TLS:
+        return found.kind(f"{what}: {found.said.format(name=name)}", key=key, hint=found.hint)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or isinstance(cause, ssl.SSLCertVerificationError):
+        hint = "Set the option 'ca_bundle' to the certificates that the store's own is signed by"
+        return StoreError(f"{what}: its certificate is not trusted", key=key, hint=hint)
+    message = f"{what}: no TLS is spoken there ({name})"
+    return StoreError(message, key=key, hint="Look whether 'endpoint_url' is https or http")
+
+
+def retry_after(header: str | None) -> float | None:
+    """Read the seconds of a ``Retry-After`` header (RFC 9110, section 10.2.3), within reason."""
+    if header is None:
+        return None
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", header.strip()):
+        seconds = float(header)
+    else:
+        try:
+            until = parsedate_to_datetime(header)
+        except ValueError:
+            return None
+        if until.tzinfo is None:
+            return None
+        seconds = (until - datetime.now(UTC)).total_seconds()
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
