@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from heard_signals import HEARING
 from pipelines import small_state
+from stored_files import data_file_key, flip
 
 import ckpipe
 from ckpipe.cli.app import run
@@ -63,12 +68,59 @@ def program(*arguments: object, **options: Any) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+_STUCK = """
+import anyio, ckpipe
+from ckpipe.testing.wrappers import WrappedBackend
+from ckpipe_local import LocalBackend
+
+class Stuck(WrappedBackend):
+    async def around(self, operation, call):
+        if operation.verb in {verbs} and {key!r} in operation.key:
+            print("stuck", flush=True)
+            await anyio.sleep_forever()
+        return await call()
+
+ckpipe.register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
+from ckpipe.cli import main
+main()
+"""
+
+
+@contextmanager
+def stuck(
+    verbs: str | tuple[str, ...], *arguments: object, key: str = "", cwd: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The real program, waiting at its first request of one of some kinds to a ``stuck://`` URL.
+
+    Args:
+        verbs: The kinds of requests.
+        arguments: Those of the program.
+        key: What stands in the key of the request.
+        cwd: Where the program runs.
+    """
+    kinds = (verbs,) if isinstance(verbs, str) else verbs
+    with subprocess.Popen(
+        [sys.executable, "-c", HEARING + _STUCK.format(verbs=kinds, key=key), *map(str, arguments)],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        yield process
+
+
+def interrupted(
+    verbs: str | tuple[str, ...], *arguments: object, signum: int = signal.SIGINT, **options: Any
+) -> Done:
+    """What :func:`stuck` has printed and returned after a signal."""
+    with stuck(verbs, *arguments, **options) as process:
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=300)
+    return Done(process.returncode, out, err)
+
+
 def damage(root: Path, id: str, at: int = -3) -> None:
     """Flips a bit of a data file."""
-    path = root / id / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
+    flip(root / data_file_key(id), at)
 
 
 def save_steps(url: object, *steps: int, **settings: Any) -> list[str]:

@@ -16,7 +16,8 @@ from hypothesis import settings
 from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
 from sampling import EVERY, SEED
 
-import ckpipe.pipeline  # noqa: F401  names of ckpipe are imported at first use, which blocks
+# Names of ckpipe are imported at first use, which blocks.
+from ckpipe import Pipeline, SyncPipeline  # noqa: F401
 from ckpipe_local import LocalBackend
 
 settings.register_profile("ckpipe", deadline=None, print_blob=True)

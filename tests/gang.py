@@ -36,10 +36,7 @@ from wrapped_models import trained, wrapped
 
 import ckpipe
 import ckpipe.distributed
-import ckpipe.pipeline
-import ckpipe.sync
 from ckpipe.backend import Backend
-from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing, SlowBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe_gcs import GcsBackend
@@ -68,7 +65,7 @@ def mortal(case: Case) -> None:
             return operation.verb == case["verb"] and key in operation.key
 
         faulty.call(die, fatal, Landing(case["landing"]), nth=nth)
-    registry.register_backend("gang", lambda url: faulty)
+    ckpipe.register_backend("gang", lambda url: faulty)
 
 
 def tell(case: Case, **what: Any) -> None:

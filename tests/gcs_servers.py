@@ -15,8 +15,8 @@ from typing import Any
 
 from server_processes import free_ports, running
 
+import ckpipe
 from ckpipe.errors import UsageError
-from ckpipe.store import registry
 from ckpipe_gcs import GcsBackend
 
 HERE = Path(__file__).parent
@@ -70,10 +70,10 @@ def set_up_process() -> None:
     """Hides the credentials of the user from this process and its children."""
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "STORAGE_EMULATOR_HOST"):
         os.environ.pop(name, None)
-    if not metadata.entry_points(group=registry.ENTRY_POINT_GROUP, name="gs"):
+    if not metadata.entry_points(group="ckpipe.backends", name="gs"):
         # The environment was made before the backend was there.
         with contextlib.suppress(UsageError):
-            registry.register_backend("gs", GcsBackend)
+            ckpipe.register_backend("gs", GcsBackend)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ckpipe.format.checksum import crc32c
+from stored_files import crc32c
 
 QUANTUM = 256 * 1024
 MAX_SOURCES = 32

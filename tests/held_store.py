@@ -11,7 +11,6 @@ from pathlib import Path
 import anyio.to_thread
 
 from ckpipe.backend import PutMode
-from ckpipe.format.names import LEASES
 from ckpipe_local import LocalBackend
 
 _HELD = "step-000000000002"
@@ -30,7 +29,7 @@ class HeldBackend(LocalBackend):
         if key.startswith(_HELD):
             await anyio.to_thread.run_sync(_wait_for, self._beside.with_suffix(".held"))
         await super().put(key, data, mode)
-        if key.startswith(LEASES + _HELD):
+        if key.startswith(f".ckpipe/leases/{_HELD}"):
             await anyio.to_thread.run_sync(self._beside.with_suffix(".leased").write_text, key)
 
 

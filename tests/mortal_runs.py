@@ -20,10 +20,7 @@ import torch
 from forks import serve
 
 import ckpipe
-import ckpipe.pipeline
-import ckpipe.sync
 from ckpipe.errors import ObjectNotFound
-from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
@@ -85,7 +82,7 @@ class Mortal(FaultyBackend):
 def mortal_backend(case: dict[str, Any]) -> Mortal:
     """Put the store of a case behind ``URL``; it kills the process at an operation."""
     faulty = Mortal(case)
-    registry.register_backend("mortal", lambda url: faulty)
+    ckpipe.register_backend("mortal", lambda url: faulty)
     return faulty
 
 

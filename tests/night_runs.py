@@ -26,8 +26,6 @@ from forks import serve
 from night_store import SCHEME
 
 import ckpipe
-import ckpipe.pipeline
-import ckpipe.sync
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Completed
 

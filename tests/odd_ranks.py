@@ -24,7 +24,6 @@ from wrapped_models import wrapped
 import ckpipe
 import ckpipe.distributed
 from ckpipe.errors import CkpipeError, InvalidManifest, PerRankValue, UnsupportedTopology
-from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
@@ -173,7 +172,7 @@ def straggle(case: Case) -> None:
         if os.fork():
             os._exit(0)
         backend.call(wait, is_commit, Landing.BEFORE)
-    registry.register_backend("gang", lambda url: backend)
+    ckpipe.register_backend("gang", lambda url: backend)
     with ckpipe.SyncPipeline(URL, **SETTINGS) as pipeline:
         loaded = pipeline.load()
         tell(case, loaded=loaded.step if loaded else None)

@@ -11,7 +11,6 @@ import torch
 
 import ckpipe
 from ckpipe.backend import Backend
-from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, MemoryBackend, SlowBackend
 
 _numbers = itertools.count()
@@ -70,7 +69,7 @@ class Stores:
 def stores() -> Iterator[Stores]:
     """A store in memory behind a URL of its own, which can be slowed down and made to fail."""
     made = Stores()
-    registry.register_backend(made.scheme, made.backend)
+    ckpipe.register_backend(made.scheme, made.backend)
     yield made
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from aiobotocore.session import get_session
 from server_processes import free_ports, running
 
+import ckpipe
 from ckpipe.errors import UsageError
-from ckpipe.store import registry
 from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"
@@ -115,10 +115,10 @@ def set_up_process() -> None:
         AWS_SHARED_CREDENTIALS_FILE=os.devnull,
         AWS_EC2_METADATA_DISABLED="true",
     )
-    if not metadata.entry_points(group=registry.ENTRY_POINT_GROUP, name="s3"):
+    if not metadata.entry_points(group="ckpipe.backends", name="s3"):
         # The environment was made before the backend was there.
         with contextlib.suppress(UsageError):
-            registry.register_backend("s3", S3Backend)
+            ckpipe.register_backend("s3", S3Backend)
 
 
 @contextlib.contextmanager

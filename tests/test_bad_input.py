@@ -22,14 +22,12 @@ import torch
 from mounts import mounted
 from pipelines import same, small_state
 from sampling import EVERY
+from stored_files import Document, forge
 
 import ckpipe
 from ckpipe import errors, events, register_backend
 from ckpipe.backend import CachedRange
-from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe_local import LocalBackend
-
-Document = dict[str, Any]
 
 
 def save_one(root: Path, state: Any, step: int = 5, **arguments: Any) -> ckpipe.CheckpointInfo:
@@ -383,14 +381,6 @@ def test_file_that_is_cut_off_while_it_is_read_from_the_page_cache(tmp_path: Pat
 # Hostile indexes
 
 
-def forge(root: Path, change: Callable[[Document], object], step: int = 5) -> None:
-    """Changes what an index says, and gives it a checksum that is right."""
-    path = index_of(root, step)
-    document = unseal(path.read_bytes(), 1 << 30)
-    change(document)
-    path.write_bytes(seal(document))
-
-
 def files(document: Document) -> Document:
     found: Document = document["parts"]["files"][0]
     return found
@@ -483,7 +473,7 @@ HOSTILE: list[tuple[str, Callable[[Document], object], type[errors.CkpipeError]]
 def test_hostile_index_has_its_own_error(
     saved: Path, change: Callable[[Document], object], error: type[errors.CkpipeError]
 ) -> None:
-    forge(saved, change)
+    forge(index_of(saved), change)
     target = small_state(0)
     with ckpipe.SyncPipeline(saved) as pipeline:
         for call in (lambda: pipeline.verify(5), lambda: pipeline.load(target, step=5)):
@@ -495,7 +485,7 @@ def test_hostile_index_has_its_own_error(
 
 
 def test_newer_format_says_to_upgrade(saved: Path) -> None:
-    forge(saved, lambda document: document.update(version=9))
+    forge(index_of(saved), lambda document: document.update(version=9))
     with pytest.raises(errors.UnsupportedVersion) as caught:
         load_one(saved)
     says(caught.value, "version 1", "Upgrade ckpipe")
@@ -519,11 +509,11 @@ def test_text_that_is_no_numpy_dtype_is_refused(tmp_path: Path, dtype: str, fres
     state = {"table": np.ones(3), "number": np.float32(2)}
     for step in (1, 5):
         save_one(tmp_path, state, step=step)
-    good = index_of(tmp_path, 5).read_bytes()
-    forge(tmp_path, lambda d: d["structures"][0]["tensors"].update(detail=[dtype]), step=5)
+    good = index_of(tmp_path).read_bytes()
+    forge(index_of(tmp_path), lambda d: d["structures"][0]["tensors"].update(detail=[dtype]))
     first_step_lasts(tmp_path, None if fresh else {"table": np.zeros(3), "number": 0})
-    index_of(tmp_path, 5).write_bytes(good)
-    forge(tmp_path, lambda d: d.update(values=[[["numpy", dtype, "AAAAAA=="]]]), step=5)
+    index_of(tmp_path).write_bytes(good)
+    forge(index_of(tmp_path), lambda d: d.update(values=[[["numpy", dtype, "AAAAAA=="]]]))
     first_step_lasts(tmp_path, None if fresh else {"table": np.zeros(3), "number": 0})
 
 
@@ -541,7 +531,7 @@ def test_name_of_a_class_imports_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         (["enum", "lazy_whole:parts.Mode", "x"], errors.StructureMismatch),
         (["dtype", "_inductor"], errors.InvalidManifest),
     ]:
-        forge(tmp_path, partial(Document.update, values=[[value]]))
+        forge(index_of(tmp_path), partial(Document.update, values=[[value]]))
         with pytest.raises(error):
             load_one(tmp_path)
         assert set(sys.modules) == before

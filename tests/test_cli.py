@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands, Done, damage, save_steps
-from heard_signals import HEARING
+from commands import Commands, Done, damage, interrupted, save_steps
 from pipelines import small_state, stores
 
 import ckpipe
@@ -356,39 +354,11 @@ def test_what_is_leased_or_resumed_from_stays(call: Commands, tmp_path: Path) ->
     assert call("rm", tmp_path, one).code == 0
 
 
-STUCK_DELETION = """
-import anyio
-from ckpipe.store.registry import register_backend
-from ckpipe.testing.wrappers import WrappedBackend
-from ckpipe_local import LocalBackend
-
-class Stuck(WrappedBackend):
-    async def around(self, operation, call):
-        if operation.verb == "delete":
-            print("stuck", flush=True)
-            await anyio.sleep_forever()
-        return await call()
-
-register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
-from ckpipe.cli import main
-main()
-"""
-
-
 def test_an_interrupted_deletion_counts_and_is_finished_later(
     call: Commands, tmp_path: Path
 ) -> None:
     one, two = save_steps(tmp_path, 1, 2)
-    arguments = ["rm", f"stuck://{tmp_path}", "1", "--force"]
-    with subprocess.Popen(
-        [sys.executable, "-c", HEARING + STUCK_DELETION, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "stuck\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 130
+    assert interrupted("delete", "rm", f"stuck://{tmp_path}", 1, "--force").code == 130
     found = {each["id"]: each for each in call("ls", tmp_path, "--json").data["checkpoints"]}
     assert (found[one]["complete"], found[two]["complete"]) == (False, True)
     assert call("verify", tmp_path, "--all").code == 0

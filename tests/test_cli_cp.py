@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands, program, save_steps
-from heard_signals import HEARING
+from commands import Commands, interrupted, program, save_steps
 from pipelines import Stores, same, saved_bytes, stores
 
 import ckpipe
 from ckpipe.errors import PermissionDenied, StoreUnavailable
 from ckpipe.testing import Landing
-
-STUCK = """
-import anyio
-from ckpipe.store.registry import register_backend
-from ckpipe.testing.wrappers import WrappedBackend
-from ckpipe_local import LocalBackend
-
-class Stuck(WrappedBackend):
-    async def around(self, operation, call):
-        if operation.verb == "write" and "step-000000000002" in operation.key:
-            print("stuck", flush=True)
-            await anyio.sleep_forever()
-        return await call()
-
-register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
-from ckpipe.cli import main
-main()
-"""
 
 
 @pytest.fixture
@@ -182,16 +161,9 @@ def test_an_interrupted_copy_leaves_nothing_half_done_and_goes_on(
 ) -> None:
     one, two, three = save_steps(tmp_path / "a", 1, 2, 3)
     arguments = ["cp", "--all", str(tmp_path / "a"), f"stuck://{tmp_path / 'b'}"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEARING + STUCK, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stuck\n"
-    process.send_signal(signum)
-    assert process.wait(300) == (130 if signum == signal.SIGINT else -signum)
-    process.stdout.close()
+    key = "step-000000000002"
+    done = interrupted("write", *arguments, key=key, signum=signum)
+    assert done.code == (130 if signum == signal.SIGINT else -signum)
     if signum == signal.SIGINT:
         assert {name.partition("/")[0] for name in files(tmp_path / "b")} == {one, f"{one}.json"}
     with ckpipe.SyncPipeline(tmp_path / "b", read_only=True) as pipeline:

@@ -15,7 +15,6 @@ from rich.console import Console
 
 import ckpipe
 from ckpipe.cli.screen import Screen, size, table, visible
-from ckpipe.version import __version__
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_programs_get_json_whatever_goes_wrong(call: Commands, tmp_path: Path) -
         assert done.err == f"error: {done.data['message']}\n", arguments
     assert call("ls", "--help", "--json").code == 0
     for options in (("--json", "--version"), ("--version", "--json")):
-        assert call(*options).data == {"version": __version__}
+        assert call(*options).data == {"version": ckpipe.__version__}
 
 
 def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_the_program_prints_plain_text_into_pipes(tmp_path: Path) -> None:
     assert len(done.out.splitlines()) == 2
     assert all(line == line.rstrip() for line in done.out.splitlines())
     assert json.loads(program("info", tmp_path, "--json").out)["step"] == 1
-    assert program("--version").out == f"ckpipe {__version__}\n"
+    assert program("--version").out == f"ckpipe {ckpipe.__version__}\n"
 
 
 def test_a_terminal_without_unicode_gets_escapes(tmp_path: Path) -> None:

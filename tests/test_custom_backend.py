@@ -17,7 +17,6 @@ from sampling import EVERY
 
 import ckpipe
 from ckpipe.errors import BackendNotFound
-from ckpipe.store.registry import create_backend
 from ckpipe.testing import BackendConformance
 
 PACKAGE = Path(__file__).parents[1] / "examples" / "custom_backend"
@@ -92,7 +91,7 @@ def test_the_scheme_is_known_only_where_the_package_is_installed(fresh: Fresh) -
     assert "sqlite" in names
     assert where.startswith(str(fresh.folder / "venv"))
     with pytest.raises(BackendNotFound, match="no backend for 'sqlite'"):
-        create_backend("sqlite://run.db")
+        ckpipe.load("sqlite://run.db")
 
 
 def test_it_serves_a_pipeline_and_the_command_line(fresh: Fresh, tmp_path: Path) -> None:

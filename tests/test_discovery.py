@@ -20,7 +20,6 @@ from ckpipe.format.codec import encode_bundle
 from ckpipe.format.metrics_sidecar import sidecar_keys, sidecar_of
 from ckpipe.format.names import DIGESTS, index_key, pin_key, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery
-from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Gate, Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
@@ -245,7 +244,7 @@ class Held(WrappedBackend):
 
 async def test_nobody_waits_for_a_digest(store: Stores) -> None:
     held = Held(store.memory, lambda each: each.verb == "put" and each.key.startswith(DIGESTS))
-    registry.register_backend(scheme := f"{store.scheme}-held", lambda url: held)
+    ckpipe.register_backend(scheme := f"{store.scheme}-held", lambda url: held)
     async with ckpipe.Pipeline(f"{scheme}://store", worker="thread") as pipeline:
         held.gate.hold()
         handle = await pipeline.save({"w": 2}, step=2)
@@ -260,7 +259,7 @@ async def test_nobody_waits_for_a_digest(store: Stores) -> None:
 
 async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
     held = Held(store.memory, lambda each: each.verb == "delete" and "step-" in each.key)
-    registry.register_backend(scheme := f"{store.scheme}-slow", lambda url: held)
+    ckpipe.register_backend(scheme := f"{store.scheme}-slow", lambda url: held)
     url = f"{scheme}://store"
     async with ckpipe.Pipeline(url, worker="thread", keep_last=1) as pipeline:
         await (await pipeline.save({"w": torch.zeros(1 << 18)}, step=1)).complete()

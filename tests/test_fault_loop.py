@@ -19,10 +19,10 @@ import pytest
 import torch
 from pipelines import Stores, same, stores
 from sampling import EVERY, SEED
+from stored_files import document_of, sealed
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
@@ -295,9 +295,9 @@ class TestCommit:
 
 def forged(stored: Any, old_step: int, new_step: int) -> Any:
     """An index with another step and everything else, its own token included, as it was."""
-    document = unseal(bytes(stored.data), 1 << 20)
+    document = document_of(bytes(stored.data))
     assert document["step"] == old_step
-    return replace(stored, data=seal(document | {"step": new_step}))
+    return replace(stored, data=sealed(document | {"step": new_step}))
 
 
 def test_events_tell_of_retries(store: Stores) -> None:

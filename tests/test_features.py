@@ -23,7 +23,7 @@ import pytest
 import torch
 from features import DATA, FEATURES, STEP, seeded
 from placed_targets import rank_of
-from stored_bundles import text_of
+from stored_files import text_of
 from torch.distributed.tensor import DTensor
 
 import ckpipe

@@ -12,10 +12,10 @@ import pytest
 import torch
 from pipelines import Stores, stores
 from ranks import one_rank, ranks, settle
+from stored_files import ATTEMPTS
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.format.names import ATTEMPTS
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 

@@ -22,7 +22,6 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.delete import Removal, retire
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import DELETED, index_id, index_key
-from ckpipe.store import registry
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
@@ -77,7 +76,7 @@ def store() -> Iterator[Stores]:
 def crammed(store: Stores) -> Crammed:
     made = Crammed(store.slow)
     scheme = f"{store.scheme}crammed"
-    registry.register_backend(scheme, lambda url: made)
+    ckpipe.register_backend(scheme, lambda url: made)
     made.url = f"{scheme}://store"
     return made
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stored_bundles import document_of, packed, sealed
+from stored_files import document_of, packed, sealed_text
 
 import ckpipe
 from ckpipe.errors import (
@@ -200,7 +200,7 @@ def test_hostile_index_has_its_own_error(
         inside = inside[each]
     inside[last] = value
     text = json.dumps(document, separators=(",", ":")).encode()
-    assert type(forge(sealed(text[:-1]))) is error
+    assert type(forge(sealed_text(text[:-1]))) is error
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_hostile_index_has_its_own_error(
     ],
 )
 def test_hostile_json(forge: Forge, body: bytes, error: type[CorruptCheckpoint]) -> None:
-    assert type(forge(sealed(body))) is error
+    assert type(forge(sealed_text(body))) is error
 
 
 def test_hostile_streams(forge: Forge) -> None:
     assert type(forge(packed(b"[1"))) is TruncatedObject
-    assert type(forge(packed(sealed(b'{"a":1') + b"more"))) is TruncatedObject
+    assert type(forge(packed(sealed_text(b'{"a":1') + b"more"))) is TruncatedObject
     assert type(forge(packed(b"[" * (1 << 24)))) is OversizedMetadata

@@ -9,22 +9,17 @@ import anyio
 import pytest
 import torch
 from pipelines import stores
-from stored_states import store as stored
+from stored_files import tombstone_key
 
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.format.check import known_facts
-from ckpipe.format.names import tombstone_key
-from ckpipe.testing import MemoryBackend
-from ckpipe.types import CheckpointId
 
 
 def test_a_target_stays_as_it_is_if_its_checkpoint_is_deleted_meanwhile() -> None:
     target = {"a": torch.zeros(1000)}
     with stores() as store, ckpipe.SyncPipeline(store.url) as pipeline:
-        id = CheckpointId.parse(pipeline.save({"a": torch.ones(1000)}, step=1).wait().id)
-        assert id is not None
+        id = pipeline.save({"a": torch.ones(1000)}, step=1).wait().id
         store.slow.hold("put")
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(pipeline.load, target, step=1)
@@ -66,12 +61,6 @@ def test_a_target_is_matched_while_the_lease_is_being_written() -> None:
                 store.slow.release()
             loading.result(30)
     assert target.value == 1
-
-
-async def test_what_was_found_of_a_layout_is_not_worked_out_again() -> None:
-    bundle = await stored({"a": torch.ones(3)}, MemoryBackend())
-    found = known_facts(bundle, {})
-    assert known_facts(bundle, found)[0, 0] is found[0, 0]
 
 
 @pytest.mark.parametrize("keys", [(1, True), (1, 1.0), (0, False), (1, "1")])

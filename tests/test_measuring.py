@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import Commands
-from heard_signals import HEARING
+from commands import Commands, interrupted
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import stores
 
 from ckpipe.cli.bench import Measurements, Rate, advise
-
-STUCK = """
-import anyio
-from ckpipe.store.registry import register_backend
-from ckpipe.testing.wrappers import WrappedBackend
-from ckpipe_local import LocalBackend
-
-class Stuck(WrappedBackend):
-    async def around(self, operation, call):
-        if operation.verb == "read_into":
-            print("stuck", flush=True)
-            await anyio.sleep_forever()
-        return await call()
-
-register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
-from ckpipe.cli import main
-main()
-"""
 
 rates = st.lists(
     st.builds(
@@ -111,14 +89,6 @@ def test_bench_refuses_what_cannot_be(call: Commands, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEARING + STUCK, "bench", f"stuck://{tmp_path}", "--size", "1MiB"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stuck\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(300) == 130
-    process.stdout.close()
+    arguments = ("bench", f"stuck://{tmp_path}", "--size", "1MiB")
+    assert interrupted("read_into", *arguments).code == 130
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

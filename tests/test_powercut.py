@@ -28,7 +28,6 @@ from sampling import EVERY, SEED
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
@@ -125,7 +124,7 @@ def save_until_dark(
     faulty = FaultyBackend(LocalBackend(str(disk.root)))
     prepare(faulty)
     scheme = f"dark{next(_numbers)}"
-    registry.register_backend(scheme, lambda url: faulty)
+    ckpipe.register_backend(scheme, lambda url: faulty)
     committed = []
     with (
         contextlib.suppress(errors.StoreError),

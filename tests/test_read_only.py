@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import damage
 from gang import Gang, gang, told
+from stored_files import LEASES
 
 import ckpipe
 from ckpipe.errors import (
@@ -19,7 +20,6 @@ from ckpipe.errors import (
     StoreError,
     UnsupportedTopology,
 )
-from ckpipe.format.names import LEASES
 
 REFUSED = "opened to read only"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stored_files import data_file_key
 from stored_states import BLOCK_BYTES, ID, load, store
 
 from ckpipe.backend import PutMode
 from ckpipe.errors import ChecksumMismatch
-from ckpipe.format.names import data_file_key
 from ckpipe.testing import MemoryBackend
 
-KEY = data_file_key(ID, "rank-00000.safetensors")
+KEY = data_file_key(ID)
 MIB = 1 << 20
 
 

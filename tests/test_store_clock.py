@@ -19,7 +19,6 @@ from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
 from ckpipe.catalog.leases import store_time
 from ckpipe.format.names import LEASES, index_id, index_key, launch_id
 from ckpipe.save.retention import prune
-from ckpipe.store import registry
 from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
@@ -69,7 +68,7 @@ def store() -> Iterator[Stores]:
 def url(request: pytest.FixtureRequest, store: Stores) -> str:
     scheme = f"{store.scheme}{'ahead' if request.param > 0 else 'behind'}"
     shift = request.param * DAY
-    registry.register_backend(scheme, lambda url: Shifted(store.memory, shift))
+    ckpipe.register_backend(scheme, lambda url: Shifted(store.memory, shift))
     return f"{scheme}://store"
 
 
@@ -146,7 +145,7 @@ class Unasked(WrappedBackend):
 
 
 async def test_retention_after_a_save_is_told_the_time_by_its_index(store: Stores) -> None:
-    registry.register_backend(f"{store.scheme}unasked", lambda url: Unasked(store.memory))
+    ckpipe.register_backend(f"{store.scheme}unasked", lambda url: Unasked(store.memory))
     async with ckpipe.Pipeline(f"{store.scheme}unasked://store", keep_last=1) as pipeline:
         for step in (1, 2, 3):
             await pipeline.save(STATE, step=step, until="committed")

@@ -15,7 +15,6 @@ import ckpipe
 from ckpipe import events
 from ckpipe.backend import CachedRange
 from ckpipe.errors import Throttled
-from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 
@@ -63,7 +62,7 @@ def state() -> dict[str, Any]:
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_a_crowded_store_gets_fewer_requests_at_a_time(capacity: int) -> None:
     backend, scheme = CrowdedBackend(100), f"crowded{next(_numbers)}"
-    registry.register_backend(scheme, lambda url: backend)
+    ckpipe.register_backend(scheme, lambda url: backend)
     with ckpipe.SyncPipeline(
         f"{scheme}://",
         staging={"block_bytes": 1 << 18, "overlap": False},

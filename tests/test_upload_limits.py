@@ -11,7 +11,6 @@ from pipelines import same
 import ckpipe
 from ckpipe.backend import Upload, UploadLimits
 from ckpipe.errors import StoreError, UnsupportedState
-from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 
 KIB = 1 << 10
@@ -33,7 +32,7 @@ class NarrowBackend(MemoryBackend):
 def url() -> str:
     scheme = f"narrow{next(_numbers)}"
     backend = NarrowBackend()
-    registry.register_backend(scheme, lambda url: backend)
+    ckpipe.register_backend(scheme, lambda url: backend)
     return f"{scheme}://"
 
 

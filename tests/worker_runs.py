@@ -21,8 +21,6 @@ from typing import Any
 import torch
 
 import ckpipe
-import ckpipe.pipeline
-import ckpipe.sync
 from ckpipe._worker import IGNORED
 
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}}

@@ -1,0 +1,99 @@
+"""Finds, reads and changes the stored files of a checkpoint, by ``docs/format.md`` alone.
+
+Nothing here imports what ckpipe names and reads its files with, so tests that use it also check
+that ckpipe does as the page says.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from awscrt import checksums
+
+ATTEMPTS, DELETED = ".ckpipe/attempts/", ".ckpipe/deleted/"
+LEASES, PINS = ".ckpipe/leases/", ".ckpipe/pins/"
+DIGESTS = ".ckpipe/digests/"
+
+Document = dict[str, Any]
+
+
+def index_key(id: object) -> str:
+    """The key of a checkpoint's index."""
+    return f"{id}.json"
+
+
+def data_file_key(id: object, rank: int = 0, number: int = 0) -> str:
+    """The key of one of the data files of a rank."""
+    return f"{id}/rank-{rank:05d}{f'.{number}' * (number > 0)}.safetensors"
+
+
+def manifest_key(id: object, rank: int) -> str:
+    """The key of the manifest of a rank."""
+    return f"{id}/m/0/{rank // 100:03d}/rank-{rank:05d}.json"
+
+
+def tombstone_key(id: object) -> str:
+    """The key of the mark of a deletion."""
+    return f"{DELETED}{id}"
+
+
+def pin_key(id: object) -> str:
+    """The key of what protects a checkpoint."""
+    return f"{PINS}{id}"
+
+
+def crc32c(data: bytes, previous: int = 0) -> int:
+    """The CRC-32C of bytes, by a library."""
+    return int(checksums.crc32c(data, previous))
+
+
+def text_of(data: bytes) -> str:
+    """The text of a bundle without its checksum, after both sums have been checked."""
+    if data[:1] != b"{":
+        stream, total = data[:-4], int.from_bytes(data[-4:], "big")
+        assert crc32c(stream) == total
+        data = zlib.decompress(stream)
+        assert len(data) > 65536
+    assert data[-21:] == b',"crc32c":"%08x"}' % crc32c(data[:-21])
+    return data[:-21].decode("ascii")
+
+
+def document_of(data: bytes) -> Document:
+    """The JSON of a bundle without its checksum, after both sums have been checked."""
+    document: Document = json.loads(text_of(data) + "}")
+    return document
+
+
+def sealed(document: Document) -> bytes:
+    """A bundle of JSON with right checksums, as an attacker would write it."""
+    text = sealed_text(json.dumps(document, separators=(",", ":")).encode()[:-1])
+    return text if len(text) <= 65536 else packed(text)
+
+
+def sealed_text(body: bytes) -> bytes:
+    """The text of a bundle but its last brace, with a right checksum behind it."""
+    return body + b',"crc32c":"%08x"}' % crc32c(body)
+
+
+def packed(text: bytes) -> bytes:
+    """A text as a compressed bundle, with a right checksum."""
+    stream = zlib.compress(text)
+    return stream + crc32c(stream).to_bytes(4, "big")
+
+
+def forge(path: Path, change: Callable[[Document], object]) -> None:
+    """Changes what a bundle says, and gives it checksums that are right."""
+    document = document_of(path.read_bytes())
+    change(document)
+    path.write_bytes(sealed(document))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flips a bit of the byte of a file at a place."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
