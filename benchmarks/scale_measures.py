@@ -178,7 +178,7 @@ def requests(ranks: int) -> Figures:
         for step in range(3):
             before = backend.verbs.total()
             pipeline.save(state, step=step).wait()
-            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
     return {"requests": float(backend.verbs.total() - before)}
 
 

@@ -262,7 +262,7 @@ async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
             await load()
 
         most = await peak_bytes(both)
-        arena = pipeline._core.engine.site.arena
+        arena = pipeline._engine.site.arena
         memory_mib = (most - arena.blocks * arena.block_bytes) / raw.MIB
         for turn in range(-1, plan.rounds):
             into: Costs = costs if turn >= 0 else defaultdict(list)

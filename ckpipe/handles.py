@@ -14,19 +14,21 @@ import anyio.to_thread
 
 from ckpipe.loop_thread import wait_for
 from ckpipe.reports import SaveReport
-from ckpipe.save.save import Save
+from ckpipe.save.save import Save, StagedBlock
 from ckpipe.save.staged_view import lent_state
 from ckpipe.types import CheckpointInfo, SaveStatus
 
 if TYPE_CHECKING:
-    from ckpipe.running.pipeline_core import PipelineCore
+    from ckpipe.pipeline import Pipeline
+    from ckpipe.running.base import PipelineBase
+    from ckpipe.sync import SyncPipeline
 
 T = TypeVar("T")
 
 
 class _Handle:
-    def __init__(self, core: PipelineCore, save: Save) -> None:
-        self._core, self._save = core, save
+    _pipeline: PipelineBase
+    _save: Save
 
     @property
     def id(self) -> str:
@@ -52,8 +54,15 @@ class _Handle:
         try:
             return future.result()
         except Exception as error:
-            self._core.saw(error)
+            if self._pipeline._opened is not None:
+                self._pipeline._opened.saves.see(error)
             raise
+
+    def _give_back(self, held: list[StagedBlock]) -> None:
+        """Give staging memory back that a caller has looked at; blocking."""
+        loop, engine = self._pipeline._loop, self._pipeline._opened
+        if loop is not None and engine is not None:  # else it went with the pipeline
+            loop.submit(engine.saves.release_staged, self._save, held).result()
 
     def __repr__(self) -> str:
         report = repr(self.report).partition(" ")[2].removesuffix(">")
@@ -66,6 +75,10 @@ class SaveHandle(_Handle):
     Waiting may be cancelled without cancelling the save, and may be done any number of times, by
     any number of tasks.
     """
+
+    def __init__(self, pipeline: Pipeline, save: Save) -> None:
+        self._pipeline: Pipeline = pipeline
+        self._save = save
 
     async def captured(self) -> None:
         """Waits until forward and backward may go on; see :meth:`ckpipe.Pipeline.save`.
@@ -121,11 +134,11 @@ class SaveHandle(_Handle):
         with anyio.fail_after(timeout):
             info = await self.committed()
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return await self._core.run(self._core.engine.complete, info, left)
+        return await self._pipeline._run(self._pipeline._engine.housekeeping.complete, info, left)
 
     async def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""
-        await self._core.run(self._core.engine.cancel, self._save)
+        await self._pipeline._run(self._pipeline._engine.saves.cancel, self._save)
 
     @asynccontextmanager
     async def staged_state(self) -> AsyncIterator[Any]:
@@ -146,12 +159,12 @@ class SaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = await self._core.run(self._core.engine.hold_staged, self._save)
+        held = await self._pipeline._run(self._pipeline._engine.saves.hold_staged, self._save)
         try:
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._core.give_back, self._save, held)
+                await anyio.to_thread.run_sync(self._give_back, held)
 
     def __await__(self) -> Generator[Any, Any, CheckpointInfo]:
         return self.committed().__await__()
@@ -159,6 +172,10 @@ class SaveHandle(_Handle):
 
 class SyncSaveHandle(_Handle):
     """A save on its way, for code without an event loop."""
+
+    def __init__(self, pipeline: SyncPipeline, save: Save) -> None:
+        self._pipeline: SyncPipeline = pipeline
+        self._save = save
 
     def wait_captured(self, timeout: float | None = None) -> None:
         """Blocks until forward and backward may go on; see :meth:`ckpipe.SaveHandle.captured`.
@@ -225,16 +242,16 @@ class SyncSaveHandle(_Handle):
         began = time.monotonic()
         info = self.wait(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return self._core.call(self._core.engine.complete, info, left)
+        return self._pipeline._call(self._pipeline._engine.housekeeping.complete, info, left)
 
     def cancel(self) -> None:
         """Gives the save up unless it is committed already; returns once it has ended."""
-        self._core.call(self._core.engine.cancel, self._save)
+        self._pipeline._call(self._pipeline._engine.saves.cancel, self._save)
 
     def _block(self, future: Future[Any], timeout: float | None) -> None:
         """Blocks until the end of a future, whatever it is."""
         if not future.done():
-            self._core.refuse_in_vain()
+            self._pipeline._refuse_to_wait_in_vain()
         future.exception(timeout)
 
     @contextmanager
@@ -244,11 +261,13 @@ class SyncSaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = self._core.call(self._core.engine.hold_staged, self._save, threading.get_ident())
+        held = self._pipeline._call(
+            self._pipeline._engine.saves.hold_staged, self._save, threading.get_ident()
+        )
         try:
             yield lent_state(self._save, held)
         finally:
-            self._core.give_back(self._save, held)
+            self._give_back(held)
 
 
 async def _until_done(future: Future[Any]) -> None:

@@ -32,7 +32,6 @@ from typing import Any, Generic, Self, TypeVar, TypeVarTuple
 import anyio
 import anyio.lowlevel
 from anyio.from_thread import BlockingPortal
-from anyio.lowlevel import EventLoopToken, current_token
 
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.threads import (
@@ -245,7 +244,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         # Not anyio's start_blocking_portal: its context manager also ends the loop when it is
         # collected, and in a process that was forked from this one it would wait for ever.
-        ready: Future[tuple[BlockingPortal, EventLoopToken]] = Future()
+        ready: Future[tuple[BlockingPortal, asyncio.AbstractEventLoop]] = Future()
         self._thread = Thread(target=_run, args=(ready,), name=name, daemon=True)
         try:
             self._thread.start()
@@ -253,8 +252,7 @@ class LoopThread:
             raise CkpipeError(
                 f"The system starts no thread for the pipeline: {error}", hint=_MORE_THREADS
             ) from error
-        self.portal, self._token = ready.result()
-        self._loop: asyncio.AbstractEventLoop = self._token.native_token  # type: ignore[assignment]
+        self.portal, self._loop = ready.result()
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Starts a coroutine function on the loop; cancelling the future cancels it."""
@@ -340,13 +338,6 @@ class LoopThread:
                 self.submit(work.give_up).result()
             raise
 
-    def at_once(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls a function on the loop, which may be where the caller is."""
-        if self.is_here:
-            return function(*args)
-        # The portal would make a task of it, and its caller wait for the loop twice.
-        return anyio.from_thread.run_sync(function, *args, token=self._token)
-
     def refuse_here(self) -> None:
         """Refuse to wait on the loop itself.
 
@@ -409,10 +400,10 @@ class _Work(Generic[T]):
             await self._over.wait()
 
 
-def _run(ready: Future[tuple[BlockingPortal, EventLoopToken]]) -> None:
+def _run(ready: Future[tuple[BlockingPortal, asyncio.AbstractEventLoop]]) -> None:
     async def serve() -> None:
         async with reserve_of_threads(), BlockingPortal() as portal:
-            ready.set_result((portal, current_token()))
+            ready.set_result((portal, asyncio.get_running_loop()))
             await portal.sleep_until_stopped()
 
     try:

@@ -2,155 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, Unpack
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 
 import anyio
-from torch.optim import Optimizer
 
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import UsageError
-from ckpipe.events import Completed, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
 from ckpipe.loading.select import PerRankPolicy
-from ckpipe.lock.guard import Guarded
-from ckpipe.lock.lock import StateLock
+from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.retention import Decision
-from ckpipe.running.calls import Which, location, note_failures, plain_step, raise_or_warn, which
-from ckpipe.running.pipeline_core import Hook, PipelineCore
-from ckpipe.running.statistics import Statistics
-from ckpipe.settings import PipelineFields, Settings
+from ckpipe.running.base import PipelineBase
+from ckpipe.running.calls import Which, note_failures, plain_step, raise_or_warn, which
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
-
-class PipelineBase:
-    """A pipeline without its ways to wait."""
-
-    def __init__(
-        self,
-        url: str | os.PathLike[str] | None = None,
-        *,
-        guard: Guarded = None,
-        state_lock: StateLock | None = None,
-        settings: Settings | None = None,
-        **fields: Unpack[PipelineFields],
-    ) -> None:
-        self._core = PipelineCore(location(url), guard, state_lock, settings, {**fields})
-
-    def should_save(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool:
-        """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
-
-        Once :attr:`preempted`, it is True until a save has begun, and False from then on.
-
-        Takes microseconds and asks nobody. Several ranks save at the same step, if all of them ask
-        after every step: by the clock of the first, and when any of them is preempted. Should they
-        come to that step before all have agreed on it, this waits for them, for a minute at most.
-
-        A mark that was skipped, or passed before a crash, is
-        made up for at the next step asked about. Asking changes nothing: the answer stays yes
-        until a save has begun.
-
-        Args:
-            step: The step that has just been taken.
-            last: The last step of the run, at which it is True too until a save has begun; the
-                same on all ranks.
-
-        Raises:
-            SettingsError: If neither is set, preemption is not either, and ``last`` is not given.
-            PipelineClosed: If the pipeline is not open.
-        """
-        last = None if last is None else plain_step(last)
-        return self._core.should_save(plain_step(step), last)
-
-    @property
-    def preempted(self) -> bool:
-        """Whether this process was told that it will be stopped, by a signal or :meth:`preempt`.
-
-        Of several ranks it is enough that one was told: then this is True on all of them after the
-        step that they agreed to save, once :meth:`should_save` has been asked about it.
-
-        The first save that begins from then on waits for memory where others are skipped; after
-        it :meth:`should_save` is False. Leaving the pipeline waits for saves for
-        ``preemption.grace_seconds`` after the signal at most.
-        """
-        return self._core.preemption.told
-
-    def preempt(self) -> None:
-        """Says that this process will be stopped soon, as one of ``preemption.signals`` does.
-
-        May be called in any thread, for those who learn of it in another way.
-
-        Raises:
-            UnsupportedTopology: If several ranks save together and ``preemption`` is not set.
-        """
-        self._core.preempt()
-
-    def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
-        """Has a function called whenever a state has been copied.
-
-        A plain function runs in a thread of its own, a coroutine function on the pipeline's own
-        event loop, which it must not block; so does what a plain function returns if that can
-        be awaited. No save waits for it. It is called for one event
-        after the other; leaving the pipeline waits for saves that it begins, and then for it for
-        ``drain_timeout_seconds`` at most.
-        What it raises is logged, and raises or warns like a failed save that nobody waited for.
-
-        Args:
-            hook: Takes the event.
-
-        Returns:
-            The hook, so that this may stand above it as a decorator.
-        """
-        self._core.hooks.add(Staged, hook)
-        return hook
-
-    def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
-        """Has a function called whenever this rank's part is durable; see :meth:`on_staged`."""
-        self._core.hooks.add(RankCommitted, hook)
-        return hook
-
-    def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
-        """Has a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
-        self._core.hooks.add(Completed, hook)
-        return hook
-
-    def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
-        """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
-        self._core.hooks.add(SaveFailed, hook)
-        return hook
-
-    def statistics(self) -> Statistics:
-        """What was done so far, in numbers: saves, bytes, seconds and waits by stage, memory.
-
-        Takes microseconds, in any thread, and also before opening and after closing.
-        """
-        return self._core.statistics()
-
-    def guard(self, *optimizers: Optimizer) -> None:
-        """Has every ``step()`` of these optimizers wait for copies under way, until closing."""
-        self._core.guard(*optimizers)
-
-    @property
-    def lock(self) -> StateLock:
-        """Keeps those who change the state and those who copy it apart."""
-        return self._core.lock
-
-    @property
-    def settings(self) -> Settings:
-        """The settings in force."""
-        return self._core.settings
-
-    @property
-    def events(self) -> EventBus:
-        """What happens, as typed events; see :mod:`ckpipe.events`."""
-        return self._core.events
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._core!r}>"
+T = TypeVar("T")
 
 
 class Pipeline(PipelineBase):
@@ -193,8 +64,8 @@ class Pipeline(PipelineBase):
             UsageError: If ``preemption`` is set and this is not the main thread.
             StoreError: If the store cannot be used.
         """
-        with self._core.opening():
-            await anyio.to_thread.run_sync(self._core.open)
+        with self._opening():
+            await anyio.to_thread.run_sync(self._open)
         return self
 
     async def aclose(self) -> None:
@@ -232,9 +103,9 @@ class Pipeline(PipelineBase):
 
     async def _leave(self, error: BaseException | None) -> None:
         closed: Future[list[Exception]] = Future()
-        with self._core.leaving():
+        with self._leaving():
             try:
-                await self._close(closed, failed=error is not None)
+                await self._close_in_thread(closed, failed=error is not None)
             except BaseException as cancelled:
                 error = cancelled
                 raise
@@ -243,15 +114,15 @@ class Pipeline(PipelineBase):
                 if error is not None:
                     note_failures(failures, error)
         if error is None:
-            raise_or_warn(failures, self._core.settings.on_error)
+            raise_or_warn(failures, self._settings.on_error)
 
-    async def _close(self, closed: Future[list[Exception]], *, failed: bool) -> None:
+    async def _close_in_thread(self, closed: Future[list[Exception]], *, failed: bool) -> None:
         """Close in a thread; once cancelled, ``drain_timeout_seconds`` counts."""
         ended = anyio.Event()
 
         def close() -> None:
             try:
-                closed.set_result(self._core.close(failed=failed))
+                closed.set_result(self._close(failed=failed))
             except BaseException as error:
                 closed.set_exception(error)
 
@@ -266,8 +137,23 @@ class Pipeline(PipelineBase):
                 try:
                     await ended.wait()
                 except anyio.get_cancelled_exc_class():
-                    self._core.hurry()
+                    self._hurry()
                     raise
+
+    async def _run(
+        self,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        caller: Caller | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Run a coroutine function of the engine on the pipeline's loop."""
+        return await self._engine.loop.run(function, *args, caller=caller, **kwargs)
+
+    def _calling_task(self) -> AbstractContextManager[Caller | None]:
+        """Have user code run in the calling task; in a thread where a hook runs on this loop."""
+        on_loop = self._loop is not None and self._loop.is_here
+        return nullcontext() if on_loop else Caller(this_loop())
 
     async def save(
         self,
@@ -336,15 +222,15 @@ class Pipeline(PipelineBase):
         """
         select = label_filter(include, exclude)
         step = None if step is None else plain_step(step)
-        with self._core.calling_task() as caller:
-            request = self._core.request(
+        with self._calling_task() as caller:
+            request = self._save_request(
                 state, step, until, metrics, metadata, select, final, caller
             )
-            with self._core.while_it_copies(request):
-                save = await self._core.run(self._core.engine.begin, request, step)
+            with self._while_it_copies(request):
+                save = await self._run(self._engine.saves.begin, request, step)
                 if caller is not None:
                     await caller.serve(save.safe if until == "captured" else save.staged)
-                handle = SaveHandle(self._core, save)
+                handle = SaveHandle(self, save)
                 await handle._reached(until)
         return handle
 
@@ -411,8 +297,8 @@ class Pipeline(PipelineBase):
             StoreError: If the store failed.
         """
         select, chosen = label_filter(include, exclude), None if step is None else which(step)
-        with self._core.calling_task() as caller:
-            request = self._core.load_request(
+        with self._calling_task() as caller:
+            request = self._load_request(
                 into,
                 select,
                 strict=strict,
@@ -421,8 +307,8 @@ class Pipeline(PipelineBase):
                 pickle=pickle,
                 caller=caller,
             )
-            return await self._core.run(
-                self._core.engine.load, chosen, request, fallback=fallback, caller=caller
+            return await self._run(
+                self._engine.loads.load, chosen, request, fallback=fallback, caller=caller
             )
 
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
@@ -439,7 +325,7 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed.
         """
-        return await self._core.run(self._core.engine.steps, metadata=metadata)
+        return await self._run(self._engine.housekeeping.steps, metadata=metadata)
 
     async def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none.
@@ -450,7 +336,7 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed.
         """
-        return await self._core.run(self._core.engine.latest)
+        return await self._run(self._engine.housekeeping.latest)
 
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
@@ -472,7 +358,7 @@ class Pipeline(PipelineBase):
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """
-        return await self._core.run(self._core.engine.best, metric, mode)
+        return await self._run(self._engine.housekeeping.best, metric, mode)
 
     async def verify(self, step: Which) -> VerifyResult:
         """Reads a checkpoint whole and checks every byte of it.
@@ -481,7 +367,7 @@ class Pipeline(PipelineBase):
             CheckpointNotFound: If it is absent or incomplete.
             CorruptCheckpoint: If a single bit of it is not what was saved.
         """
-        return await self._core.run(self._core.engine.verify, which(step))
+        return await self._run(self._engine.housekeeping.verify, which(step))
 
     async def delete(self, step: Which, *, force: bool = False) -> None:
         """Deletes a checkpoint, with a tombstone, so that a crash cannot leave half of one.
@@ -500,7 +386,7 @@ class Pipeline(PipelineBase):
             LinkRefused: If its directory is a symbolic link; it is as it was then.
             StoreError: If the store failed; deleting it again goes on where it stopped.
         """
-        await self._core.run(self._core.engine.delete, which(step), force=force)
+        await self._run(self._engine.housekeeping.delete, which(step), force=force)
 
     async def pin(self, step: Which) -> None:
         """Protects a checkpoint from retention until it is unpinned.
@@ -508,11 +394,11 @@ class Pipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
         """
-        await self._core.run(self._core.engine.pin, which(step))
+        await self._run(self._engine.housekeeping.pin, which(step))
 
     async def unpin(self, step: Which) -> None:
         """Ends the protection of a checkpoint."""
-        await self._core.run(self._core.engine.unpin, which(step))
+        await self._run(self._engine.housekeeping.unpin, which(step))
 
     async def prune(self, *, dry_run: bool = False) -> Decision:
         """Applies the retention rules now.
@@ -520,7 +406,7 @@ class Pipeline(PipelineBase):
         Args:
             dry_run: Whether to say only what would be done, and why.
         """
-        return await self._core.run(self._core.engine.prune, dry_run=dry_run)
+        return await self._run(self._engine.housekeeping.prune, dry_run=dry_run)
 
     async def trim(self) -> int:
         """Give staging memory that nothing uses back to the system; return how many bytes.
@@ -529,7 +415,7 @@ class Pipeline(PipelineBase):
         the size of the state. The next save takes as long as the first one. A staged state that is
         looked at stays, and so does what saves and loads under way use.
         """
-        return await self._core.run(self._core.engine.trim)
+        return await self._run(self._engine.saves.trim)
 
     async def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
@@ -543,4 +429,4 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed; sweeping again goes on where it stopped.
         """
-        return await self._core.run(self._core.engine.sweep, dry_run=dry_run)
+        return await self._run(self._engine.housekeeping.sweep, dry_run=dry_run)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 
 from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
@@ -15,11 +15,14 @@ from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller
-from ckpipe.pipeline import Pipeline, PipelineBase
+from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
+from ckpipe.running.base import PipelineBase
 from ckpipe.running.calls import Which, note_failures, plain_step, raise_or_warn, which
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
+
+T = TypeVar("T")
 
 
 class SyncPipeline(PipelineBase):
@@ -43,8 +46,8 @@ class SyncPipeline(PipelineBase):
 
     def open(self) -> Self:
         """Open the store and write nothing; see :meth:`ckpipe.Pipeline.open`."""
-        with self._core.opening():
-            self._core.open()
+        with self._opening():
+            self._open()
         return self
 
     def close(self) -> None:
@@ -73,12 +76,22 @@ class SyncPipeline(PipelineBase):
         self._leave(exc)
 
     def _leave(self, error: BaseException | None) -> None:
-        with self._core.leaving():
-            failures = self._core.close(failed=error is not None)
+        with self._leaving():
+            failures = self._close(failed=error is not None)
         if error is None:
-            raise_or_warn(failures, self._core.settings.on_error)
+            raise_or_warn(failures, self._settings.on_error)
         else:
             note_failures(failures, error)
+
+    def _call(
+        self,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        caller: Caller | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Run a coroutine function of the engine on the pipeline's loop; blocking."""
+        return self._engine.loop.call(function, *args, caller=caller, **kwargs)
 
     def save(
         self,
@@ -96,13 +109,13 @@ class SyncPipeline(PipelineBase):
         select = label_filter(include, exclude)
         step = None if step is None else plain_step(step)
         with Caller() as caller:
-            request = self._core.request(
+            request = self._save_request(
                 state, step, until, metrics, metadata, select, final, caller
             )
-            with self._core.while_it_copies(request):
-                save = self._core.begin(request, step)
+            with self._while_it_copies(request):
+                save = self._call(self._engine.saves.begin, request, step)
                 caller.serve_until(save.safe if until == "captured" else save.staged)
-        handle = SyncSaveHandle(self._core, save)
+        handle = SyncSaveHandle(self, save)
         handle._wait_reached(until)
         return handle
 
@@ -122,7 +135,7 @@ class SyncPipeline(PipelineBase):
         """Loads a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
         select, chosen = label_filter(include, exclude), None if step is None else which(step)
         with Caller() as caller:
-            request = self._core.load_request(
+            request = self._load_request(
                 into,
                 select,
                 strict=strict,
@@ -131,29 +144,29 @@ class SyncPipeline(PipelineBase):
                 pickle=pickle,
                 caller=caller,
             )
-            return self._core.call(
-                self._core.engine.load, chosen, request, fallback=fallback, caller=caller
+            return self._call(
+                self._engine.loads.load, chosen, request, fallback=fallback, caller=caller
             )
 
     def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first. See :meth:`ckpipe.Pipeline.steps`."""
-        return self._core.call(self._core.engine.steps, metadata=metadata)
+        return self._call(self._engine.housekeeping.steps, metadata=metadata)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint; None if there is none."""
-        return self._core.call(self._core.engine.latest)
+        return self._call(self._engine.housekeeping.latest)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """The checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
-        return self._core.call(self._core.engine.best, metric, mode)
+        return self._call(self._engine.housekeeping.best, metric, mode)
 
     def verify(self, step: Which) -> VerifyResult:
         """Reads a checkpoint whole and checks every byte of it."""
-        return self._core.call(self._core.engine.verify, which(step))
+        return self._call(self._engine.housekeeping.verify, which(step))
 
     def delete(self, step: Which, *, force: bool = False) -> None:
         """Deletes a checkpoint. See :meth:`ckpipe.Pipeline.delete`."""
-        self._core.call(self._core.engine.delete, which(step), force=force)
+        self._call(self._engine.housekeeping.delete, which(step), force=force)
 
     def pin(self, step: Which) -> None:
         """Protects a checkpoint from retention until it is unpinned.
@@ -161,23 +174,23 @@ class SyncPipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
         """
-        self._core.call(self._core.engine.pin, which(step))
+        self._call(self._engine.housekeeping.pin, which(step))
 
     def unpin(self, step: Which) -> None:
         """Ends the protection of a checkpoint."""
-        self._core.call(self._core.engine.unpin, which(step))
+        self._call(self._engine.housekeeping.unpin, which(step))
 
     def prune(self, *, dry_run: bool = False) -> Decision:
         """Applies the retention rules now, or says only what they would do, and why."""
-        return self._core.call(self._core.engine.prune, dry_run=dry_run)
+        return self._call(self._engine.housekeeping.prune, dry_run=dry_run)
 
     def trim(self) -> int:
         """Give staging memory back to the system. See :meth:`ckpipe.Pipeline.trim`."""
-        return self._core.call(self._core.engine.trim)
+        return self._call(self._engine.saves.trim)
 
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
-        return self._core.call(self._core.engine.sweep, dry_run=dry_run)
+        return self._call(self._engine.housekeeping.sweep, dry_run=dry_run)
 
 
 def _complete_docstrings() -> None:

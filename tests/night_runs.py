@@ -183,13 +183,13 @@ class Trainer:
 
 def worker_of(pipeline: ckpipe.SyncPipeline) -> int | None:
     """The process id of a pipeline's worker, if it has one."""
-    found: int | None = getattr(pipeline._core.engine.site.uploader, "process_id", None)
+    found: int | None = getattr(pipeline._engine.site.uploader, "process_id", None)
     return found
 
 
 def drain(pipeline: ckpipe.SyncPipeline) -> None:
     """Waits for the end of all saves."""
-    pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+    pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
 
 
 @contextmanager

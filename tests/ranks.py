@@ -44,4 +44,4 @@ def ranks(url: str, world_size: int, **fields: Any) -> Iterator[list[SyncPipelin
 
 def settle(pipeline: SyncPipeline) -> None:
     """Waits until a rank's saves, with all that follows a commit, are through."""
-    pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+    pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()

@@ -53,7 +53,7 @@ def look(case: dict[str, Any]) -> None:
             pipeline.load(fallback=True),
         ]
         assert len(pipeline.steps()) == 3
-        assert (pipeline._core._topology.rank, pipeline._core._topology.world_size) == (rank, size)
+        assert (pipeline._topology.rank, pipeline._topology.world_size) == (rank, size)
         steps = [None if each is None else each.step for each in loaded]
         note(case["root"], json.dumps({"rank": rank, "loaded": steps}))
 
@@ -64,8 +64,8 @@ def claimed_in_vain(case: dict[str, Any]) -> None:
         loaded = pipeline.load()
         first = loaded.step + 1 if loaded else 0
         if case["dies"]:
-            core = pipeline._core
-            core.submit(core.engine._launch.claim).result()
+            engine = pipeline._engine
+            engine.loop.submit(engine.saves._launch.claim).result()
             dist.barrier()
             die()
         pipeline.save({"rank": dist.get_rank()}, step=first).wait_complete(timeout=300)

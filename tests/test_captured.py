@@ -619,7 +619,7 @@ def test_a_cancelled_save_keeps_the_lock_while_a_thread_still_reads(
     with open_pipeline(store, training) as pipeline:
         handle = pipeline.save(training.state, step=0, until="captured")
         assert slow.reached.wait(PATIENCE)
-        cancelled = pipeline._core.submit(pipeline._core.engine.cancel, handle._save)
+        cancelled = pipeline._engine.loop.submit(pipeline._engine.saves.cancel, handle._save)
         pipeline.steps()  # comes after it on the pipeline's loop
         assert [use.side for use in pipeline.lock.statistics().holders] == ["capturing"]
         slow.go_on.set()

@@ -160,7 +160,7 @@ def test_what_cannot_be_exported_is_said_and_the_checkpoint_stands(tmp_path: Pat
         ):
             handle = pipeline.save(state, final=True)
             assert handle.wait().complete
-            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
             with pytest.raises(error, match=match):
                 pipeline.save({}, final=False)
 
@@ -179,15 +179,15 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
             lost = errors.StoreUnavailable("lost")
             made.faulty.fail(lost, lambda each: f".{form}/" in each.key, Landing.BEFORE, nth=number)
             pipeline.save(state, step=1, final=True).wait()
-            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
-            failures = pipeline._core.engine.take_failures()
+            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
+            failures = pipeline._engine.saves.take_failures()
             keys = [key for key in made.memory._store.objects if f".{form}/" in key]
             assert any(key.endswith(found) for key in keys) == (not failures)
             if not failures:
                 break
             broken += 1
             pipeline.save(state, step=1, final=True).wait()
-            pipeline._core.submit(pipeline._core.engine.drain, staged_only=False).result()
+            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
             again = [key for key in made.memory._store.objects if key.endswith(found)]
             assert len(again) == 1
     assert broken >= 3

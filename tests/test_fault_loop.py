@@ -94,8 +94,8 @@ def attempt(store: Stores) -> Run:
 
 def check_memory(pipeline: ckpipe.SyncPipeline) -> None:
     """Waits until nothing is under way, and checks that all memory was given back."""
-    engine = pipeline._core.engine
-    pipeline._core.submit(engine.drain, staged_only=False).result()
+    engine = pipeline._engine
+    pipeline._engine.loop.submit(engine.drain, staged_only=False).result()
     assert engine.site.budget.used == 0
     assert engine.site.arena.free_blocks == engine.site.arena.blocks
 
@@ -186,7 +186,7 @@ def test_a_pipeline_goes_on_after_any_failed_save(cases: Cases) -> None:
                 with contextlib.suppress(errors.StoreError):
                     pipeline.save(content(1), step=1, until="committed")
                 check_memory(pipeline)
-                pipeline._core.engine.take_failures()
+                pipeline._engine.saves.take_failures()
                 store.faulty.heal()
                 pipeline.save(content(2), step=2, until="committed")
                 result = pipeline.load()
@@ -199,10 +199,10 @@ def test_a_cancellation_at_any_operation_leaves_nothing_half_done(cases: Cases) 
         with stores() as store:
             run = Run()
             with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
-                engine = pipeline._core.engine
+                engine = pipeline._engine
 
                 def cancel(operation: Operation, engine: Any = engine) -> None:
-                    for each in engine._active:
+                    for each in engine.saves.under_way():
                         # What handle.cancel() does first; it would then wait for this operation.
                         if not each.committed.done():
                             each.cancel_requested = True

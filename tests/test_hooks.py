@@ -223,7 +223,7 @@ def test_what_a_hook_saves_while_the_pipeline_is_left_is_waited_for(tmp_path: Pa
 
         pipeline.save(STATE, step=1).wait()
         # The drain has begun once the hook is all that is left to wait for.
-        pipeline._core.submit(_set_soon, leaving)
+        pipeline._engine.loop.submit(_set_soon, leaving)
     with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
         assert [each.step for each in pipeline.steps() if each.complete] == [1, 2]
 

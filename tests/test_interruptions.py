@@ -129,7 +129,7 @@ import os, signal, sys
 import ckpipe
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}).wait()
-    process = pipeline._core.engine.site.uploader.process_id
+    process = pipeline._engine.site.uploader.process_id
     os.kill(process, signal.SIGSTOP)
     handle = pipeline.save({"w": 2})
     child = os.fork()
@@ -157,16 +157,19 @@ def test_a_pipeline_whose_loop_has_failed_can_be_left(tmp_path: Path) -> None:
 
     pipeline = ckpipe.SyncPipeline(tmp_path, drain_timeout_seconds=0.1)
     pipeline.__enter__()
-    core = pipeline._core
-    assert core._loop is not None
-    assert core._served is not None
-    core._loop.at_once(core.engine._tasks.start_soon, fail)
-    core._served.exception(30)
+    engine, served = pipeline._engine, pipeline._served
+    assert served is not None
+
+    async def start() -> None:
+        engine._tasks.start_soon(fail)
+
+    engine.loop.submit(start)
+    served.exception(30)
     calls: list[Callable[[], object]] = [lambda: pipeline.save({"w": 1}), pipeline.load]
     for call in calls:
         with pytest.raises(errors.PipelineClosed, match=r"what nobody foresaw.*Leave its") as told:
             call()
-        assert told.value.__cause__ is core._served.exception()
+        assert told.value.__cause__ is served.exception()
     with pytest.raises(ExceptionGroup) as caught:
         pipeline.__exit__(None, None, None)
     assert "what nobody foresaw" in str(caught.value.exceptions)

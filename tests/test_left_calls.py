@@ -121,12 +121,12 @@ def test_an_interrupt_before_the_caller_knows_of_its_save(
     weight = torch.zeros(1000)
     with ckpipe.SyncPipeline(store.url) as pipeline:
         pipeline.save({"weight": weight}, step=0).wait()  # only later ones begin at once
-        loop: Any = pipeline._core._loop
+        loop: Any = pipeline._loop
         call = loop.call
 
-        def interrupted(function: Callable[..., object], *args: Any) -> None:
+        def interrupted(*args: Any, **kwargs: Any) -> None:
             monkeypatch.undo()
-            assert call(function, *args) is not None
+            assert call(*args, **kwargs) is not None
             raise KeyboardInterrupt
 
         store.slow.hold("write")  # that it ends is not by chance

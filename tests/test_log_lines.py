@@ -112,7 +112,7 @@ def test_a_failure_that_no_caller_comes_for_is_logged_once(
     on_error: Any,
     how: str,
 ) -> None:
-    monkeypatch.setattr("ckpipe.running.engine.UNSEEN_SECONDS", 0)
+    monkeypatch.setattr("ckpipe.running.saves.UNSEEN_SECONDS", 0)
     told = Told()
     logger = logging.getLogger("ckpipe")
     logger.addHandler(told)

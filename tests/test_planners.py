@@ -50,13 +50,13 @@ def writer_of(pipeline: ckpipe.SyncPipeline) -> list[str]:
     """The planners that the ranks of the newest checkpoint have used."""
     newest = pipeline.latest()
     assert newest is not None
-    engine = pipeline._core.engine
+    engine = pipeline._engine
 
     async def read() -> list[str]:
         bundle = await read_index(engine.site.patient, newest.key)
         return [part.writer["planner"] for part in bundle.parts]
 
-    return pipeline._core.submit(read).result()
+    return pipeline._engine.loop.submit(read).result()
 
 
 def test_planner_of_a_user_divides_as_it_likes(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
         store.slow.hold("delete")
         for step in range(3, 17):
             pipeline.save(STATE, step=step, until="committed")
-        until, active = time.monotonic() + HUNG, pipeline._core.engine._active
+        until, active = time.monotonic() + HUNG, pipeline._engine.saves._active
         while (under_way := len(active)) >= 10 and time.monotonic() < until:
             time.sleep(0.001)  # who is told of a commit may be quicker than those that give way
         store.slow.release()
@@ -96,7 +96,7 @@ def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None
         settle(pipeline)
         left = {str(each.id) for each in pipeline.steps()}
         assert len(left) == 2
-        assert set(pipeline._core.engine.site.facts.known) == left
+        assert set(pipeline._engine.site.facts.known) == left
 
 
 def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: Path) -> None:

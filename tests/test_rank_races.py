@@ -17,7 +17,7 @@ from test_ranks import is_manifest, state
 import ckpipe
 from ckpipe.format.names import attempt_start_key, index_id, pin_id, tombstone_id
 from ckpipe.ranks.topology import Topology
-from ckpipe.running import pipeline_core
+from ckpipe.running import base
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
@@ -71,7 +71,7 @@ def test_two_ranks_race_for_everything_that_is_created_once(
     store: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = threading.local()  # the environment, which says it elsewhere, is that of both
-    monkeypatch.setattr(pipeline_core, "find_topology", lambda: Topology(place.rank, 2))
+    monkeypatch.setattr(base, "find_topology", lambda: Topology(place.rank, 2))
     crossing = Crossing()
     store.faulty.call(crossing.at_object, lambda each: kind_of(each) is not None, times=None)
     store.faulty.call(crossing.at_commit, is_manifest, Landing.AFTER, times=None)

@@ -20,7 +20,7 @@ from ckpipe.catalog.find import NO_INDEX
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import ATTEMPTS, DIGESTS, launch_id
 from ckpipe.ranks.agree import agree, agreed
-from ckpipe.running.choose import common_choice
+from ckpipe.running.loads import common_choice
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 
@@ -51,10 +51,10 @@ def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.Checkpo
 
 def chosen(pipeline: ckpipe.SyncPipeline, call: int) -> str | None:
     """What the ranks agree to load at their so-manieth call of ``load()``."""
-    core = pipeline._core
-    agreements = core.submit(core.engine._loading._agreeing).result()
+    engine = pipeline._engine
+    agreements = engine.loop.submit(engine.loads._agreeing).result()
     question = f"load-{call}"
-    found = core.submit(common_choice, core.engine.site, None, agreements, question).result()
+    found = engine.loop.submit(common_choice, engine.site, None, agreements, question).result()
     return found.id if found else None
 
 
@@ -136,13 +136,13 @@ def test_ranks_that_count_the_world_differently_complete_nothing(store: Stores) 
         handle.wait()
         assert first.latest() is None
         with pytest.raises(errors.InvalidManifest, match=r"one of 3 ranks, .* there are 2") as said:
-            first._core.submit(
-                complete_from_top, first._core.engine.site.patient, first.steps()[0].key, 2
+            first._engine.loop.submit(
+                complete_from_top, first._engine.site.patient, first.steps()[0].key, 2
             ).result()
         assert "attempt_id" in (said.value.hint or "")
         for pipeline in (first, second):
             settle(pipeline)
-            pipeline._core.engine.take_failures()
+            pipeline._engine.saves.take_failures()
 
 
 def test_solo_rank_saves_alone(store: Stores) -> None:
@@ -182,8 +182,8 @@ class TestCommit:
             with ranks(store.url, 2, attempt_id="other", **FAST) as others:
                 others[0].save({"rank": 0}, step=0).wait()
                 # Two processes that believe to be the same rank of the same attempt.
-                engine = others[0]._core.engine
-                engine._course._attempt = world[0]._core.engine.site.attempt
+                engine = others[0]._engine
+                engine.saves._names._attempt = world[0]._engine.site.attempt
                 with pytest.raises(errors.CommitConflict, match=r"step 1.*rank 0"):
                     others[0].save({"rank": 0}, step=1).wait()
             assert store.memory._store.objects[key] is theirs
@@ -230,7 +230,7 @@ class TestHealing:
             world[1].save(state(1), step=1).wait()
             settle(world[1])
             assert first.wait_complete(timeout=60).complete
-            world[1]._core.engine.take_failures()
+            world[1]._engine.saves.take_failures()
 
     def test_next_save_tells_of_absent_ranks(self, store: Stores) -> None:
         with ranks(store.url, 3, incomplete_after_seconds=0, **FAST) as world:
@@ -253,18 +253,18 @@ class TestHealing:
     def test_several_incomplete_ones_in_a_row_are_an_error(self, store: Stores) -> None:
         soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 2}
         with ranks(store.url, 3, **soon, **FAST) as world:
-            lonely, core = world[1], world[1]._core
+            lonely, engine = world[1], world[1]._engine
 
             def save(pipelines: list[int], step: int) -> None:
                 for rank in pipelines:
                     world[rank].save(state(rank), step=step).wait()
                     settle(world[rank])
-                core.submit(core.engine._look_back).result()
+                engine.loop.submit(engine.saves._look_back).result()
 
             save([1], 1)
             save([0, 1, 2], 2)
             save([1], 3)
-            assert not core.engine.has_failures, "never two in a row"
+            assert not engine.saves.unseen, "never two in a row"
             save([1], 4)
             with pytest.raises(errors.SaveError, match=r"The last 2 .* ranks 0, 2"):
                 lonely.save(state(1), step=5)
@@ -272,11 +272,11 @@ class TestHealing:
     def test_several_incomplete_ones_in_a_row_only_warn_if_asked(self, store: Stores) -> None:
         soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 2}
         with ranks(store.url, 2, on_error="warn", **soon, **FAST) as world:
-            lonely, core = world[1], world[1]._core
+            lonely, engine = world[1], world[1]._engine
             for step in (1, 2):
                 lonely.save(state(1), step=step).wait()
                 settle(lonely)
-                core.submit(core.engine._look_back).result()
+                engine.loop.submit(engine.saves._look_back).result()
             with pytest.warns(RuntimeWarning, match=r"The last 2 .* ranks 0"):
                 handle = lonely.save(state(1), step=3)
             assert handle.wait().step == 3
@@ -289,7 +289,7 @@ class TestHealing:
             world[1].save(state(1), step=1).wait()
             settle(world[1])
             assert [info.reason for info in world[0].steps()] == [NO_INDEX]
-            world[1]._core.engine.take_failures()
+            world[1]._engine.saves.take_failures()
 
 
 def test_requests_of_a_save_do_not_grow_with_the_world() -> None:
@@ -469,11 +469,11 @@ class TestRetention:
 
             def wait_for_the_waiter(operation: Operation) -> None:
                 last.set()
-                while not world[0]._core.submit(is_complete).result():
+                while not world[0]._engine.loop.submit(is_complete).result():
                     pass
 
             async def is_complete() -> bool:
-                return (await world[0]._core.engine.latest()).step == 2  # type: ignore[union-attr]
+                return (await world[0]._engine.housekeeping.latest()).step == 2  # type: ignore[union-attr]
 
             store.faulty.call(wait_for_the_waiter, is_last_manifest, Landing.AFTER)
             save_all(world, 2)
@@ -501,10 +501,10 @@ class TestRetention:
             ]
             world = stack.enter_context(ranks(store.url, 2, **few))
             for pipeline in (*alone, *world):
-                core = pipeline._core
-                launch = launch_id(core.engine.site.attempt)
+                engine = pipeline._engine
+                launch = launch_id(engine.site.attempt)
                 # As it does by itself some minutes after it was opened.
-                core.submit(Lease(core.engine.site.patient, launch).renew).result()
+                engine.loop.submit(Lease(engine.site.patient, launch).renew).result()
             for step in (1, 2, 3):
                 for pipeline in alone:
                     pipeline.save(state(7), step=step).wait()

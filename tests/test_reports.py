@@ -212,7 +212,7 @@ def _is_stuck(report: SaveReport) -> bool:
 
 
 def _active(pipeline: ckpipe.SyncPipeline) -> list[Any]:
-    while not (found := list(pipeline._core.engine._active)):
+    while not (found := list(pipeline._engine.saves._active)):
         pass
     return found
 

@@ -51,9 +51,8 @@ def one_pipeline(root: Path, training: dict[str, Any], step: int) -> list[weakre
         pipeline.load(training, step=step)
         with pytest.raises(ckpipe.CkpipeError):
             pipeline.load({"model": torch.nn.Linear(1, 1)}, step=step)
-    core = pipeline._core
-    assert core._engine is not None
-    held = [pipeline, core, core._engine, core._engine.site.arena, handle._save]
+    assert pipeline._opened is not None
+    held = [pipeline, pipeline._opened, pipeline._opened.site.arena, handle._save]
     return [weakref.ref(each) for each in held]
 
 

@@ -159,6 +159,6 @@ async def test_retention_goes_on_if_the_index_it_would_ask_is_gone(store: Stores
             handle = await pipeline.save(STATE, step=step, until="committed")
         id = CheckpointId.parse(handle.id)
         assert id is not None
-        depot = pipeline._core.engine.site
+        depot = pipeline._engine.site
         await depot.backend.delete([index_key(id)])
         assert len((await prune(depot, launch_id(id.attempt), after=id)).keep) == 1

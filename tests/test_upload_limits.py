@@ -40,14 +40,14 @@ def files_of(pipeline: ckpipe.SyncPipeline) -> dict[str, int]:
     """The sizes of the data files on the store."""
 
     async def listed() -> dict[str, int]:
-        backend = pipeline._core.engine.site.patient
+        backend = pipeline._engine.site.patient
         return {
             info.key.rpartition("/")[2]: info.size
             async for info in backend.list()
             if info.key.endswith(".safetensors")
         }
 
-    return pipeline._core.submit(listed).result()
+    return pipeline._engine.loop.submit(listed).result()
 
 
 @pytest.mark.parametrize("block_kib", [64, 128])

@@ -46,21 +46,20 @@ def held_save(pipeline: ckpipe.SyncPipeline) -> tuple[int, ckpipe.SyncSaveHandle
 
 def process_of(pipeline: ckpipe.SyncPipeline) -> WorkerProcess:
     """What starts and buries a pipeline's worker."""
-    uploader: Any = pipeline._core.engine.site.uploader
+    uploader: Any = pipeline._engine.site.uploader
     process: WorkerProcess = uploader._link.process
     return process
 
 
 def next_timer(pipeline: ckpipe.SyncPipeline) -> float:
     """Seconds until a pipeline's event loop does something that nobody has asked it for."""
-    core: Any = pipeline._core
 
-    def look() -> float:
+    async def look() -> float:
         loop = asyncio.get_running_loop()
         timers = [each for each in loop._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
         return float(min(each.when() for each in timers) - loop.time())
 
-    return float(core._loop.at_once(look))
+    return pipeline._engine.loop.submit(look).result()
 
 
 def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(

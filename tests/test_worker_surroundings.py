@@ -125,7 +125,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}, step=1).wait()
     for stream in range(3):
         os.close(stream)
-    uploader = pipeline._core.engine.site.uploader
+    uploader = pipeline._engine.site.uploader
     link = uploader._link
     link.process.kill()
     while not link.over.is_set():

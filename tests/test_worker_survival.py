@@ -109,7 +109,7 @@ def test_waiting_for_a_worker_is_bounded(tmp_path: Path) -> None:
         first = pipeline.save(state_of(1), step=1)
         first.wait()
         name = first.id.replace("step-000000000001", "step-000000000002")
-        pipeline._core.submit(Lease(pipeline._core.engine.site.patient, name).renew).result()
+        pipeline._engine.loop.submit(Lease(pipeline._engine.site.patient, name).renew).result()
         result = pipeline.load()
         assert result is not None
         assert result.step == 1
@@ -122,7 +122,7 @@ def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) 
     process = worker_of(opened)
     os.kill(process, signal.SIGSTOP)
     handle = opened.save(state_of(2), step=2)
-    opened._core._shut(LoopThread.abandon)  # what an interrupt during the wait leads to
+    opened._shut(LoopThread.abandon)  # what an interrupt during the wait leads to
     assert handle.status == "cancelled"
     os.kill(process, signal.SIGCONT)
     await_end(process)

@@ -1,322 +1,110 @@
-"""The work of a pipeline on its own event loop: saves under way and loads."""
+"""The work of an open pipeline on its own event loop: :func:`serve` opens the store and serves."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import warnings
 from collections import Counter
 
 import anyio
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
+from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.leases import Lease
-from ckpipe.errors import (
-    AttemptReused,
-    CkpipeError,
-    DrainTimeout,
-    SaveCancelled,
-    SaveError,
-    SaveSkipped,
-    StoreError,
-    first_error,
-)
-from ckpipe.events import EventBus, SaveEnded, SaveFailed, SaveStarted
-from ckpipe.events import SaveSkipped as SkippedEvent
-from ckpipe.export import exported
-from ckpipe.loading.load import LoadRequest
+from ckpipe.errors import AttemptReused, SaveCancelled, first_error
+from ckpipe.events import EventBus
 from ckpipe.lock.lock import StateLock
-from ckpipe.ranks.agree import agree
-from ckpipe.ranks.launch import CheckpointNames, arrange_meeting
+from ckpipe.loop_thread import LoopThread
+from ckpipe.memory.arena import Arena, Pinning
+from ckpipe.memory.budget import ByteBudget
+from ckpipe.plan.check import choose_planner
+from ckpipe.ranks.launch import Launch, Rendezvous, arrange_meeting, draft_launch, unclaimed_attempt
 from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
 from ckpipe.ranks.topology import Topology
 from ckpipe.running.announcing import PATIENCE_SECONDS, CoordinatedSaves
-from ckpipe.running.choose import Loading, place_of
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
-from ckpipe.running.opening import enter, make_site, store_of
-from ckpipe.save.context import SaveContext
-from ckpipe.save.follow_up import Follower
-from ckpipe.save.memory import lend_blocks, take_back
-from ckpipe.save.run import run_save
-from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock, fail, resolve
+from ckpipe.running.loads import Loads
+from ckpipe.running.saves import Saves
+from ckpipe.save.context import SaveContext, block_size, initial_budget
 from ckpipe.settings import Settings
-from ckpipe.types import CheckpointId, LoadResult
+from ckpipe.store.registry import create_backend, create_reader, scheme_of
+from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy
+from ckpipe.worker.crossing import make_hello, surroundings, uses_process
+from ckpipe.worker.uploader import WorkerUploader
 
 logger = logging.getLogger("ckpipe")
 
 LOOK_SECONDS = 0.2
 """How often closing looks whether a signal ends the program meanwhile."""
 
-UNSEEN_SECONDS = 10.0
-"""How long a failure waits for a caller to be raised to, before a line in the log tells of it."""
+_PRUNE_DELAY_SECONDS = 0.1
+"""So long after a commit, so that both do not hit the same training step."""
 
 
-class Engine(Housekeeping):
-    """Everything of one pipeline that lives on its loop.
+class Engine:
+    """Everything of one open pipeline that lives on its loop.
 
     Args:
-        settings: The settings; ``url`` is set.
-        lock: The state lock.
-        events: Where events go.
-        topology: Which rank this is, and how many save together.
-        hooks: Who is called on events.
+        site: The context of its saves.
+        launch: The name of this launch, claimed by the first save.
+        hooks: Functions called on events.
         preemption: Knows whether this process was told to stop.
+        loop: The loop.
+        tasks: Tasks that end with the pipeline.
+        place: Where checkpoints lie, for people.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        lock: StateLock,
-        events: EventBus,
-        topology: Topology,
+        site: SaveContext,
+        launch: Launch,
         hooks: Hooks,
         preemption: Preemption,
+        loop: LoopThread,
+        tasks: TaskGroup,
+        place: str,
     ) -> None:
-        self._settings, self._lock, self._events = settings, lock, events
-        self._topology = topology
-        self._site: SaveContext | None = None
-        self._active: dict[Save, anyio.Event] = {}
-        self._next_step = 0
-        self._stop = anyio.Event()
-        self._background: list[Exception] = []
-        self._saved_final = self._hurries = False
-        self._warming, self._beginning = anyio.Lock(), anyio.Lock()
+        settings = site.settings
+        self.site, self.loop = site, loop
         self.cadence = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
         self.diary = SaveStepAgreement(2 * PATIENCE_SECONDS)
-        self.hooks, self._preemption = hooks, preemption
+        self.saves = Saves(site, launch, tasks, self.cadence, self.diary)
+        self.loads = Loads(site, launch, self.saves, place)
+        self.housekeeping = Housekeeping(site, self.saves)
+        self.stopped = anyio.Event()
+        self._settings, self._tasks = settings, tasks
+        self._hooks, self._preemption = hooks, preemption
+        self._hurries = False
 
     @property
-    def site(self) -> SaveContext:
-        """The context of the stages; there once the engine serves."""
-        assert self._site is not None
-        return self._site
+    def serves(self) -> bool:
+        """Tell whether nothing has ended it: no call to stop, and no failure; for any thread."""
+        return not self._tasks.cancel_scope.cancel_called
 
-    async def serve(self, *, task_status: TaskStatus[None]) -> None:
-        """Opens the store and serves until :meth:`stop`."""
-        read_only, together = self._settings.read_only, self._topology.world_size > 1
-        meeting = await anyio.to_thread.run_sync(arrange_meeting, self._topology, self._settings)
-        backend = await anyio.to_thread.run_sync(store_of, self._settings)
-        async with backend:
-            entry = await enter(backend, self._settings, self._topology, meeting)
-            self._site, worker = make_site(self._settings, entry, self._lock, self._events)
-            place = await anyio.to_thread.run_sync(place_of, self._settings.url or "")
-            self._events.place = place.partition("?")[0].rstrip("/")
-            launch = self._launch = entry.launch
-            self._follower = Follower(self._site)
-            self._loading = Loading(self._site, launch, place)
-            self._course = CheckpointNames(launch.attempt)
-            lease = Lease(entry.patient, launch.id)
+    async def stop(self) -> None:
+        """Ends :func:`serve`."""
+        if self._settings.retention.keep_last == 0 and self.saves.lack_final:
+            warnings.warn(
+                "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        await self.loads.close()
+        self.stopped.set()
 
-            async def keep_lease() -> None:
-                await launch.claimed.wait()
-                # Its first object comes with the first renewal: the claim is that new.
-                await lease.keep()
-
-            try:
-                async with anyio.create_task_group() as self._tasks:
-                    self._tasks.start_soon(keep_lease, name="lease of the attempt")
-                    await self._tasks.start(self.hooks.serve, self._keep)
-                    if together and not read_only:
-                        told = (self.diary, self.cadence, self._preemption)
-                        announcer = CoordinatedSaves(self._site, launch, *told)
-                        self._tasks.start_soon(self._announce, announcer, name="calls")
-                    if worker is not None:
-                        worker.start(self._tasks)
-                    task_status.started()
-                    await self._stop.wait()
-                    if worker is not None:
-                        await worker.close()
-                    self._tasks.cancel_scope.cancel()
-            finally:
-                self._site.arena.close()
-                with anyio.CancelScope(shield=True):
-                    await lease.release()
-                if not self._course.has_saved:
-                    await launch.withdraw()
-
-    async def _announce(self, announcer: CoordinatedSaves) -> None:
+    async def announce(self, launch: Launch) -> None:
+        """Agrees with the other ranks when to save, until it is cancelled."""
+        told = (self.diary, self.cadence, self._preemption)
         try:
-            await announcer.serve()
+            await CoordinatedSaves(self.site, launch, *told).serve()
         except* AttemptReused as group:
             # Calls of an earlier launch are heard. The save that is due now raises it.
-            self._keep(first_error(group))
+            self.saves.keep(first_error(group))
             self._preemption.arrive()
-
-    # Saves
-
-    async def begin(self, request: SaveRequest, step: int | None) -> Save:
-        """Accept a save and start it; the first claims the launch before it looks at the state.
-
-        Raises:
-            AttemptReused: If ``attempt_id`` was used on this root before.
-            StoreError: If the store failed or is not fit, unless ``on_error`` is ``"warn"``.
-        """
-        async with self._beginning:
-            step = self._next_step if step is None else step
-            if not self._course.has_saved:
-                try:
-                    self.site.attempt = await self._launch.claim()
-                    self._course = CheckpointNames(self.site.attempt)
-                except CkpipeError as error:
-                    error.located(step=step, rank=self.site.rank)
-                    if self._settings.on_error == "raise" or not isinstance(error, StoreError):
-                        raise
-                    return self._accept(request, self._course.draft(step), error)
-            return self._accept(request, await next_name(self.site, self._course, step))
-
-    def leave(self, request: SaveRequest) -> None:
-        """Gives up the save of a caller who may change what is not copied yet from now on."""
-        for save in self._active:
-            if save.request is request and not save.safe.done():
-                save.call_off()
-
-    def _accept(
-        self, request: SaveRequest, name: CheckpointId, failure: StoreError | None = None
-    ) -> Save:
-        save, step = Save(name, self.site.rank, request), name.step
-        self._next_step = step + 1
-        self._loading.give_up()
-        self.cadence.begin_at(step)
-        self.diary.keep(step)
-        self._events.emit(SaveStarted(save.name, step, save.rank))
-        if failure is not None:
-            self._failed(save, failure)
-            self._tell_ended(save)
-            return save
-        if self._settings.retention.keep_last == 0 and not request.final and not request.urgent:
-            self._skip(save, "keep_last=0 keeps no intermediate checkpoints, and final is not set")
-            self._tell_ended(save)
-            return save
-        self._saved_final |= request.final or request.urgent
-        self._tasks.start_soon(self._run, save, name=f"save {save.name}")
-        save.interrupts_another = any(map(save.has_the_caller_of, self._active))
-        self._active[save] = anyio.Event()
-        return save
-
-    async def _run(self, save: Save) -> None:
-        try:
-            with anyio.CancelScope() as save.scope:
-                if save.cancel_requested:
-                    save.scope.cancel()
-                await self._guarded(save)
-        finally:
-            # Cancelled through its handle, or torn down with the pipeline: waiters must know.
-            self._cancelled(save)
-            self._tell_ended(save)
-            self._active.pop(save).set()
-        self.site.trim()
-        async with self._warming:
-            await self.site.warm()
-
-    def _tell_ended(self, save: Save) -> None:
-        self._events.emit(SaveEnded(save.name, save.id.step, save.rank, save.status, save.report()))
-
-    async def _guarded(self, save: Save) -> None:
-        try:
-            if self.site.world_size > 1:
-                self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
-            async with exported(self.site, save):
-                await run_save(save, self.site)
-            if save.unsettled is not None:
-                self._follower.add(save.unsettled)
-        except Exception as group:
-            error = first_error(group)
-            if isinstance(error, CkpipeError):
-                error.located(step=save.id.step, rank=save.rank)
-            if isinstance(error, SkipSave):
-                self._skip(save, str(error))
-            elif save.committed.done():
-                error.add_note(f"Raised after the commit of {save.name}, which is durable")
-                self._keep(error)
-            else:
-                self._failed(save, error)
-
-    async def _look_back(self) -> None:
-        """Looks what became of earlier checkpoints; a store that fails now is asked again."""
-        try:
-            await self._follower.look()
-        except SaveError as error:
-            self._keep(error)
-        except CkpipeError as error:
-            logger.warning("Earlier checkpoints could not be looked at: %s", error)
-
-    def _skip(self, save: Save, reason: str) -> None:
-        save.status = "skipped"
-        self._events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
-        resolve(save.staged, None)
-        fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
-
-    def _failed(self, save: Save, error: Exception) -> None:
-        save.status = "failed"
-        self._events.emit(
-            SaveFailed(save.name, save.id.step, save.rank, f"{type(error).__name__}: {error}")
-        )
-        # Before anybody is told, since whoever is told takes it off the list again.
-        self._keep(error)
-        if isinstance(error, StoreError) and self._settings.on_error == "warn":
-            # Whether a store fails before or after the last copy is chance, and must not decide
-            # whether save() raises where the user asked for warnings.
-            resolve(save.staged, None)
-        self._end(save, error)
-
-    def _cancelled(self, save: Save) -> None:
-        if save.committed.done():
-            return
-        save.status = "cancelled"
-        self._events.emit(SaveFailed(save.name, save.id.step, save.rank, "it was cancelled"))
-        self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
-
-    def _end(self, save: Save, error: Exception) -> None:
-        save.forget_state()
-        fail(save.staged, error)
-        fail(save.committed, error)
-
-    async def cancel(self, save: Save) -> None:
-        """Cancels a save unless it is committed; returns when it has ended."""
-        if save in self._active and not save.committed.done():
-            save.call_off()
-            await self._active[save].wait()
-
-    async def hold_staged(self, save: Save, thread: int | None = None) -> list[StagedBlock]:
-        """Keep the memory that a save was copied to; see :func:`lend_blocks`."""
-        return lend_blocks(save, self.site, thread)
-
-    async def release_staged(self, save: Save, held: list[StagedBlock]) -> None:
-        """Ends what :meth:`hold_staged` began."""
-        take_back(save, self.site, held)
-
-    async def trim(self) -> int:
-        """Give free staging memory back to the system; returns how many bytes."""
-        return self.site.give_memory_back()
-
-    def _keep(self, error: Exception) -> None:
-        """Keep a failure for the next caller, and log it if none comes soon."""
-        self._background.append(error)
-        self._tasks.start_soon(self._log_unseen, error, name="failure to be seen")
-
-    async def _log_unseen(self, error: Exception) -> None:
-        await anyio.sleep(UNSEEN_SECONDS)
-        if any(each is error for each in self._background):
-            raised = "raised" if self._settings.on_error == "raise" else "warned of"
-            text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-            logger.warning("%s\nThis is %s by the next save, or on leaving", text, raised)
-
-    def take_failures(self) -> list[Exception]:
-        """Take the failures of the background that no call has seen yet; they count as seen
-        then."""
-        taken, self._background = self._background, []
-        return taken
-
-    @property
-    def has_failures(self) -> bool:
-        """Tell whether something failed that no call has seen yet."""
-        return bool(self._background)
-
-    def see(self, error: Exception) -> None:
-        """Notes that a caller was told of a failure."""
-        self._background = [each for each in self._background if each is not error]
 
     async def drain(self, *, staged_only: bool) -> None:
         """Wait until all saves have ended and hooks returned.
@@ -331,32 +119,33 @@ class Engine(Housekeeping):
         """
         if staged_only:
             self.hurry()
-            for save in [each for each in self._active if not each.safe.done()]:
-                await self.cancel(save)
+            for save in [each for each in self.saves.under_way() if not each.safe.done()]:
+                await self.saves.cancel(save)
                 if save.status == "cancelled":
                     reason = "The save was given up, since its state had not been copied"
-                    self._background.append(SaveCancelled(reason, step=save.id.step))
+                    self.saves.unseen.append(SaveCancelled(reason, step=save.id.step))
         if await self._idle_in_time():
             return
-        for save in list(self._active):
-            await self._give_up(save)
+        for save in self.saves.under_way():
+            await self.saves.give_up(save)
         with anyio.move_on_after(self._settings.drain_timeout_seconds):
-            await self.hooks.drained()
-        if late := self.hooks.describe_running():
+            await self._hooks.drained()
+        if late := self._hooks.describe_running():
             limit = self._settings.drain_timeout_seconds
             logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
 
     def hurry(self) -> None:
-        """Have ``drain_timeout_seconds`` count for all saves from now on."""
+        """Have ``drain_timeout_seconds`` count for all saves from now on; for any thread."""
         self._hurries = True
 
     async def _idle_in_time(self) -> bool:
         """Wait until all saves ended and all hooks returned; False after the limit."""
         limit, grace = self._settings.drain_timeout_seconds, self._settings.preemption.grace_seconds
         ends_at: float | None = None
-        while self._active or self.hooks.describe_running():
+        while self._is_busy:
             left = math.inf
-            if self._hurries or self._preemption.signalled or self._is_durable:
+            durable = all(save.committed.done() for save in self.saves.under_way())
+            if self._hurries or self._preemption.signalled or durable:
                 ends_at = ends_at or time.monotonic() + limit
                 left = ends_at - time.monotonic()
             else:
@@ -364,118 +153,137 @@ class Engine(Housekeeping):
             grace_left = self._preemption.seconds_left(grace)
             left = left if grace_left is None else min(left, grace_left)
             with anyio.move_on_after(min(left, LOOK_SECONDS)):
-                await self._idle()
+                while self._is_busy:
+                    await self.saves.ended()
+                    await self._hooks.drained()
             if left <= 0:
-                return not (self._active or self.hooks.describe_running())
+                return not self._is_busy
         return True
 
     @property
-    def _is_durable(self) -> bool:
-        return all(save.committed.done() for save in self._active)
-
-    async def _idle(self) -> None:
-        while self._active or self.hooks.describe_running():
-            for ended in list(self._active.values()):
-                await ended.wait()
-            await self.hooks.drained()
-
-    async def _give_up(self, save: Save) -> None:
-        if save.committed.done():
-            logger.warning("What follows the commit of %s was given up on leaving", save.name)
-        else:
-            error = DrainTimeout(
-                "The save was given up: it was not durable within drain_timeout_seconds "
-                f"({self._settings.drain_timeout_seconds:g} s) or preemption.grace_seconds after "
-                "an exception or a signal ended the program",
-                step=save.id.step,
-                rank=save.rank,
-                hint="Raise the limit, or wait for the handle before leaving",
-            )
-            self._failed(save, error)
-        save.call_off()
-        if save in self._active:
-            await self._active[save].wait()
-
-    async def stop(self) -> None:
-        """Ends :meth:`serve`."""
-        if (
-            self._settings.retention.keep_last == 0
-            and not self._saved_final
-            and self._course.has_saved
-        ):
-            warnings.warn(
-                "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        await self._loading.close()
-        self._stop.set()
-
-    # Loads
-
-    async def load(
-        self, which: int | str | None, request: LoadRequest, *, fallback: bool
-    ) -> LoadResult | None:
-        """Loads a checkpoint; None if none was named and there is none."""
-        if which is not None:
-            await self.settled(which)
-        result = await self._loading.load(which, request, fallback=fallback)
-        if result is not None:
-            self._next_step = result.step + 1
-            self._course.has_loaded = True
-            self.cadence.begin_at(result.step)
-        return result
-
-    async def settled(self, which: int | str) -> None:
-        """Waits for saves under way here that a step or id names."""
-        for save, ended in list(self._active.items()):
-            if which in (save.id.step, save.name):
-                await ended.wait()
-
-    def is_writing(self, id: CheckpointId) -> bool:
-        """Tell whether a save of this checkpoint is under way here."""
-        return any(save.id == id and not save.committed.done() for save in self._active)
+    def _is_busy(self) -> bool:
+        return bool(self.saves.under_way() or self._hooks.describe_running())
 
     def describe(self) -> str:
         """Describe the work under way, for a diagnostic; of committed saves only retention."""
-        if self._site is None:
-            return "not open"
-        counts = Counter(each.status for each in self.under_way() if each.status != "committed")
+        statuses = (each.status for each in self.saves.under_way())
+        counts = Counter(status for status in statuses if status != "committed")
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        budget = self._site.budget
+        budget = self.site.budget
         return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
 
-    def under_way(self) -> list[Save]:
-        """The saves that have not ended; for any thread."""
-        return list(self._active)
 
-    def budget(self) -> tuple[int, int, int]:
-        """Staging memory used, its capacity, and how many saves wait for it; for any thread."""
-        if self._site is None:
-            return 0, 0, 0
-        budget = self._site.budget
-        return budget.used, budget.capacity, budget.waiting
-
-
-async def next_name(site: SaveContext, course: CheckpointNames, step: int) -> CheckpointId:
-    """Names a save that begins now, newer than all others if the run went back for it.
-
-    Costs nothing, but for a save of several ranks whose step lies before an earlier one's: then the
-    first that comes to it decides whether the run went back, since perhaps only some have loaded.
-
-    Args:
-        site: Where it is saved.
-        course: What was saved before; changed.
-        step: The step.
+async def serve(
+    settings: Settings,
+    lock: StateLock,
+    events: EventBus,
+    topology: Topology,
+    hooks: Hooks,
+    preemption: Preemption,
+    loop: LoopThread,
+    *,
+    task_status: TaskStatus[Engine],
+) -> None:
+    """Open the store, hand over the engine, and serve until :meth:`Engine.stop`.
 
     Raises:
-        StoreError: If ranks have to agree and the store failed.
+        BackendNotFound: If the scheme is not registered.
+        UnsupportedTopology: If ranks cannot agree on the name of this launch.
+        SettingsError: If the backend, planner or worker asked for cannot be had.
+        StoreError: If the store failed.
     """
-    if course.lies_back(step):
-        before, went_back = course.rollbacks, course.has_loaded
-        if site.world_size > 1:
-            question = f"back-{before}-{step}-{course.count(step)}"
-            went_back = bool(await agree(site.patient, site.attempt, question, went_back))
-        if went_back and course.rollbacks == before:
-            course.go_back()
-    return course.name(step)
+    meeting = await anyio.to_thread.run_sync(arrange_meeting, topology, settings)
+    backend = await anyio.to_thread.run_sync(_backend_of, settings)
+    async with backend:
+        site, launch, worker = await _enter(backend, settings, topology, meeting, lock, events)
+        place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
+        events.place = place.partition("?")[0].rstrip("/")
+        lease = Lease(site.patient, launch.id)
+
+        async def keep_lease() -> None:
+            await launch.claimed.wait()
+            # Its first object comes with the first renewal: the claim is that new.
+            await lease.keep()
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                engine = Engine(site, launch, hooks, preemption, loop, tasks, place)
+                tasks.start_soon(keep_lease, name="lease of the attempt")
+                await tasks.start(hooks.serve, engine.saves.keep)
+                if topology.world_size > 1 and not settings.read_only:
+                    tasks.start_soon(engine.announce, launch, name="calls")
+                if worker is not None:
+                    worker.start(tasks)
+                task_status.started(engine)
+                await engine.stopped.wait()
+                if worker is not None:
+                    await worker.close()
+                tasks.cancel_scope.cancel()
+        finally:
+            site.arena.close()
+            with anyio.CancelScope(shield=True):
+                await lease.release()
+            if launch.claimed.is_set() and not engine.saves.have_begun:  # else nothing was written
+                await launch.withdraw()
+
+
+def _backend_of(settings: Settings) -> Backend:
+    """The backend of the settings' URL, not open yet; blocks, since it may be imported first."""
+    assert settings.url is not None
+    create = create_reader if settings.read_only else create_backend
+    return create(settings.url, settings.backends.get(scheme_of(settings.url), {}))
+
+
+async def _enter(
+    backend: Backend,
+    settings: Settings,
+    topology: Topology,
+    meeting: Rendezvous | None,
+    lock: StateLock,
+    events: EventBus,
+) -> tuple[SaveContext, Launch, WorkerUploader | None]:
+    """Find the name of this launch and the planner, and make the context; write nothing."""
+    policy, limits = logging_policy(settings.upload), backend.limits
+    by_worker = await anyio.to_thread.run_sync(uses_process, settings, backend)
+    around = await anyio.to_thread.run_sync(surroundings) if by_worker else None
+    patient = RetryingBackend(backend, policy)
+    if settings.read_only:
+        patient = ReadOnlyBackend(backend, policy)
+        launch = Launch(patient, unclaimed_attempt(), topology)
+    else:
+        launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
+    block = block_size(settings, limits)
+    largest_file = None if limits.max_blocks is None else limits.max_blocks * block
+    planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
+    site = SaveContext(
+        backend=backend,
+        patient=patient,
+        settings=settings,
+        lock=lock,
+        events=events,
+        arena=Arena(block, Pinning(settings.staging.pinned), shared=around is not None),
+        budget=ByteBudget(initial_budget(settings, block)),
+        planner=planner,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        attempt=launch.attempt,
+        rule=settings.retention.rule,
+        block_bytes=block,
+        lanes=settings.upload.lanes,
+        retry=logging_policy(settings.upload),
+        sweep_after=settings.retention.sweep_after,
+        keep_reports=settings.keep_reports,
+        switch_interval=settings.switch_interval_seconds,
+        prune_delay=_PRUNE_DELAY_SECONDS,
+    )
+    if around is None:
+        return site, launch, None
+    worker = WorkerUploader(settings.worker, lambda: make_hello(settings, site, around), site)
+    site.uploader, site.arena.on_drop = worker, worker.drop
+    return site, launch, worker
+
+
+def _place_of(url: str) -> str:
+    """A root as people find it: a plain path in full. Blocking."""
+    plain = "://" not in url
+    return os.path.abspath(os.path.expanduser(url)) if plain else without_secrets(url)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from dataclasses import replace
 from typing import Literal
-
-from anyio.abc import TaskGroup
 
 from ckpipe.catalog import prune as pruning
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repaired
@@ -18,6 +15,7 @@ from ckpipe.errors import CorruptCheckpoint, UsageError
 from ckpipe.format.names import launch_id
 from ckpipe.loading.reader import verify
 from ckpipe.retention import Decision
+from ckpipe.running.saves import Saves
 from ckpipe.save import retention
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
@@ -26,33 +24,21 @@ from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
 _PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"
 
 
-class Housekeeping(abc.ABC):
-    """Discovery and housekeeping of one pipeline, on its loop."""
+class Housekeeping:
+    """Discovery and housekeeping of one pipeline.
 
-    _tasks: TaskGroup
-    _last: MetadataCache = MetadataCache()
+    Args:
+        site: Where checkpoints lie.
+        saves: The saves of the pipeline, which some calls wait for.
+    """
 
-    @property
-    def serves(self) -> bool:
-        """Tell whether nothing has ended it: no call to stop, and no failure; for any thread."""
-        return not self._tasks.cancel_scope.cancel_called
-
-    @property
-    @abc.abstractmethod
-    def site(self) -> SaveContext:
-        """The context of the stages."""
-
-    @abc.abstractmethod
-    async def settled(self, which: int | str) -> None:
-        """Waits for saves under way here that a step or id names."""
-
-    @abc.abstractmethod
-    def is_writing(self, id: CheckpointId) -> bool:
-        """Tell whether a save of this checkpoint is under way here."""
+    def __init__(self, site: SaveContext, saves: Saves) -> None:
+        self._site, self._saves = site, saves
+        self._last = MetadataCache()
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """All checkpoints, the oldest first."""
-        patient, facts = self.site.patient, self.site.facts
+        patient, facts = self._site.patient, self._site.facts
         listing = await pruning.listed(patient, facts)
         infos = list(reversed(await repaired(patient, listing.infos())))
         if metadata:
@@ -62,26 +48,26 @@ class Housekeeping(abc.ABC):
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
-        info = await newest_repaired(self.site.patient)
+        info = await newest_repaired(self._site.patient)
         return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
         """Looks until a checkpoint that this rank has committed is complete."""
-        return await self._inspected(await until_complete(self.site, info, timeout))
+        return await self._inspected(await until_complete(self._site, info, timeout))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
         """Fill in what the index says; of the last one asked for it is remembered."""
-        if info.id in self.site.facts.known:
-            return described(info, self.site.facts)
+        if info.id in self._site.facts.known:
+            return described(info, self._site.facts)
         if info.id not in self._last:
             self._last = MetadataCache()
-        (found,) = await inspected(self.site.patient, [info], self._last)
+        (found,) = await inspected(self._site.patient, [info], self._last)
         return found
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Reads and checks every byte of a checkpoint."""
-        await self.settled(which)
-        site = self.site
+        await self._saves.settled(which)
+        site = self._site
         info = await find_repaired(site.patient, which)
 
         async def work() -> VerifyResult:
@@ -98,11 +84,11 @@ class Housekeeping(abc.ABC):
 
     async def delete(self, which: int | str, *, force: bool) -> None:
         """Deletes a checkpoint, also an incomplete one if its exact id is given."""
-        site = self.site
+        site = self._site
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
             id = (await find_repaired(site.patient, which)).key
-        if self.is_writing(id):
+        if self._saves.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: it is being written",
                 step=id.step,
@@ -112,26 +98,28 @@ class Housekeeping(abc.ABC):
 
     async def pin(self, which: int | str) -> None:
         """Protects a checkpoint from retention."""
-        await self.settled(which)
-        await pruning.pin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
+        await self._saves.settled(which)
+        await pruning.pin(self._site.patient, (await find_repaired(self._site.patient, which)).key)
 
     async def unpin(self, which: int | str) -> None:
         """Ends the protection."""
-        await pruning.unpin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
+        await pruning.unpin(
+            self._site.patient, (await find_repaired(self._site.patient, which)).key
+        )
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Applies the retention rules now, or says what they would do."""
-        launch = launch_id(self.site.attempt)
+        launch = launch_id(self._site.attempt)
         return await (
-            retention.decide(self.site, launch) if dry_run else retention.prune(self.site, launch)
+            retention.decide(self._site, launch) if dry_run else retention.prune(self._site, launch)
         )
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """The complete checkpoint with the best value of a metric."""
-        return await pruning.best(self.site.patient, metric, mode, self.site.facts)
+        return await pruning.best(self._site.patient, metric, mode, self._site.facts)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Removes what crashed runs left, or says what it would remove."""
-        site = self.site
+        site = self._site
         after = site.settings.retention.sweep_after
         return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpipe.events import Event, RankCommitted, Retrying, SaveEnded, SaveStarted
+from ckpipe.memory.budget import ByteBudget
 from ckpipe.reports import SaveReport, size_text
 from ckpipe.save.save import Save
 from ckpipe.types import SaveStatus
@@ -129,16 +130,15 @@ class Ledger:
         return sums, others, active_seconds
 
     def statistics(
-        self, under_way: Iterable[Save], *, lanes: int, budget: tuple[int, int, int]
+        self, under_way: Iterable[Save], *, lanes: int, budget: ByteBudget | None
     ) -> Statistics:
         """The numbers until now.
 
         Args:
             under_way: The saves that have not ended.
             lanes: How many lanes a save has.
-            budget: Staging memory used, its capacity, and how many wait for it.
+            budget: Staging memory; None of a pipeline that is not open.
         """
-        used, capacity, waiting = budget
         sums, others, active_seconds = self._over(under_way)
         return Statistics(
             saves=dict(sums.saves + others),
@@ -149,9 +149,9 @@ class Ledger:
             active_seconds=active_seconds,
             retries=self._retries,
             lanes=lanes,
-            budget_used=used,
-            budget_capacity=capacity,
-            budget_waiting=waiting,
+            budget_used=budget.used if budget else 0,
+            budget_capacity=budget.capacity if budget else 0,
+            budget_waiting=budget.waiting if budget else 0,
         )
 
     def describe(self, under_way: Iterable[Save]) -> str:

@@ -15,7 +15,6 @@ what is just being stored.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -24,13 +23,14 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from ckpipe.backend import Backend, without_secrets
+from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
 from ckpipe.catalog.find import NO_INDEX, discover, read_index
 from ckpipe.catalog.leases import Sure, leased
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
     CheckpointIncomplete,
+    CkpipeError,
     CorruptCheckpoint,
     InvalidManifest,
     PipelineClosed,
@@ -48,6 +48,7 @@ from ckpipe.lock.holds import LoadHold
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.topology import Topology
+from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
@@ -63,26 +64,28 @@ _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The ranks' decision on a checkpoint: its fault, and the next one."""
+    """The ranks' decision on a checkpoint: its fault, and the next one; and this rank's error."""
 
     damage: str | None = None
     next: str | None = None
+    error: CorruptCheckpoint | None = None
 
 
-class Loading:
+class Loads:
     """The loads of one pipeline.
 
     Args:
         site: Where checkpoints lie.
         launch: Is claimed before ranks agree through objects.
-        place: Where checkpoints lie, for people; see :func:`place_of`.
+        saves: The saves of the pipeline, which loads of what they write wait for.
+        place: Where checkpoints lie, for people.
     """
 
-    def __init__(self, site: SaveContext, launch: Launch, place: str) -> None:
-        self._site, self._launch, self._place = site, launch, place
+    def __init__(self, site: SaveContext, launch: Launch, saves: Saves, place: str) -> None:
+        self._site, self._launch, self._saves, self._place = site, launch, saves, place
         self._agreements: Agreements | None = None
         self._calls = 0
-        self._unanswered = False
+        self._failed_after: int | None = None
         self._under_way: dict[anyio.CancelScope, tuple[LoadHold | None, anyio.Event]] = {}
         self._closed = False
 
@@ -106,20 +109,118 @@ class Loading:
             PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Whatever :func:`ckpipe.loading.load.read_all` raises.
         """
-        if self._closed:
-            raise _closed()
-        ended = anyio.Event()
-        with anyio.CancelScope() as scope:
-            self._under_way[scope] = (request.hold, ended)
+        if which is not None:
+            await self._saves.settled(which)
+        alone, named = self._site.world_size == 1, which is not None and not fallback
+        with self._until_closed(request.hold), gc_paused_at_first(), self._numbered(named) as asked:
+            agreements = None if alone or named else await self._agreeing()
+            if agreements is None:
+                info = await first_choice(self._site, which)
+            else:
+                info = await common_choice(self._site, which, agreements, asked)
+            if info is None and self._site.rank == 0:
+                logger.info("no complete checkpoint: training starts fresh at %s", self._place)
+            damaged: dict[str, str] = {}
+            first: CorruptCheckpoint | None = None
+            while info is not None:
+                ballot = None
+                if agreements is not None and fallback:
+                    question = f"{asked}.ranks.{len(damaged)}"
+                    ballot = _Ballot(self._site, info, agreements, question)
+                try:
+                    outcome = await self._attempt(info, request, ballot, fallback=fallback)
+                except CheckpointIncomplete:
+                    if which is not None or not alone:
+                        raise
+                    # It was the newest, and is being deleted.
+                    info = await first_choice(self._site, None, again=True)
+                    continue
+                if isinstance(outcome, LoadResult):
+                    self._saves.loaded(outcome.step)
+                    assert outcome.report is not None
+                    return replace(outcome, report=replace(outcome.report, damaged=damaged))
+                first = first or outcome.error
+                self._tell_damaged(info, outcome, damaged)
+                info = None if outcome.next is None else _info(outcome.next)
+            if damaged:
+                raise _none_is_whole(first, damaged)
+            return None
+
+    async def _attempt(
+        self, info: CheckpointInfo, request: LoadRequest, ballot: _Ballot | None, *, fallback: bool
+    ) -> LoadResult | _Verdict:
+        """Load one checkpoint; returns the verdict if it is damaged and others may be loaded."""
+        site, tally = self._site, ReadTally()
+
+        async def look() -> ManifestDocument:
+            near = await read_near(site.patient, info.key, site.rank, site.world_size)
+            return near or await read_index(site.patient, info.key)
+
+        async def work(bundle: ManifestDocument, sure: Sure) -> ReadyLoad:
+            return await read_all(
+                site.patient,
+                bundle,
+                request,
+                site.arena,
+                lanes=site.settings.load.lanes,
+                rank=site.rank,
+                world_size=site.world_size,
+                sure=sure,
+                tally=tally,
+            )
+
+        with self._told(info):
             try:
-                with gc_paused_at_first():
-                    return await self._counted(which, request, fallback=fallback)
-            finally:
-                if request.hold is not None:
-                    request.hold.end()
-                del self._under_way[scope]
-                ended.set()
-        raise _closed()
+                async with Ahead(lambda: self._tell_progress(info, tally)).started():
+                    ready = await site.reading_ahead(info.key, look, work)
+                if ballot is None:
+                    return await self._finish(ready)
+            except CorruptCheckpoint as error:
+                error.located(step=info.step)
+                if not fallback:
+                    error.hint = error.hint or _FALL_BACK
+                    raise
+                verdict = await self._refuse(info, error, ballot)
+            except CheckpointIncomplete as error:
+                if ballot is None:
+                    raise
+                verdict = await self._refuse(info, error, ballot)
+            except Exception:
+                # Not the checkpoint's fault: it is for this rank's program to handle.
+                if ballot is not None:
+                    await ballot.accept()
+                raise
+            else:
+                verdict = await ballot.accept() or await ballot.wait()
+                if verdict.damage is None:
+                    return await self._finish(ready)
+            if verdict.damage is None:
+                raise InvalidManifest(f"The ranks agreed that {info.id} is whole, and it is not")
+            self._tell_failed(info, verdict.damage)
+        return verdict
+
+    async def _refuse(
+        self, info: CheckpointInfo, error: CkpipeError, ballot: _Ballot | None
+    ) -> _Verdict:
+        older = await older_ones(self._site, info)
+        following = older[0].id if older else None
+        how = f"{type(error).__name__}: {error}"
+        if ballot is None:
+            verdict = _Verdict(how, following)
+        else:
+            verdict = await ballot.refuse(f"rank {self._site.rank} found {how}", following)
+        return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
+
+    async def _finish(self, ready: ReadyLoad) -> LoadResult:
+        result = await ready.apply()
+        self._site.resumed_from = result.id
+        assert result.report is not None
+        before = time.perf_counter() - ready.request.began - result.report.seconds
+        report = result.report.found_in(before)
+        self._site.events.emit(
+            Loaded(result.id, result.step, self._site.rank, report.seconds, report.bytes)
+        )
+        return replace(result, report=report)
 
     async def close(self) -> None:
         """Waits for loads that fill a state, and ends those that wait to: maybe for who closes."""
@@ -131,73 +232,44 @@ class Loading:
         for _, (_, ended) in under_way:
             await ended.wait()
 
-    async def _counted(
-        self, which: int | str | None, request: LoadRequest, *, fallback: bool
-    ) -> LoadResult | None:
-        if which is not None and not fallback:
-            return await self._answer(which, request, None, fallback=False)
-        # Counted on all ranks alike, since all of them call alike.
-        number, self._unanswered = self._calls, False
+    @contextmanager
+    def _until_closed(self, hold: LoadHold | None) -> Iterator[None]:
+        closed = PipelineClosed(
+            "The pipeline was closed before the load had the state lock",
+            hint="Wait for loads before you leave the pipeline",
+        )
+        if self._closed:
+            raise closed
+        ended = anyio.Event()
+        with anyio.CancelScope() as scope:
+            self._under_way[scope] = (hold, ended)
+            try:
+                yield
+            finally:
+                if hold is not None:
+                    hold.end()
+                del self._under_way[scope]
+                ended.set()
+        if scope.cancelled_caught:
+            raise closed
+
+    @contextmanager
+    def _numbered(self, named: bool) -> Iterator[str]:
+        """Name what ranks agree on in this load; counted on all alike, since all call alike."""
+        if named:
+            yield ""
+            return
+        if self._failed_after not in (None, self._saves.accepted):
+            self._calls += 1  # a load that the store has failed was not tried again
+        number, self._failed_after = self._calls, None
         self._calls += 1
         try:
-            return await self._answer(which, request, f"load-{number}", fallback=fallback)
+            yield f"load-{number}"
         except StoreUnavailable:
             # If it calls again, it asks what the others, whom the store has served, have asked.
             if self._calls == number + 1:
-                self._calls, self._unanswered = number, True
+                self._calls, self._failed_after = number, self._saves.accepted
             raise
-
-    def give_up(self) -> None:
-        """Notes that a load that the store has failed is not tried again: training went on."""
-        self._calls += self._unanswered
-        self._unanswered = False
-
-    async def _answer(
-        self, which: int | str | None, request: LoadRequest, question: str | None, *, fallback: bool
-    ) -> LoadResult | None:
-        again, agreements = False, None
-        if question is not None and self._site.world_size > 1:
-            agreements = await self._agreeing()
-        while True:
-            if agreements is None or question is None:
-                info = await first_choice(self._site, which, again=again)
-            else:
-                info = await common_choice(self._site, which, agreements, question)
-            if info is None:
-                if self._site.rank == 0:
-                    logger.info("no complete checkpoint: training starts fresh at %s", self._place)
-                return None
-            if fallback and agreements is not None:
-                return await self._together(info, request, agreements, f"{question}.ranks")
-            try:
-                return await self._alone(info, request, fallback=fallback)
-            except CheckpointIncomplete:
-                if which is not None or self._site.world_size > 1:
-                    raise
-                # It was the newest, and is being deleted.
-                again = True
-
-    async def _alone(
-        self, info: CheckpointInfo, request: LoadRequest, *, fallback: bool
-    ) -> LoadResult:
-        damaged: dict[str, str] = {}
-        older: list[CheckpointInfo] | None = None
-        first: CorruptCheckpoint | None = None
-        while True:
-            try:
-                with self._told(info):
-                    return await self._finish(await self._read(info, request), damaged)
-            except CorruptCheckpoint as error:
-                error.located(step=info.step)
-                if not fallback:
-                    error.hint = error.hint or _FALL_BACK
-                    raise
-                first = first or error
-                self._tell(info, f"{type(error).__name__}: {error}", damaged)
-            older = await older_ones(self._site, info) if older is None else older
-            if not older:
-                raise _none_is_whole(first, damaged)
-            info = older.pop(0)
 
     async def _agreeing(self) -> Agreements:
         """Find where ranks agree: in the torch.distributed Store, else through objects."""
@@ -223,85 +295,6 @@ class Loading:
                 )
         return self._agreements
 
-    async def _together(
-        self,
-        start: CheckpointInfo,
-        request: LoadRequest,
-        agreements: Agreements,
-        question: str,
-    ) -> LoadResult:
-        info: CheckpointInfo | None = start
-        damaged: dict[str, str] = {}
-        first: CorruptCheckpoint | None = None
-        while info is not None:
-            ballot = _Round(self._site, info, agreements, f"{question}.{len(damaged)}")
-            ready: ReadyLoad | None = None
-            with self._told(info):
-                try:
-                    ready = await self._read(info, request)
-                except (CorruptCheckpoint, CheckpointIncomplete) as error:
-                    first = first or (error if isinstance(error, CorruptCheckpoint) else None)
-                    verdict = await ballot.refuse(f"{type(error).__name__}: {error}")
-                except Exception:
-                    # Not the checkpoint's fault: it is for this rank's program to handle.
-                    await ballot.accept()
-                    raise
-                else:
-                    verdict = await ballot.accept() or await ballot.wait()
-                if verdict.damage is None:
-                    if ready is None:
-                        raise InvalidManifest(
-                            f"The ranks agreed that {info.id} is whole, and it is not"
-                        )
-                    return await self._finish(ready, damaged)
-                self._failed(info, verdict.damage)
-            self._tell(info, verdict.damage, damaged)
-            info = None if verdict.next is None else _info(verdict.next)
-        raise _none_is_whole(first, damaged)
-
-    async def _read(self, info: CheckpointInfo, request: LoadRequest) -> ReadyLoad:
-        site, tally = self._site, ReadTally()
-
-        async def look() -> ManifestDocument:
-            near = await read_near(site.patient, info.key, site.rank, site.world_size)
-            return near or await read_index(site.patient, info.key)
-
-        async def work(bundle: ManifestDocument, sure: Sure) -> ReadyLoad:
-            return await read_all(
-                site.patient,
-                bundle,
-                request,
-                site.arena,
-                lanes=site.settings.load.lanes,
-                rank=site.rank,
-                world_size=site.world_size,
-                sure=sure,
-                tally=tally,
-            )
-
-        async def tell_progress() -> None:
-            told = 0
-            while True:
-                await anyio.sleep(_PROGRESS_SECONDS)
-                done, total = tally.bytes, max(tally.bytes, tally.planned)
-                if done != told:
-                    site.events.emit(LoadProgress(info.id, info.step, site.rank, done, total))
-                told = done
-
-        async with Ahead(tell_progress).started():
-            return await site.reading_ahead(info.key, look, work)
-
-    async def _finish(self, ready: ReadyLoad, damaged: Mapping[str, str]) -> LoadResult:
-        result = await ready.apply()
-        self._site.resumed_from = result.id
-        assert result.report is not None
-        before = time.perf_counter() - ready.request.began - result.report.seconds
-        report = replace(result.report.found_in(before), damaged=damaged)
-        self._site.events.emit(
-            Loaded(result.id, result.step, self._site.rank, report.seconds, report.bytes)
-        )
-        return replace(result, report=report)
-
     @contextmanager
     def _told(self, info: CheckpointInfo) -> Iterator[None]:
         """Tell that the load of a checkpoint began, and that it failed if the block raises."""
@@ -309,22 +302,34 @@ class Loading:
         try:
             yield
         except anyio.get_cancelled_exc_class():
-            self._failed(info, "it was cancelled")
+            self._tell_failed(info, "it was cancelled")
             raise
         except BaseException as error:
-            self._failed(info, f"{type(error).__name__}: {error}")
+            self._tell_failed(info, f"{type(error).__name__}: {error}")
             raise
 
-    def _failed(self, info: CheckpointInfo, error: str) -> None:
+    def _tell_failed(self, info: CheckpointInfo, error: str) -> None:
         self._site.events.emit(LoadFailed(info.id, info.step, self._site.rank, error))
 
-    def _tell(self, info: CheckpointInfo, how: str, damaged: dict[str, str]) -> None:
-        damaged[info.id] = how
+    async def _tell_progress(self, info: CheckpointInfo, tally: ReadTally) -> None:
+        told = 0
+        while True:
+            await anyio.sleep(_PROGRESS_SECONDS)
+            done, total = tally.bytes, max(tally.bytes, tally.planned)
+            if done != told:
+                event = LoadProgress(info.id, info.step, self._site.rank, done, total)
+                self._site.events.emit(event)
+            told = done
+
+    def _tell_damaged(
+        self, info: CheckpointInfo, verdict: _Verdict, damaged: dict[str, str]
+    ) -> None:
+        how = damaged[info.id] = verdict.damage or ""
         self._site.events.emit(CheckpointDamaged(info.id, info.step, self._site.rank, how))
         warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=2)
 
 
-class _Round:
+class _Ballot:
     """The round in which ranks decide on one checkpoint."""
 
     def __init__(
@@ -333,11 +338,10 @@ class _Round:
         self._site, self._info = site, info
         self._agreements, self._question = agreements, question
 
-    async def refuse(self, how: str) -> _Verdict:
-        """Says that it is damaged; returns what was decided."""
-        older = await older_ones(self._site, self._info)
-        how = f"rank {self._site.rank} found {how}"
-        return await self._decide({"damage": how, "next": older[0].id if older else None})
+    async def refuse(self, how: str, following: str | None) -> _Verdict:
+        """Says that it is damaged, and which is next; returns what was decided."""
+        proposal = {"damage": how, "next": following}
+        return _verdict(await self._agreements.decide(self._question, proposal))
 
     async def accept(self) -> _Verdict | None:
         """Says that it is whole for this rank; returns what was decided, if anything was."""
@@ -347,43 +351,25 @@ class _Round:
 
     async def wait(self) -> _Verdict:
         """Waits until it is decided, for a bounded time."""
-        pause = _FIRST_PAUSE_SECONDS
-        until = time.monotonic() + self._site.settings.load.agreement_timeout_seconds
+        pause, seconds = _FIRST_PAUSE_SECONDS, self._site.settings.load.agreement_timeout_seconds
+        until = time.monotonic() + seconds
         while (decided := await self._agreements.decided(self._question)) is None:
             left = until - time.monotonic()
             if left <= 0:
-                raise await self._late()
+                absent = await self._agreements.absent(self._question)
+                named = ", ".join(map(str, absent[:_MOST_NAMED]))
+                more = ", …" * (len(absent) > _MOST_NAMED)
+                raise UnsupportedTopology(
+                    f"Ranks {named}{more} did not say within {seconds:g} s whether "
+                    f"{self._info.id} is whole",
+                    step=self._info.step,
+                    rank=self._site.rank,
+                    hint="Call load(fallback=True) on all ranks alike, or raise "
+                    "load.agreement_timeout_seconds",
+                )
             await anyio.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return _verdict(decided[0])
-
-    async def _decide(self, proposal: Json) -> _Verdict:
-        return _verdict(await self._agreements.decide(self._question, proposal))
-
-    async def _late(self) -> UnsupportedTopology:
-        absent = await self._agreements.absent(self._question)
-        named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", …" * (len(absent) > _MOST_NAMED))
-        seconds = self._site.settings.load.agreement_timeout_seconds
-        return UnsupportedTopology(
-            f"Ranks {named} did not say within {seconds:g} s whether {self._info.id} is whole",
-            step=self._info.step,
-            rank=self._site.rank,
-            hint="Call load(fallback=True) on all ranks alike, or raise "
-            "load.agreement_timeout_seconds",
-        )
-
-
-def place_of(url: str) -> str:
-    """A root as people find it: a plain path in full. Blocking."""
-    plain = "://" not in url
-    return os.path.abspath(os.path.expanduser(url)) if plain else without_secrets(url)
-
-
-def _closed() -> PipelineClosed:
-    return PipelineClosed(
-        "The pipeline was closed before the load had the state lock",
-        hint="Wait for loads before you leave the pipeline",
-    )
 
 
 def _verdict(data: Json) -> _Verdict:

@@ -1,0 +1,547 @@
+"""What :class:`~ckpipe.Pipeline` and :class:`~ckpipe.SyncPipeline` share: all but how they wait."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, SupportsIndex, TypeVar, Unpack
+
+from torch.optim import Optimizer
+
+from ckpipe.backend import without_secrets
+from ckpipe.errors import (
+    PermissionDenied,
+    PipelineClosed,
+    SettingsError,
+    UnsupportedTopology,
+    UsageError,
+)
+from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
+from ckpipe.format import checksum
+from ckpipe.format.keys import LabelFilter
+from ckpipe.loading.load import LoadRequest
+from ckpipe.loading.select import PerRankPolicy
+from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
+from ckpipe.lock.holds import LoadHold
+from ckpipe.lock.lock import StateLock, lock_of
+from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
+from ckpipe.ranks.schedule import Preemption, SignalWatch
+from ckpipe.ranks.topology import ALONE, find_topology
+from ckpipe.running.announcing import END
+from ckpipe.running.calls import (
+    check_load,
+    check_until,
+    has_failed,
+    location,
+    note_failures,
+    plain_metadata,
+    plain_metrics,
+    plain_step,
+    raise_or_warn,
+)
+from ckpipe.running.engine import Engine, serve
+from ckpipe.running.hooks import Hooks, in_hook
+from ckpipe.running.statistics import Ledger, Statistics
+from ckpipe.save.save import SaveRequest
+from ckpipe.settings import PipelineFields, Settings
+from ckpipe.worker.crossing import refuse_to_train_as_worker
+
+logger = logging.getLogger("ckpipe")
+E = TypeVar("E", bound=Event)
+Hook = Callable[[E], object]
+"""A function or coroutine function of the user's that takes an event."""
+
+
+class PipelineBase:
+    """A pipeline without its ways to wait."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        guard: Guarded = None,
+        state_lock: StateLock | None = None,
+        settings: Settings | None = None,
+        **fields: Unpack[PipelineFields],
+    ) -> None:
+        given: dict[str, Any] = {**fields}
+        if (place := location(url)) is not None:
+            given = {"url": place, **given}
+        self._lock = lock_of(state_lock, fields)
+        self._settings = Settings(**given) if settings is None else settings.override(**given)
+        if not self._settings.url:
+            raise SettingsError(
+                "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"
+            )
+        self._events = EventBus()
+        self._hooks = Hooks(self._events)
+        self._ledger = Ledger()
+        self._events.add(self._ledger)
+        self._preemption = Preemption()
+        self._watch: SignalWatch | None = None
+        self._topology = ALONE
+        self._guards: list[StepGuard] = []
+        self._guarded = optimizers_of(guard)
+        self._loop: LoopThread | None = None
+        self._opened: Engine | None = None
+        self._served: Future[None] | None = None
+        self._process = os.getpid()
+        self._closing = False
+        self._at_exit: Callable[[], None] = lambda: None
+        self._life = threading.RLock()
+
+    def should_save(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool:
+        """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
+
+        Once :attr:`preempted`, it is True until a save has begun, and False from then on.
+
+        Takes microseconds and asks nobody. Several ranks save at the same step, if all of them ask
+        after every step: by the clock of the first, and when any of them is preempted. Should they
+        come to that step before all have agreed on it, this waits for them, for a minute at most.
+
+        A mark that was skipped, or passed before a crash, is
+        made up for at the next step asked about. Asking changes nothing: the answer stays yes
+        until a save has begun.
+
+        Args:
+            step: The step that has just been taken.
+            last: The last step of the run, at which it is True too until a save has begun; the
+                same on all ranks.
+
+        Raises:
+            SettingsError: If neither is set, preemption is not either, and ``last`` is not given.
+            PipelineClosed: If the pipeline is not open.
+        """
+        final = None if last is None else plain_step(last)
+        taken, engine, together = plain_step(step), self._engine, self._topology.world_size > 1
+        called = engine.diary.ask(taken) if together else frozenset()
+        if END in called:
+            self._preemption.arrive()
+        if self._preemption.told:
+            return self._preemption.wants_save
+        if engine.cadence.is_last(taken, final):
+            return True
+        if last is None and not engine.cadence.is_set and not self._settings.preemption.enabled:
+            raise SettingsError(
+                "Nothing says when to save",
+                step=taken,
+                hint="Set save_every_steps, save_every_seconds or preemption, or pass last",
+            )
+        if together:  # whose clocks count only as all have agreed
+            return bool(called) or engine.cadence.is_marked(taken)
+        return engine.cadence.due(taken)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was told that it will be stopped, by a signal or :meth:`preempt`.
+
+        Of several ranks it is enough that one was told: then this is True on all of them after the
+        step that they agreed to save, once :meth:`should_save` has been asked about it.
+
+        The first save that begins from then on waits for memory where others are skipped; after
+        it :meth:`should_save` is False. Leaving the pipeline waits for saves for
+        ``preemption.grace_seconds`` after the signal at most.
+        """
+        return self._preemption.told
+
+    def preempt(self) -> None:
+        """Says that this process will be stopped soon, as one of ``preemption.signals`` does.
+
+        May be called in any thread, for those who learn of it in another way.
+
+        Raises:
+            UnsupportedTopology: If several ranks save together and ``preemption`` is not set.
+        """
+        if self._topology.world_size > 1 and not self._settings.preemption.enabled:
+            raise UnsupportedTopology(
+                "The other ranks do not look whether one of them is preempted",
+                rank=self._topology.rank,
+                hint="Open the pipeline with preemption=True on all ranks",
+            )
+        self._preemption.tell()
+
+    def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
+        """Has a function called whenever a state has been copied.
+
+        A plain function runs in a thread of its own, a coroutine function on the pipeline's own
+        event loop, which it must not block; so does what a plain function returns if that can
+        be awaited. No save waits for it. It is called for one event
+        after the other; leaving the pipeline waits for saves that it begins, and then for it for
+        ``drain_timeout_seconds`` at most.
+        What it raises is logged, and raises or warns like a failed save that nobody waited for.
+
+        Args:
+            hook: Takes the event.
+
+        Returns:
+            The hook, so that this may stand above it as a decorator.
+        """
+        self._hooks.add(Staged, hook)
+        return hook
+
+    def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
+        """Has a function called whenever this rank's part is durable; see :meth:`on_staged`."""
+        self._hooks.add(RankCommitted, hook)
+        return hook
+
+    def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
+        """Has a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
+        self._hooks.add(Completed, hook)
+        return hook
+
+    def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
+        """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
+        self._hooks.add(SaveFailed, hook)
+        return hook
+
+    def statistics(self) -> Statistics:
+        """What was done so far, in numbers: saves, bytes, seconds and waits by stage, memory.
+
+        Takes microseconds, in any thread, and also before opening and after closing.
+        """
+        return self._ledger.statistics(
+            self._under_way(),
+            lanes=self._settings.upload.lanes,
+            budget=self._opened.site.budget if self._opened and self._loop else None,
+        )
+
+    def guard(self, *optimizers: Optimizer) -> None:
+        """Has every ``step()`` of these optimizers wait for copies under way, until closing."""
+        self._guards.append(guard(self._lock, *optimizers))
+
+    @property
+    def lock(self) -> StateLock:
+        """Keeps those who change the state and those who copy it apart."""
+        return self._lock
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        return self._settings
+
+    @property
+    def events(self) -> EventBus:
+        """What happens, as typed events; see :mod:`ckpipe.events`."""
+        return self._events
+
+    def __getstate__(self) -> object:
+        raise TypeError(
+            "A pipeline can be neither copied nor pickled: it has a thread and files of its own. "
+            "Open another one where it is needed, with the same settings"
+        )
+
+    def __repr__(self) -> str:
+        past = self._ledger.describe(self._under_way())
+        inside = self._opened.describe() if self._opened and self._loop else "closed"
+        text = f"{self._shown_url} [{inside}{' | ' if past else ''}{past}]"
+        return f"<{type(self).__name__} {text}>"
+
+    @property
+    def _shown_url(self) -> str:
+        return without_secrets(str(self._settings.url))
+
+    def _under_way(self) -> list[Any]:
+        return self._opened.saves.under_way() if self._opened else []
+
+    # Opening and closing
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine of the open pipeline.
+
+        Raises:
+            PipelineClosed: If the pipeline is not open, or has failed.
+        """
+        if self._opened is None:
+            raise PipelineClosed(
+                "The pipeline is not open yet",
+                hint="Use it inside its (async) with block, or call open() first",
+            )
+        if self._loop is None:
+            raise PipelineClosed(
+                "The pipeline is closed",
+                hint="Use it inside its (async) with block, or make a new one to go on",
+            )
+        self._check_process()
+        if self._served is not None and not self._closing and not self._opened.serves:
+            raise has_failed(self._served)
+        return self._opened
+
+    @property
+    def _forked(self) -> bool:
+        """Tell whether this process was forked from the pipeline's, whose thread it lacks."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise PipelineClosed(
+                "The pipeline belongs to the process that this one was forked from",
+                hint="Open another pipeline in this process",
+            )
+
+    def _refuse_to_wait_in_vain(self) -> None:
+        """Raise where waiting would never end: on the loop, and in a forked process."""
+        self._check_process()
+        if self._loop is not None:
+            self._loop.refuse_here()
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        """Watch signals while the pipeline is opened, and from then on if that succeeds.
+
+        Raises:
+            UsageError: If signals are to be watched and this is not the main thread.
+        """
+        chosen = self._settings.preemption
+        if self._opened is None and chosen.enabled:
+            self._watch = SignalWatch(chosen.signals, self._preemption.tell)
+            self._watch.begin()
+        try:
+            yield
+        except BaseException:
+            if self._loop is None:
+                self._unwatch()
+            raise
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Put the handlers of signals back once the pipeline is closed.
+
+        Raises:
+            UsageError: If a hook of this pipeline leaves it, which would wait for itself.
+        """
+        if in_hook() and self._hooks.describe_running():
+            raise UsageError(
+                "A hook cannot close its pipeline, since closing waits for the hook",
+                hint="Close it on the thread that trains",
+            )
+        try:
+            yield
+        finally:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+
+    def _open(self) -> None:
+        """Start the thread and open the store; blocking."""
+        with self._life:
+            if self._loop is not None:
+                self._check_process()
+                return
+            if self._opened is not None:
+                raise PipelineClosed(
+                    "A pipeline is opened once", hint="Make a new one to go on saving"
+                )
+            refuse_to_train_as_worker()
+            checksum.prepare()
+            self._topology = ALONE if self._settings.solo else find_topology()
+            self._preemption.alone = self._topology.world_size == 1
+            self._process = os.getpid()
+            self._loop = loop = LoopThread("ckpipe")
+            try:
+                self._served, self._opened = loop.portal.start_task(
+                    serve,
+                    self._settings,
+                    self._lock,
+                    self._events,
+                    self._topology,
+                    self._hooks,
+                    self._preemption,
+                    loop,
+                )
+                if self._guarded:
+                    self.guard(*self._guarded)
+            except BaseException:
+                self._shut(LoopThread.abandon)
+                raise
+            self._at_exit = call_at_exit(self._close_at_exit)
+
+    def _close(self, *, failed: bool) -> list[Exception]:
+        """Let saves finish and close; return failures that no call has seen; blocking.
+
+        Args:
+            failed: Whether the caller leaves on an exception: only staged saves finish then.
+        """
+        if self._forked:
+            return []
+        with self._life:
+            if self._loop is None or self._closing:  # by the thread that a signal interrupted
+                return []
+            return self._drain(self._loop, failed=failed)
+
+    def _drain(self, loop: LoopThread, *, failed: bool) -> list[Exception]:
+        engine, served = self._opened, self._served
+        assert engine is not None
+        assert served is not None
+        failures: list[Exception] = []
+        try:
+            interrupt = self._await_saves(engine, failed=failed)
+            failures = engine.saves.take_failures()
+            loop.submit(engine.stop).result()
+            served.result()
+        except BaseException as error:
+            # An interrupt of this waiting, which ends it.
+            for save in engine.saves.under_way():
+                if not save.committed.done():
+                    error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
+            note_failures([*failures, *engine.saves.take_failures()], error)
+            self._shut(LoopThread.abandon)
+            raise
+        self._shut(LoopThread.close)
+        if interrupt is not None:
+            note_failures(failures, interrupt)
+            raise interrupt
+        return failures
+
+    def _await_saves(self, engine: Engine, *, failed: bool) -> BaseException | None:
+        """Wait for the saves; a first interrupt bounds the waiting and is returned."""
+        drained: Future[None] | None = None
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._closing = True
+                if drained is None:
+                    drained = engine.loop.submit(engine.drain, staged_only=failed)
+                drained.result()
+                return interrupt
+            except BaseException as error:
+                if failed or interrupt is not None or (drained is not None and drained.done()):
+                    raise
+                interrupt = error
+                self._hurry()
+                logger.warning(
+                    "Interrupted: saves have %g s to end, and another interrupt gives them up",
+                    self._settings.drain_timeout_seconds,
+                )
+
+    def _hurry(self) -> None:
+        """Have ``drain_timeout_seconds`` count from now on, since the program is interrupted."""
+        if self._loop is not None and self._opened is not None and not self._forked:
+            self._opened.hurry()
+
+    def _shut(self, end: Callable[[LoopThread], None]) -> None:
+        self._at_exit()
+        for each in self._guards:
+            each.remove()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            end(loop)
+
+    def _close_at_exit(self, error: BaseException | None) -> None:
+        """Close a pipeline that is open when the program ends, as leaving it would do.
+
+        Args:
+            error: The exception that ends the program; None for a normal end.
+        """
+        if self._forked or self._loop is None:
+            return
+        saves = [each for each in self._under_way() if not each.committed.done()]
+        if saves:
+            logger.info(
+                "The program ends and waits for %d saves of %s, which was not closed: steps %s",
+                len(saves),
+                self._shown_url,
+                ", ".join(str(each.id.step) for each in saves),
+            )
+        with self._leaving():
+            failures = self._close(failed=error is not None)
+        for each in failures:
+            logger.error("A checkpoint failed: %s", each)
+
+    # Saves and loads
+
+    def _save_request(
+        self,
+        state: Any,
+        step: int | None,
+        until: str,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        select: LabelFilter,
+        final: bool,
+        caller: Caller | None,
+    ) -> SaveRequest:
+        """Check what ``save`` was given, on the caller's thread, once failures are told."""
+        raise_or_warn(self._engine.saves.take_failures(), self._settings.on_error)
+        if self._closing and not in_hook():  # whose saves are waited for
+            hint = "Make a new one to go on saving"
+            raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
+        if self._settings.read_only:
+            raise PermissionDenied(
+                "The pipeline was opened to read only",
+                step=step,
+                hint="Open one without read_only=True to save",
+            )
+        if state is None:
+            raise UsageError(
+                "There is no state to save: it is None",
+                step=step,
+                hint="Pass what is to be saved, such as a dict of model and optimizer",
+            )
+        check_until(until, step)
+        owners = self._owners(step) if until == "captured" else ()
+        self._lock.check_capture_allowed()
+        return SaveRequest(
+            state,
+            select,
+            plain_metrics(metrics, step) if metrics else {},
+            plain_metadata(metadata, step) if metadata else {},
+            final,
+            threading.get_ident(),
+            owners,
+            self._preemption.answer(),
+            caller,
+        )
+
+    def _owners(self, step: int | None) -> tuple[Optimizer, ...]:
+        """The guarded optimizers, whose tensors may be copied while training goes on."""
+        owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
+        if not owners:
+            raise UsageError(
+                "until='captured' needs a guarded optimizer: nothing else keeps a step from "
+                "changing what is still to be copied",
+                step=step,
+                hint="Open the pipeline with guard=optimizer, or save with until='staged'",
+            )
+        return owners
+
+    @contextmanager
+    def _while_it_copies(self, request: SaveRequest) -> Iterator[None]:
+        """Give a save up if its caller leaves on an exception before it may change the state."""
+        try:
+            yield
+        except BaseException:
+            if self._loop is not None and self._opened is not None and not self._forked:
+                leave = self._opened.saves.leave
+                if self._loop.is_here:  # a walk in a thread may end before a posted call
+                    leave(request)
+                else:
+                    self._loop.post(leave, request)
+            raise
+
+    def _load_request(
+        self,
+        into: Any,
+        select: LabelFilter,
+        *,
+        strict: bool,
+        cast: bool,
+        per_rank: PerRankPolicy | None,
+        pickle: str,
+        caller: Caller | None,
+    ) -> LoadRequest:
+        """Check what ``load`` was given, on the caller's thread."""
+        per_rank = self._settings.per_rank if per_rank is None else per_rank
+        check_load(per_rank, pickle)
+        hold = None if into is None else LoadHold(self._lock, caller)
+        interval = self._settings.switch_interval_seconds
+        return LoadRequest(
+            into, select, strict, cast, pickle == "allow", per_rank, hold, caller, interval
+        )

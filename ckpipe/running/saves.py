@@ -1,0 +1,317 @@
+"""The saves of one pipeline: each is named, run by :func:`~ckpipe.save.run.run_save`, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import anyio
+from anyio.abc import TaskGroup
+
+from ckpipe.errors import (
+    CkpipeError,
+    DrainTimeout,
+    SaveCancelled,
+    SaveError,
+    SaveSkipped,
+    StoreError,
+    first_error,
+)
+from ckpipe.events import SaveEnded, SaveFailed, SaveStarted
+from ckpipe.events import SaveSkipped as SkippedEvent
+from ckpipe.export import exported
+from ckpipe.ranks.agree import agree
+from ckpipe.ranks.launch import CheckpointNames, Launch
+from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
+from ckpipe.save.context import SaveContext
+from ckpipe.save.follow_up import Follower
+from ckpipe.save.memory import lend_blocks, take_back
+from ckpipe.save.run import run_save
+from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock, fail, resolve
+from ckpipe.types import CheckpointId
+
+logger = logging.getLogger("ckpipe")
+
+UNSEEN_SECONDS = 10.0
+"""How long a failure waits for a caller to be raised to, before a line in the log tells of it."""
+
+
+class Saves:
+    """The saves of one pipeline, from the call to the end.
+
+    Attributes:
+        unseen: Failures that no call has reported yet; may be changed on any thread.
+        accepted: How many saves there were.
+
+    Args:
+        site: Where they are stored.
+        launch: Is claimed by the first save.
+        tasks: Run them.
+        cadence: Told at which steps there were saves and loads.
+        diary: Told at which steps there were saves.
+    """
+
+    def __init__(
+        self,
+        site: SaveContext,
+        launch: Launch,
+        tasks: TaskGroup,
+        cadence: SaveSchedule,
+        diary: SaveStepAgreement,
+    ) -> None:
+        self._site, self._launch, self._tasks = site, launch, tasks
+        self._cadence, self._diary = cadence, diary
+        self._names = CheckpointNames(launch.attempt)
+        self._follower = Follower(site)
+        self._active: dict[Save, anyio.Event] = {}
+        self._next_step = 0
+        self._saved_final = False
+        self._warming, self._beginning = anyio.Lock(), anyio.Lock()
+        self.unseen: list[Exception] = []
+        self.accepted = 0
+
+    @property
+    def have_begun(self) -> bool:
+        """Tell whether a save has got its name, and with it the launch."""
+        return self._names.has_saved
+
+    @property
+    def lack_final(self) -> bool:
+        """Tell whether there were saves, and none of them was final."""
+        return self.have_begun and not self._saved_final
+
+    async def begin(self, request: SaveRequest, step: int | None) -> Save:
+        """Accept a save and start it; the first claims the launch before it looks at the state.
+
+        Raises:
+            AttemptReused: If ``attempt_id`` was used on this root before.
+            StoreError: If the store failed or is not fit, unless ``on_error`` is ``"warn"``.
+        """
+        site, retention = self._site, self._site.settings.retention
+        async with self._beginning:
+            step = self._next_step if step is None else step
+            failure = None if self.have_begun else await self._claim(step)
+            id = self._names.draft(step) if failure else await self._next_name(step)
+            save = Save(id, site.rank, request)
+            self.accepted += 1
+            self._next_step = step + 1
+            self._cadence.begin_at(step)
+            self._diary.keep(step)
+            site.events.emit(SaveStarted(save.name, step, save.rank))
+            if failure is not None:
+                self._failed(save, failure)
+                self._tell_ended(save)
+            elif retention.keep_last == 0 and not request.final and not request.urgent:
+                reason = "keep_last=0 keeps no intermediate checkpoints, and final is not set"
+                self._skip(save, reason)
+                self._tell_ended(save)
+            else:
+                self._saved_final |= request.final or request.urgent
+                self._tasks.start_soon(self._run, save, name=f"save {save.name}")
+                save.interrupts_another = any(map(save.has_the_caller_of, self._active))
+                self._active[save] = anyio.Event()
+            return save
+
+    async def _run(self, save: Save) -> None:
+        try:
+            with anyio.CancelScope() as save.scope:
+                if save.cancel_requested:
+                    save.scope.cancel()
+                if self._site.world_size > 1:
+                    self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
+                async with exported(self._site, save):
+                    await run_save(save, self._site)
+                if save.unsettled is not None:
+                    self._follower.add(save.unsettled)
+        except Exception as group:
+            self._went_wrong(save, first_error(group))
+        finally:
+            # Cancelled through its handle, or torn down with the pipeline: waiters must know.
+            self._cancelled(save)
+            self._tell_ended(save)
+            self._active.pop(save).set()
+        self._site.trim()
+        async with self._warming:
+            await self._site.warm()
+
+    async def _claim(self, step: int) -> StoreError | None:
+        """Claim the launch; returns why it failed if the user asked for warnings."""
+        try:
+            self._site.attempt = await self._launch.claim()
+            self._names = CheckpointNames(self._site.attempt)
+        except CkpipeError as error:
+            error.located(step=step, rank=self._site.rank)
+            if self._site.settings.on_error == "raise" or not isinstance(error, StoreError):
+                raise
+            return error
+        return None
+
+    async def _next_name(self, step: int) -> CheckpointId:
+        """Name a save that begins now, newer than all others if the run went back for it.
+
+        Costs nothing, but for a save of several ranks whose step lies before an earlier one's: then
+        the first that comes to it decides whether the run went back, since perhaps only some have
+        loaded.
+        """
+        names, site = self._names, self._site
+        if names.lies_back(step):
+            before, went_back = names.rollbacks, names.has_loaded
+            if site.world_size > 1:
+                question = f"back-{before}-{step}-{names.count(step)}"
+                went_back = bool(await agree(site.patient, site.attempt, question, went_back))
+            if went_back and names.rollbacks == before:
+                names.go_back()
+        return names.name(step)
+
+    def loaded(self, step: int) -> None:
+        """Notes that training goes on after a step that was loaded."""
+        self._next_step = step + 1
+        self._names.has_loaded = True
+        self._cadence.begin_at(step)
+
+    async def _look_back(self) -> None:
+        """Looks what became of earlier checkpoints; a store that fails now is asked again."""
+        try:
+            await self._follower.look()
+        except SaveError as error:
+            self.keep(error)
+        except CkpipeError as error:
+            logger.warning("Earlier checkpoints could not be looked at: %s", error)
+
+    # The end of a save
+
+    def _went_wrong(self, save: Save, error: Exception) -> None:
+        if isinstance(error, CkpipeError):
+            error.located(step=save.id.step, rank=save.rank)
+        if isinstance(error, SkipSave):
+            self._skip(save, str(error))
+        elif save.committed.done():
+            error.add_note(f"Raised after the commit of {save.name}, which is durable")
+            self.keep(error)
+        else:
+            self._failed(save, error)
+
+    def _skip(self, save: Save, reason: str) -> None:
+        save.status = "skipped"
+        self._site.events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
+        resolve(save.staged, None)
+        fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
+
+    def _failed(self, save: Save, error: Exception) -> None:
+        save.status = "failed"
+        text = f"{type(error).__name__}: {error}"
+        self._site.events.emit(SaveFailed(save.name, save.id.step, save.rank, text))
+        # Before a waiter is told, which takes it off the list again.
+        self.keep(error)
+        if isinstance(error, StoreError) and self._site.settings.on_error == "warn":
+            # Whether a store fails before or after the last copy is chance, and must not decide
+            # whether save() raises where the user asked for warnings.
+            resolve(save.staged, None)
+        self._end(save, error)
+
+    def _cancelled(self, save: Save) -> None:
+        if save.committed.done():
+            return
+        save.status = "cancelled"
+        told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
+        self._site.events.emit(told)
+        self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
+
+    def _end(self, save: Save, error: Exception) -> None:
+        save.forget_state()
+        fail(save.staged, error)
+        fail(save.committed, error)
+
+    def _tell_ended(self, save: Save) -> None:
+        ended = SaveEnded(save.name, save.id.step, save.rank, save.status, save.report())
+        self._site.events.emit(ended)
+
+    def leave(self, request: SaveRequest) -> None:
+        """Gives up the save of a caller who may change what is not copied yet from now on."""
+        for save in self._active:
+            if save.request is request and not save.safe.done():
+                save.call_off()
+
+    async def cancel(self, save: Save) -> None:
+        """Cancels a save unless it is committed; returns when it has ended."""
+        if save in self._active and not save.committed.done():
+            save.call_off()
+            await self._active[save].wait()
+
+    async def give_up(self, save: Save) -> None:
+        """Ends a save, or what follows its commit, since the pipeline closes."""
+        limit = self._site.settings.drain_timeout_seconds
+        if save.committed.done():
+            logger.warning("What follows the commit of %s was given up on leaving", save.name)
+        else:
+            error = DrainTimeout(
+                "The save was given up: it was not durable within drain_timeout_seconds "
+                f"({limit:g} s) or preemption.grace_seconds after "
+                "an exception or a signal ended the program",
+                step=save.id.step,
+                rank=save.rank,
+                hint="Raise the limit, or wait for the handle before leaving",
+            )
+            self._failed(save, error)
+        save.call_off()
+        if save in self._active:
+            await self._active[save].wait()
+
+    # Failures that no call has reported
+
+    def keep(self, error: Exception) -> None:
+        """Keep a failure for the next caller, and log it if none comes soon."""
+        self.unseen.append(error)
+        self._tasks.start_soon(self._log_unseen, error, name="failure to be seen")
+
+    async def _log_unseen(self, error: Exception) -> None:
+        await anyio.sleep(UNSEEN_SECONDS)
+        if error in self.unseen:
+            raised = "raised" if self._site.settings.on_error == "raise" else "warned of"
+            text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+            logger.warning("%s\nThis is %s by the next save, or on leaving", text, raised)
+
+    def take_failures(self) -> list[Exception]:
+        """Take the failures that no call has reported; for any thread."""
+        taken = self.unseen.copy()
+        for error in taken:
+            self.see(error)
+        return taken
+
+    def see(self, error: Exception) -> None:
+        """Notes that a caller was told of a failure; for any thread."""
+        with contextlib.suppress(ValueError):
+            self.unseen.remove(error)
+
+    # For other parts of the pipeline
+
+    def under_way(self) -> list[Save]:
+        """The saves that have not ended; for any thread."""
+        return list(self._active)
+
+    async def ended(self) -> None:
+        """Waits for all saves under way."""
+        for ended in list(self._active.values()):
+            await ended.wait()
+
+    async def settled(self, which: int | str) -> None:
+        """Waits for saves under way here that a step or id names."""
+        for save, ended in list(self._active.items()):
+            if which in (save.id.step, save.name):
+                await ended.wait()
+
+    def is_writing(self, id: CheckpointId) -> bool:
+        """Tell whether a save of this checkpoint is under way here."""
+        return any(save.id == id and not save.committed.done() for save in self._active)
+
+    async def hold_staged(self, save: Save, thread: int | None = None) -> list[StagedBlock]:
+        """Keep the memory that a save was copied to; see :func:`lend_blocks`."""
+        return lend_blocks(save, self._site, thread)
+
+    async def release_staged(self, save: Save, held: list[StagedBlock]) -> None:
+        """Ends what :meth:`hold_staged` began."""
+        take_back(save, self._site, held)
+
+    async def trim(self) -> int:
+        """Give free staging memory back to the system; returns how many bytes."""
+        return self._site.give_memory_back()
