@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -514,29 +515,27 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         self.walked.set()
-        self.go_on.wait(30)
+        assert self.go_on.wait(30)
         return {"x": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-async def test_saves_of_one_new_structure_at_once_have_the_memory_they_need(
-    store: Stores,
-) -> None:
+def test_saves_of_one_new_structure_at_once_have_the_memory_they_need(store: Stores) -> None:
     # The second is walked when the first has replaced the plan that its memory was reserved for.
     prompt, late = _Object(), _Object()
     late.go_on.clear()
     large = torch.arange(100_000)
     settings: dict[str, Any] = {"staging_bytes": "4MiB", "staging": {"block_bytes": 65536}}
-    async with ckpipe.Pipeline(store.url, **settings) as pipeline:
-        await pipeline.save({"small": torch.zeros(1)}, until="committed")
-        waiting = asyncio.create_task(pipeline.save({"w": large, "o": late}, step=1))
-        await asyncio.to_thread(late.walked.wait, 30)
-        await pipeline.save({"w": large, "o": prompt}, step=2)
-        late.go_on.set()
-        async with asyncio.timeout(30):
-            await (await waiting)
-        result = await pipeline.load(step=1)
+    with ckpipe.SyncPipeline(store.url, **settings) as pipeline:
+        pipeline.save({"small": torch.zeros(1)}, until="committed")
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(pipeline.save, {"w": large, "o": late}, step=1)
+            assert late.walked.wait(30)
+            pipeline.save({"w": large, "o": prompt}, step=2)
+            late.go_on.set()
+            waiting.result(30).wait()
+        result = pipeline.load(step=1)
         assert result is not None
         assert torch.equal(result.state["w"], large)
 
