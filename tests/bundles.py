@@ -52,6 +52,7 @@ def manifest_of(
     world_size: int = 1,
     *,
     foreign: dict[str, Foreign] | None = None,
+    planned_for: int = 1,
     **fields: Any,
 ) -> tuple[ManifestDocument, dict[str, bytes]]:
     """The manifest of a rank, and its data files by name.
@@ -61,12 +62,13 @@ def manifest_of(
         rank: The rank.
         world_size: How many ranks there are.
         foreign: Which of the tensors at the state's top level others have written.
+        planned_for: For how many ranks the plan is made that says what this one writes.
         fields: More fields of the part.
     """
     foreign = foreign or {}
     structure, held = structure_of(state)
     _, written = structure_of({key: item for key, item in state.items() if key not in foreign})
-    plan = LocalPlanner().plan(written, rank=rank, world_size=1)
+    plan = LocalPlanner().plan(written, rank=rank, world_size=planned_for)
     numbers = {row.label: number for number, row in enumerate(structure.tensors)}
     chunks = [
         replace(chunk, tensor=numbers[written.tensors[chunk.tensor].label])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from bundles import ID, WRITER, structure_of
+from bundles import ID, WRITER, manifest_of, structure_of
 from placed_targets import rank_of
-from stored_states import store
+from stored_states import BLOCK_BYTES
 
 from ckpipe.backend import Backend
 from ckpipe.format.boxes import Box
@@ -16,16 +17,57 @@ from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
-from ckpipe.format.manifest import Chunk, Entry, FileRow, Layout, ManifestDocument, RankManifest
+from ckpipe.format.keys import LabelFilter
+from ckpipe.format.manifest import (
+    Chunk,
+    Entry,
+    FileRow,
+    Layout,
+    ManifestDocument,
+    RankManifest,
+)
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, data_file_name
 from ckpipe.loading.fill import boxed
 from ckpipe.loading.load import LoadRequest, restore
+from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
-from ckpipe.types import LoadResult
+from ckpipe.types import LoadResult, VerifyResult
 
 Held = Sequence[tuple[Box, int]]
 """Boxes of a tensor that a rank holds, each with the rank that writes it."""
+
+
+async def store(
+    state: Any, backend: Backend, *, rank: int = 0, world_size: int = 1
+) -> ManifestDocument:
+    """Writes the data files of a rank's state and returns its manifest."""
+    bundle, images = manifest_of(state, rank, world_size, planned_for=world_size)
+    for name, image in images.items():
+        await _write(backend, name, image)
+    return bundle
+
+
+async def _write(backend: Backend, name: str, image: bytes) -> None:
+    key = data_file_key(ID, name)
+    upload = await backend.open_upload(key, size=len(image), block_bytes=len(image))
+    await upload.write(0, memoryview(image))
+    await upload.complete()
+
+
+def request(into: Any = None, **changes: Any) -> LoadRequest:
+    """A strict load of everything, changed as named."""
+    plain = LoadRequest(into, LabelFilter(), strict=True, cast=False, pickling=False)
+    return dataclasses.replace(plain, **changes)
+
+
+async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
+    """Verifies with two lanes and blocks of 2 MiB."""
+    arena = Arena(BLOCK_BYTES)
+    try:
+        return await verify(backend, bundle, arena, lanes=2)
+    finally:
+        assert arena.free_blocks == arena.blocks
 
 
 async def store_ranks(
@@ -44,10 +86,7 @@ async def store_ranks(
         manifest, image = _rank(rank, len(states), state, boxes)
         manifests.append(manifest)
         if image:
-            key = data_file_key(ID, data_file_name(rank, 0))
-            upload = await backend.open_upload(key, size=len(image), block_bytes=len(image))
-            await upload.write(0, memoryview(image))
-            await upload.complete()
+            await _write(backend, data_file_name(rank, 0), image)
     return merged(manifests)
 
 

@@ -85,6 +85,15 @@ def packed(text: bytes) -> bytes:
     return stream + crc32c(stream).to_bytes(4, "big")
 
 
+def entries_of(data: bytes) -> tuple[int, dict[str, int]]:
+    """The size of a data file's header, and where each entry begins in the file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    return end, {
+        name: end + row["data_offsets"][0] for name, row in header.items() if name != "__metadata__"
+    }
+
+
 def forge(path: Path, change: Callable[[Document], object]) -> None:
     """Changes what a bundle says, and gives it checksums that are right."""
     document = document_of(path.read_bytes())

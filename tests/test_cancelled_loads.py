@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Literal
 
@@ -26,7 +27,7 @@ class Hanging(MemoryBackend):
 
     def __init__(self, verb: str) -> None:
         super().__init__()
-        self.verb, self.asked = verb, anyio.Event()
+        self.verb, self.asked = verb, threading.Event()
 
     async def _hang(self, verb: str) -> None:
         if verb == self.verb:
@@ -40,7 +41,7 @@ class Hanging(MemoryBackend):
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
         if self.verb != "read_here":
             return False
-        anyio.from_thread.run_sync(self.asked.set)
+        self.asked.set()
         time.sleep(0.05)
         anyio.run(MemoryBackend.read_into, self, key, offset, buffer)
         return True
@@ -61,18 +62,18 @@ async def test_a_load_or_check_ends_when_it_is_cancelled(
     verb: str, how: How, *, checks: bool
 ) -> None:
     backend = Hanging(verb)
-    bundle = await store(state(), backend)
+    await store(state(), backend)
     scope = anyio.CancelScope()
 
     async def work() -> None:
         with scope:
             if checks:
-                await verified(backend, bundle)
+                await verified(backend)
             else:
-                await load(backend, bundle, {key: value * 0 for key, value in state().items()})
+                await load(backend, {key: value * 0 for key, value in state().items()})
 
     task = asyncio.create_task(work())
-    await backend.asked.wait()
+    assert await anyio.to_thread.run_sync(backend.asked.wait, 20)
     if how == "task":
         task.cancel()
     else:
@@ -94,6 +95,6 @@ class Interrupted(Hanging):
 
 async def test_a_read_that_nobody_has_cancelled_is_not_lost_in_silence() -> None:
     backend = Interrupted("")
-    bundle = await store(state(), backend)
+    await store(state(), backend)
     with pytest.raises(StoreError, match="gave up"):
-        await load(backend, bundle, {key: value * 0 for key, value in state().items()})
+        await load(backend, {key: value * 0 for key, value in state().items()})

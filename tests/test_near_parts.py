@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bundles import ID
 from hypothesis import given
 from hypothesis import strategies as st
 from placed_targets import placed, rank_of
+from rank_states import store
 from ranks import one_rank
-from stored_states import ID, store
 from torch.distributed.tensor import Replicate, Shard
 
 from ckpipe.backend import Backend, PutMode

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from placed_targets import placed, rank_of
-from rank_states import load_as, store_planned
-from stored_states import request
+from rank_states import load_as, request, store_planned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

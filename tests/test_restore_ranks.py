@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed_targets import local_part, placed, rank_of
-from rank_states import Held, load_as, store_ranks
-from stored_states import request, verified
+from rank_states import Held, load_as, request, store_ranks, verified
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_states import load_as, store_ranks
-from stored_states import request
+from rank_states import load_as, request, store_ranks
 from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from stored_files import data_file_key
-from stored_states import BLOCK_BYTES, ID, load, store
+from stored_states import BLOCK_BYTES, load, store
 
 from ckpipe.backend import PutMode
 from ckpipe.errors import ChecksumMismatch
 from ckpipe.testing import MemoryBackend
 
-KEY = data_file_key(ID)
 MIB = 1 << 20
 
 
@@ -42,9 +41,9 @@ def odd_state() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", [Ranges, MemoryBackend])
 async def test_what_lies_across_edges_is_loaded(kind: type[MemoryBackend]) -> None:
     backend, state = kind(), odd_state()
-    bundle = await store(state, backend)
+    await store(state, backend)
     target = {name: torch.zeros_like(value) for name, value in state.items()}
-    await load(backend, bundle, target)
+    await load(backend, target)
     for name, value in state.items():
         assert torch.equal(target[name], value)
     if isinstance(backend, Ranges):
@@ -57,12 +56,12 @@ async def test_what_lies_across_edges_is_loaded(kind: type[MemoryBackend]) -> No
 @pytest.mark.parametrize("beside", [-1, 0])
 async def test_a_flipped_bit_on_either_side_of_an_edge_is_found(beside: int) -> None:
     backend, state = Ranges(), odd_state()
-    bundle = await store(state, backend)
-    data = bytearray(await backend.get(KEY, max_bytes=1 << 30))
+    key = data_file_key(await store(state, backend))
+    data = bytearray(await backend.get(key, max_bytes=1 << 30))
     data[2 * BLOCK_BYTES + beside] ^= 1
-    await backend.put(KEY, bytes(data), PutMode.OVERWRITE)
+    await backend.put(key, bytes(data), PutMode.OVERWRITE)
     target = {name: torch.zeros_like(value) for name, value in state.items()}
     with pytest.raises(ChecksumMismatch, match="Chunk"):
-        await load(backend, bundle, target)
+        await load(backend, target)
     for name, value in target.items():
         assert bool(((value == 0) | (value == state[name])).all())
