@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpipe.backend import PutMode
+from ckpipe.backend import PutMode, run_in_thread
 from ckpipe.errors import (
     InvalidKey,
     ObjectExists,
@@ -41,14 +41,10 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing.conformance import pattern
-from ckpipe.threads import _Call, in_thread
-from ckpipe_local import LocalBackend, reads, writes
-from ckpipe_local.backend import path_of
-from ckpipe_local.directories import TEMPORARY_PREFIX, list_children
-from ckpipe_local.failures import reading, writing
-from ckpipe_local.writes import begin_file
+from ckpipe_local import LocalBackend
 
-PAGE = reads.ALIGNMENT
+PAGE = LocalBackend.limits.alignment
+TEMPORARY = ".ckpipe-tmp-"
 
 
 @pytest.fixture
@@ -86,6 +82,13 @@ async def upload(backend: LocalBackend, key: str, data: memoryview, block_bytes:
 # Paths and the root
 
 
+def path_of(url: str) -> str:
+    """The path of the root that a URL means."""
+    return (
+        repr(LocalBackend(url)).removeprefix("<LocalBackend ").removesuffix(" [direct, 0 uploads]>")
+    )
+
+
 @pytest.mark.parametrize(
     ("url", "path"),
     [
@@ -100,13 +103,13 @@ async def upload(backend: LocalBackend, key: str, data: memoryview, block_bytes:
     ],
 )
 def test_paths_of_urls(url: str, path: str) -> None:
-    assert path_of(url) == path
+    assert path_of(url) == os.path.abspath(path)
 
 
 def test_a_leading_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert path_of("~/runs/1") == "/home/me/runs/1"
-    assert path_of("runs/~") == "runs/~"
+    assert path_of("runs/~") == os.path.abspath("runs/~")
     assert path_of("file:///~/runs") == "/~/runs"
 
 
@@ -193,31 +196,20 @@ async def test_a_root_is_made_by_the_first_write_and_stays(tmp_path: Path) -> No
     assert files_below(tmp_path) == ["a/b/x/y"]
 
 
-@pytest.fixture
-def closed_folder() -> Iterator[Path]:
-    """A directory that the current thread may read, with one in it that it may not."""
-    # Not below pytest's own directory, which is the user's alone.
-    with tempfile.TemporaryDirectory() as made:
-        root, closed = Path(made), Path(made) / "lost+found"
-        root.chmod(0o755)
-        (root / "run").mkdir()
-        (root / "run/file").write_bytes(b"x")
-        closed.mkdir(mode=0o700 if not os.geteuid() else 0o000)
-        yield root
-        closed.chmod(0o700)
+async def test_a_directory_that_may_not_be_read_is_in_nobodys_way(
+    tmp_path: Path, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
 
+    def forbidding(path: str) -> Any:
+        if str(path).endswith("lost+found"):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return scandir(path)
 
-def test_a_directory_that_may_not_be_read_is_in_nobodys_way(closed_folder: Path) -> None:
-    setfsuid = ctypes.CDLL(None).setfsuid  # of this thread alone, as nobody
-    before = setfsuid(65534) if not os.geteuid() else None
-    try:
-        with pytest.raises(OSError, match="Permission denied"):
-            list((closed_folder / "lost+found").iterdir())
-        found = list_children(str(closed_folder), "")
-    finally:
-        if before is not None:
-            setfsuid(before)
-    assert sorted(found.prefixes) == ["lost+found/", "run/"]
+    (tmp_path / "lost+found").mkdir()
+    await backend.put("run/file", b"x", PutMode.CREATE)
+    monkeypatch.setattr(os, "scandir", forbidding)
+    assert sorted((await backend.children()).prefixes) == ["lost+found/", "run/"]
 
 
 async def test_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
@@ -257,29 +249,6 @@ def memoryview_maker() -> Callable[[int], memoryview]:
     return lambda size: memoryview(mmap.mmap(-1, max(size, 1)))[:size]
 
 
-@pytest.mark.parametrize(
-    ("size", "offset", "skew", "part"),
-    [
-        (3 * PAGE, 0, 0, (0, 3 * PAGE)),
-        (3 * PAGE + 5, PAGE, 0, (0, 3 * PAGE)),
-        (3 * PAGE, 2 * PAGE - 3, PAGE - 3, (3, 2 * PAGE + 3)),
-        (3 * PAGE, 0, 8, (0, 0)),
-        (3 * PAGE, 8, 0, (0, 0)),
-        (PAGE - 1, 0, 0, (0, 0)),
-        (2, PAGE - 1, 0, (0, 0)),
-        (0, 0, 0, (0, 0)),
-    ],
-)
-def test_aligned_part(
-    aligned_buffer: Callable[[int], memoryview],
-    size: int,
-    offset: int,
-    skew: int,
-    part: tuple[int, int],
-) -> None:
-    assert reads.aligned_part(aligned_buffer(size + skew)[skew:], offset) == part
-
-
 NEAR_PAGES = st.builds(
     lambda pages, rest: max(1, pages * PAGE + rest),
     st.integers(0, 12),
@@ -308,12 +277,14 @@ def test_every_path_gives_the_same_bytes(
 @pytest.fixture
 def passes_cache(tmp_path: Path) -> None:
     """Skips where the file system cannot pass the page cache by, or keeps nothing else."""
-    (tmp_path / "probe").write_bytes(b"")
-    descriptor = writes.open_direct(str(tmp_path / "probe"))
-    (tmp_path / "probe").unlink()
-    if descriptor is None or shutil.disk_usage(tmp_path) == shutil.disk_usage("/dev/shm"):
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
         pytest.skip("The file system of the temporary directory has no direct I/O")
-    os.close(descriptor)
+    finally:
+        (tmp_path / "probe").unlink(missing_ok=True)
+    if shutil.disk_usage(tmp_path) == shutil.disk_usage("/dev/shm"):
+        pytest.skip("The temporary directory lies in memory")
 
 
 @pytest.mark.usefixtures("passes_cache")
@@ -381,7 +352,7 @@ async def test_a_class_that_reads_in_its_own_way_is_not_read_past_it(tmp_path: P
         assert not backend.read_here("f", 0, buffer)
         await backend.read_into("f", 0, buffer)
     assert bytes(buffer) == bytes([255, 254, 253])
-    assert await in_thread(LocalBackend(str(tmp_path)).read_here, "f", 0, buffer)
+    assert await run_in_thread(LocalBackend(str(tmp_path)).read_here, "f", 0, buffer)
 
 
 class Noting(LocalBackend):
@@ -454,24 +425,21 @@ async def test_refused_direct_io_falls_back(
     monkeypatch: pytest.MonkeyPatch,
     aligned_buffer: Callable[[int], memoryview],
 ) -> None:
-    # With an alignment that is too small for the disk the kernel refuses what we then ask for.
-    monkeypatch.setattr(reads, "ALIGNMENT", 16)
-    data = skewed(aligned_buffer, pattern(100_000), 16)
-    await upload(backend, "f", data, 20_000)
+    preadv = os.preadv
+
+    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return preadv(descriptor, buffers, offset)
+
+    data = skewed(aligned_buffer, pattern(100_000), 0)
+    await upload(backend, "f", data, 20_480)
     with open(tmp_path / "f", "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    buffer = aligned_buffer(100_016)[16:]
+    buffer = aligned_buffer(100_000)
+    monkeypatch.setattr(os, "preadv", refuse)
     await backend.read_into("f", 0, buffer)
     assert buffer == data
-
-
-@pytest.mark.usefixtures("passes_cache")
-def test_writer_reports_what_was_refused(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"")
-    descriptor = writes.open_direct(str(tmp_path / "f"))
-    assert descriptor is not None
-    assert writes.write_direct(descriptor, [memoryview(bytes(100))], 3) == 0
-    os.close(descriptor)
 
 
 async def test_block_outside_of_the_object(backend: LocalBackend) -> None:
@@ -487,7 +455,7 @@ async def test_block_outside_of_the_object(backend: LocalBackend) -> None:
 async def test_temporary_files_are_hidden(tmp_path: Path, backend: LocalBackend) -> None:
     begun = await backend.open_upload("a/f", size=10, block_bytes=10)
     (name,) = files_below(tmp_path)
-    assert os.path.basename(name).startswith(TEMPORARY_PREFIX)
+    assert os.path.basename(name).startswith(TEMPORARY)
     assert [info async for info in backend.list()] == []
     assert (await backend.children()).prefixes == ()
     assert (await backend.children("a/")).objects == ()
@@ -530,7 +498,7 @@ async def test_delete_clears_abandoned_uploads(
     tmp_path: Path, backend: LocalBackend, age: int, left: bool
 ) -> None:
     await backend.put("a/one", b"x", PutMode.CREATE)
-    abandoned = tmp_path / "a" / f"{TEMPORARY_PREFIX}1234"
+    abandoned = tmp_path / "a" / f"{TEMPORARY}1234"
     abandoned.write_bytes(b"")
     when = datetime.now(UTC).timestamp() - age
     os.utime(abandoned, (when, when))
@@ -542,14 +510,14 @@ async def test_delete_clears_abandoned_uploads(
 async def test_stale_uploads_go_by_their_time(tmp_path: Path, backend: LocalBackend) -> None:
     now = datetime.now(UTC)
     for name, age in (("a/old", 3000), ("a/new", 10), ("b/old", 3000)):
-        path = tmp_path / os.path.dirname(name) / (TEMPORARY_PREFIX + os.path.basename(name))
+        path = tmp_path / os.path.dirname(name) / (TEMPORARY + os.path.basename(name))
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
         os.utime(path, (now.timestamp() - age, now.timestamp() - age))
     before = now - timedelta(seconds=1000)
     assert await backend.remove_stale_uploads("a/", before=before) == 1
     assert await backend.remove_stale_uploads("", before=before) == 1
-    assert files_below(tmp_path) == [f"a/{TEMPORARY_PREFIX}new"]
+    assert files_below(tmp_path) == [f"a/{TEMPORARY}new"]
     assert not (tmp_path / "b").exists()
 
 
@@ -594,12 +562,31 @@ async def test_keys_that_clash_with_directories(backend: LocalBackend) -> None:
         (errno.EINVAL, StoreError, InvalidKey),
     ],
 )
-def test_errors_are_translated(code: int, read: type[StoreError], write: type[StoreError]) -> None:
-    for translated, kind in ((reading, read), (writing, write)):
-        with pytest.raises(kind, match=os.strerror(code)) as caught, translated("do it", "a key"):
+async def test_errors_are_translated(
+    tmp_path: Path,
+    backend: LocalBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    read: type[StoreError],
+    write: type[StoreError],
+) -> None:
+    await backend.put("a", b"x", PutMode.CREATE)
+    system_open = os.open
+
+    def failing(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).startswith(str(tmp_path)):
             raise OSError(code, os.strerror(code))
+        return system_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    for kind, call in (
+        (read, backend.get("a", max_bytes=1)),
+        (write, backend.put("a", b"y", PutMode.OVERWRITE)),
+    ):
+        with pytest.raises(kind, match=os.strerror(code)) as caught:
+            await call
         assert type(caught.value) is kind
-        assert caught.value.key == "a key"
+        assert caught.value.key == "a"
         assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -633,7 +620,7 @@ async def test_cancelled_call_waits_for_its_thread(native: bool) -> None:
 
     async def call() -> None:
         with scope:
-            await in_thread(work)
+            await run_in_thread(work)
 
     task = asyncio.create_task(call())
     await anyio.to_thread.run_sync(begun.wait)
@@ -734,48 +721,29 @@ async def test_a_cancelled_deletion_is_whole_when_it_ends(
 
 async def test_call_cancelled_before_it_begins_never_runs() -> None:
     ran = threading.Event()
-    task = asyncio.create_task(in_thread(ran.set))
+    task = asyncio.create_task(run_in_thread(ran.set))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await in_thread(lambda: 7) == 7
+    assert await run_in_thread(lambda: 7) == 7
     assert not ran.is_set()
 
 
-async def test_revoked_call_never_runs() -> None:
-    ran = threading.Event()
-    call = _Call(ran.set)
-    await call.ended_or_revoked()
-    with pytest.raises(RuntimeError, match="cancelled before it began"):
-        call.run()
-    assert not ran.is_set()
-
-
-def test_descriptors_outlive_their_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    write_all = writes.write_all
-
-    def write_late(descriptor: int, data: memoryview, offset: int) -> None:
-        begun.set()
-        assert release.wait(30)
-        write_all(descriptor, data, offset)
-
-    monkeypatch.setattr(writes, "write_all", write_late)
-    file = begin_file("f", str(tmp_path), set(), 3, False)
-    writer = threading.Thread(target=file.write, args=([(0, memoryview(b"abc"))],))
-    closer = threading.Thread(target=file.close)
-    writer.start()
-    assert begun.wait(30)
-    closer.start()
-    closer.join(0.1)
-    assert closer.is_alive()
-    release.set()
-    closer.join(30)
-    (temporary,) = tmp_path.iterdir()
-    assert temporary.read_bytes() == b"abc"
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        file.write([(0, memoryview(b"abc"))])
+async def test_descriptors_outlive_their_writers(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = await backend.open_upload("f", size=3, block_bytes=3)
+    stuck = Stuck(os.pwrite)
+    monkeypatch.setattr(os, "pwrite", stuck)
+    writing = asyncio.create_task(begun.write(0, memoryview(b"abc")))
+    await anyio.to_thread.run_sync(stuck.begun.wait)
+    aborting = asyncio.create_task(begun.abort())
+    await anyio.wait_all_tasks_blocked()
+    assert not aborting.done()
+    stuck.release.set()
+    await asyncio.gather(writing, aborting)
+    with pytest.raises(StoreError, match="Bad file descriptor"):
+        await begun.write(0, memoryview(b"abc"))
 
 
 UPLOADER = """

@@ -23,7 +23,7 @@ from ckpipe.testing import (
     Operation,
     SlowBackend,
 )
-from ckpipe_local.directories import sync_directory
+from ckpipe_local import LocalBackend
 
 CREATE, OVERWRITE = PutMode.CREATE, PutMode.OVERWRITE
 
@@ -319,5 +319,5 @@ async def test_suite_finds_broken_backends(
 
 
 async def test_blocking_library_code_is_caught(tmp_path: Any) -> None:
-    with pytest.raises(BlockingError, match=r"os\.open"):
-        sync_directory(str(tmp_path))
+    with pytest.raises(BlockingError, match=r"os\.stat"):
+        LocalBackend(str(tmp_path)).read_here("f", 0, memoryview(bytearray(1)))

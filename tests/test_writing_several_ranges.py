@@ -9,34 +9,19 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.testing.conformance import pattern
-from ckpipe_local.reads import ALIGNMENT
-from ckpipe_local.writes import PartialFile, begin_file, side_by_side
+from ckpipe_local import LocalBackend
+
+ALIGNMENT = LocalBackend.limits.alignment
 
 Ranges = list[tuple[int, memoryview]]
 Write = Callable[[int, Sequence[memoryview], int], int]
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5))), st.randoms())
-def test_runs_have_all_bytes_and_no_gap(drawn: list[tuple[int, int]], order: random.Random) -> None:
-    image = pattern(100 * len(drawn))
-    ranges, at = Ranges(), 0
-    for gap, size in drawn:
-        ranges.append((at + gap, memoryview(image)[at + gap : at + gap + size]))
-        at += gap + size
-    order.shuffle(ranges)
-    runs = list(side_by_side(ranges))
-    ends = [offset + sum(map(len, pieces)) for offset, pieces in runs]
-    assert all(end < offset for end, (offset, _) in zip(ends, runs[1:], strict=False))
-    for offset, pieces in runs:
-        assert b"".join(pieces) == image[offset : offset + sum(map(len, pieces))]
-    assert sum(len(pieces) for _, pieces in runs) == len(ranges)
 
 
 SIZES = st.sampled_from([1, 100, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT, 5 * ALIGNMENT + 7])
@@ -79,13 +64,14 @@ def refusing(pwritev: Write) -> Write:
     return write
 
 
-def written(root: str, file: PartialFile, ranges: Ranges) -> bytes:
-    """What is in a file once the ranges are, of which it has one half at a time."""
-    for half in (ranges[::2], ranges[1::2]):
-        file.write(half)
-    file.close()
-    (temporary,) = Path(root).iterdir()
-    return temporary.read_bytes()
+async def written(root: str, size: int, ranges: Ranges) -> bytes:
+    """What is in an object once the ranges are, of which it gets one half at a time."""
+    async with LocalBackend(root) as backend:
+        upload = await backend.open_upload("f", size=size, block_bytes=size)
+        for half in (ranges[::2], ranges[1::2]):
+            await upload.write_all(half)
+        await upload.complete()
+        return await backend.get("f", max_bytes=size)
 
 
 @pytest.mark.parametrize("kernel", [lambda pwritev: pwritev, short, refusing])
@@ -99,5 +85,4 @@ def test_every_byte_is_written(
     order.shuffle(ranges)
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwritev", kernel(os.pwritev))
-        file = begin_file("f", root, set(), len(image), True)
-        assert written(root, file, ranges) == image
+        assert anyio.run(written, root, len(image), ranges) == image

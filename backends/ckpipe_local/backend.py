@@ -25,33 +25,16 @@ from ckpipe.backend import (
     without_secrets,
 )
 from ckpipe.errors import InvalidKey, UsageError
-from ckpipe_local.directories import (
-    delete_files,
-    find_root,
-    is_temporary,
-    list_children,
-    list_objects,
-    make_root,
-    object_info,
-    prove_root,
-    remove_stale,
-)
-from ckpipe_local.failures import opening, reading, writing
-from ckpipe_local.reads import (
-    ALIGNMENT,
-    cached_range,
-    check_regular,
-    read_buffered,
-    read_direct,
-    read_small,
-)
-from ckpipe_local.writes import LocalUpload, PartialFile, begin_file, put_object
+from ckpipe_local.directories import Root, is_temporary, object_info
+from ckpipe_local.failures import READING, opening, translating
+from ckpipe_local.reads import ALIGNMENT, cached_range, check_regular, read_range, read_small
+from ckpipe_local.writes import LocalUpload, put_object
 
 # Each is one call of one thread, so that a caller that is cancelled goes on at once and leaves no
 # file open. Writes and deletions use run_in_thread: they are never left behind half done.
 _read_small = aiofiles.os.wrap(read_small)
-_list_objects = aiofiles.os.wrap(list_objects)
-_list_children = aiofiles.os.wrap(list_children)
+_list_objects = aiofiles.os.wrap(Root.objects)
+_list_children = aiofiles.os.wrap(Root.children)
 
 
 class LocalBackend(Backend):
@@ -83,20 +66,19 @@ class LocalBackend(Backend):
         self, url: str, *, direct: bool = True, access: Literal["write", "read"] = "write"
     ) -> None:
         path = path_of(url)
-        self._root = os.path.normpath(path if os.path.isabs(path) else f"{os.getcwd()}/{path}")
+        whole = path if os.path.isabs(path) else f"{os.getcwd()}/{path}"
+        self._root = Root(os.path.normpath(whole))
         self._direct, self._access = direct, access
-        self._durable: set[str] = set()
-        self._uploads: set[PartialFile] = set()
-        self._missing = False
+        self._uploads: set[LocalUpload] = set()
 
     def __repr__(self) -> str:
         mode = "direct" if self._direct else "buffered"
-        return f"<LocalBackend {self._root} [{mode}, {len(self._uploads)} uploads]>"
+        return f"<LocalBackend {self._root.path} [{mode}, {len(self._uploads)} uploads]>"
 
     async def __aenter__(self) -> Self:
         create = self._access != "read"
-        with opening(self._root, create=create):
-            self._missing = await run_in_thread(prove_root if create else find_root, self._root)
+        with opening(self._root.path, create=create):
+            await run_in_thread(self._root.prove, create)
         return self
 
     async def __aexit__(
@@ -106,45 +88,39 @@ class LocalBackend(Backend):
         traceback: TracebackType | None,
     ) -> None:
         """Give up the uploads that were neither completed nor aborted."""
-        with anyio.CancelScope(shield=True), writing(f"clean up {self._root}"):
-            await run_in_thread(discard_all, self._uploads)
+        with anyio.CancelScope(shield=True), translating(f"clean up {self._root.path}"):
+            await run_in_thread(self._discard_all)
+
+    def _discard_all(self) -> None:
+        while self._uploads:
+            self._uploads.pop().discard()
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         path = self._path(key)
-        with writing(f"write {path}", key):
+        with translating(f"write {path}", key):
             await run_in_thread(self._put, key, data, mode)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with writing(f"write {path}", key):
+        with translating(f"write {path}", key):
             await run_in_thread(self._put, key, data, PutMode.CREATE, False)
 
     def _put(self, key: str, data: bytes, mode: PutMode, lasting: bool = True) -> None:
-        self._make_root()
-        put_object(key, self._root, self._durable, data, mode, lasting)
-
-    def _make_root(self) -> None:
-        """Make a root that was missing at open; one that has gone since is not made again."""
-        if self._missing:
-            make_root(self._root)
-            self._missing = False
+        self._root.make()
+        put_object(self._root, key, data, mode, lasting=lasting)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         path = self._path(key)
-        with writing(f"write {path}", key):
-            file = await run_in_thread(self._begin, key, size)
-        return LocalUpload(key, size, path, file, self._uploads)
+        with translating(f"write {path}", key):
+            return await run_in_thread(self._begin, key, size)
 
-    def _begin(self, key: str, size: int) -> PartialFile:
-        self._make_root()
-        # The file is noted in the thread: a caller that is cancelled now never gets to see it.
-        file = begin_file(key, self._root, self._durable, size, self._direct)
-        self._uploads.add(file)
-        return file
+    def _begin(self, key: str, size: int) -> Upload:
+        self._root.make()
+        return LocalUpload(self._root, key, size, direct=self._direct, unfinished=self._uploads)
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         path = self._path(key)
-        with reading(f"read {path}", key):
+        with translating(f"read {path}", key, READING):
             return await _read_small(path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -153,58 +129,51 @@ class LocalBackend(Backend):
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
         path = self._path(key)
-        read = read_direct if self._direct else read_buffered
-        with reading(f"read {path}", key):
-            read(path, key, offset, buffer)
+        with translating(f"read {path}", key, READING):
+            read_range(path, key, offset, buffer, direct=self._direct)
         return True
 
     async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
         path = self._path(key)
-        with reading(f"read {path}", key):
+        with translating(f"read {path}", key, READING):
             return await run_in_thread(cached_range, path, key, offset, size)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         check_prefix(prefix)
-        with reading(f"list {self._root}/{prefix}"):
+        with translating(f"list {self._root.path}/{prefix}", table=READING):
             found = await _list_objects(self._root, prefix)
         for info in found:
             yield info
 
     async def children(self, prefix: str = "") -> Children:
         check_prefix(prefix)
-        with reading(f"list {self._root}/{prefix}"):
+        with translating(f"list {self._root.path}/{prefix}", table=READING):
             return await _list_children(self._root, prefix)
 
     async def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with reading(f"look at {path}", key):
+        with translating(f"look at {path}", key, READING):
             found = await aiofiles.os.stat(path)
         check_regular(found, path, key)
         return object_info(key, found)
 
     async def delete(self, keys: Iterable[str]) -> None:
         checked = [self._checked(key) for key in keys]
-        with writing(f"delete objects of {self._root}"):
-            await run_in_thread(delete_files, checked, self._root, self._durable)
+        with translating(f"delete objects of {self._root.path}"):
+            await run_in_thread(self._root.delete, checked)
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         check_prefix(prefix)
-        with writing(f"clean up {self._root}/{prefix}"):
-            return await run_in_thread(remove_stale, self._root, prefix, before, self._durable)
+        with translating(f"clean up {self._root.path}/{prefix}"):
+            return await run_in_thread(self._root.remove_stale, prefix, before)
 
     def _path(self, key: str) -> str:
-        return os.path.join(self._root, self._checked(key))
+        return os.path.join(self._root.path, self._checked(key))
 
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key).split("/")):
             raise InvalidKey("The key has a part that begins like a temporary file", key=key)
         return key
-
-
-def discard_all(files: set[PartialFile]) -> None:
-    """Close and remove the temporary files of a set, and empty it."""
-    while files:
-        files.pop().discard()
 
 
 def check_prefix(prefix: str) -> None:

@@ -18,72 +18,69 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 
-_Errors = Mapping[int, type[StoreError]]
+_ACCESS = "Give this user access to the directory, or name another one"
 
-_COMMON: _Errors = {
-    errno.ENOSPC: StoreFull,
-    errno.EDQUOT: StoreFull,
-    errno.EFBIG: StoreFull,
-    errno.EACCES: PermissionDenied,
-    errno.EPERM: PermissionDenied,
-    errno.EROFS: PermissionDenied,
-    errno.EEXIST: ObjectExists,
-    errno.ENAMETOOLONG: InvalidKey,
-    errno.EILSEQ: InvalidKey,
-    errno.ELOOP: InvalidKey,
-    errno.ESTALE: StoreUnavailable,
-    errno.ETIMEDOUT: StoreUnavailable,
-    errno.EAGAIN: StoreUnavailable,
-    errno.EBUSY: StoreUnavailable,
-    errno.ENOTCONN: StoreUnavailable,
-    errno.EHOSTDOWN: StoreUnavailable,
-}
-# A key that runs through a file names nothing when it is read, and nothing possible when it is
-# written. A directory that is gone while a file is written in it is a fault of the store.
-_READING: _Errors = {
-    **_COMMON,
-    errno.ENOENT: ObjectNotFound,
-    errno.ENOTDIR: ObjectNotFound,
-    errno.EISDIR: ObjectNotFound,
-}
-_WRITING: _Errors = {
-    **_COMMON,
-    errno.EINVAL: InvalidKey,
-    errno.ENOTDIR: InvalidKey,
-    errno.EISDIR: InvalidKey,
-}
+Table = Mapping[int, tuple[type[StoreError], str | None]]
 
-_HINTS: Mapping[int, str] = {
-    errno.ENOSPC: "Free space on that file system, then try again",
-    errno.EDQUOT: "Free space within the quota of this user, then try again",
-    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or use another file system",
-    errno.EACCES: "Give this user access to the directory, or name another one",
-    errno.EPERM: "Give this user access to the directory, or name another one",
-    errno.EROFS: "Mount the file system for writing, name another directory, or open the "
-    "pipeline with read_only=True to load only",
-    errno.ENOTDIR: "A part of the path is a file, so that nothing can lie below it",
-    errno.EISDIR: "The key names a directory that has objects below it",
-    errno.EMFILE: "Raise the limit on open files (ulimit -n)",
-    errno.EIO: "The device fails: look at the kernel's log",
+WRITING: Table = {
+    errno.ENOSPC: (StoreFull, "Free space on that file system, then try again"),
+    errno.EDQUOT: (StoreFull, "Free space within the quota of this user, then try again"),
+    errno.EFBIG: (
+        StoreFull,
+        "Raise the limit on file sizes (ulimit -f), or use another file system",
+    ),
+    errno.EACCES: (PermissionDenied, _ACCESS),
+    errno.EPERM: (PermissionDenied, _ACCESS),
+    errno.EROFS: (
+        PermissionDenied,
+        "Mount the file system for writing, name another directory, or open the "
+        "pipeline with read_only=True to load only",
+    ),
+    errno.EEXIST: (ObjectExists, None),
+    errno.ENAMETOOLONG: (InvalidKey, None),
+    errno.EILSEQ: (InvalidKey, None),
+    errno.ELOOP: (InvalidKey, None),
+    errno.EINVAL: (InvalidKey, None),
+    errno.ENOTDIR: (InvalidKey, "A part of the path is a file, so that nothing can lie below it"),
+    errno.EISDIR: (InvalidKey, "The key names a directory that has objects below it"),
+    errno.ESTALE: (StoreUnavailable, None),
+    errno.ETIMEDOUT: (StoreUnavailable, None),
+    errno.EAGAIN: (StoreUnavailable, None),
+    errno.EBUSY: (StoreUnavailable, None),
+    errno.ENOTCONN: (StoreUnavailable, None),
+    errno.EHOSTDOWN: (StoreUnavailable, None),
+    errno.EMFILE: (StoreError, "Raise the limit on open files (ulimit -n)"),
+    errno.EIO: (StoreError, "The device fails: look at the kernel's log"),
+}
+"""What errors become where objects are written or deleted, and their hints. A directory that is
+gone while a file is written in it is a fault of the store."""
+
+# A key that runs through a file names nothing when it is read, and nothing possible otherwise.
+READING: Table = {
+    **WRITING,
+    errno.EINVAL: (StoreError, None),
+    errno.ENOENT: (ObjectNotFound, None),
+    errno.ENOTDIR: (ObjectNotFound, WRITING[errno.ENOTDIR][1]),
+    errno.EISDIR: (ObjectNotFound, WRITING[errno.EISDIR][1]),
 }
 
 
 @contextmanager
-def reading(action: str, key: str | None = None) -> Iterator[None]:
-    """Translate errors of reading objects."""
+def translating(
+    action: str,
+    key: str | None = None,
+    table: Table = WRITING,
+) -> Iterator[None]:
+    """Translate errors of the operating system by a table."""
     try:
         yield
     except OSError as error:
-        raise _store_error(error, action, key, _READING) from error
-
-
-@contextmanager
-def writing(action: str, key: str | None = None) -> Iterator[None]:
-    """Translate errors of writing or deleting objects."""
-    try:
-        yield
-    except OSError as error:
-        raise _store_error(error, action, key, _WRITING) from error
+        code = error.errno or 0
+        text = os.strerror(code) if code else str(error)
+        if code == errno.ENOSPC:  # which may say what is needed and what is free
+            text = error.strerror or text
+        kind, hint = table.get(code, (StoreError, None))
+        raise kind(f"Could not {action}: {text}", key=key, hint=hint) from error
 
 
 @contextmanager
@@ -106,10 +103,10 @@ def needing(nbytes: int, root: str) -> Iterator[None]:
 def unrepeatable(action: str) -> Iterator[None]:
     """Translate errors of an operation whose success at a second try proves nothing."""
     try:
-        yield
-    except OSError as error:
-        found = _store_error(error, action, None, _WRITING)
-        raise (StoreError(found.message) if found.transient else found) from error
+        with translating(action):
+            yield
+    except StoreUnavailable as error:
+        raise StoreError(error.message) from error
 
 
 @contextmanager
@@ -118,37 +115,26 @@ def opening(root: str, *, create: bool) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOTDIR and not create:
+        code = error.errno or 0
+        said = os.strerror(code) if code else str(error)
+        if code == errno.ENOTDIR and not create:
             message = f"{root} is no directory: it or a part of the path is a file"
             raise StoreError(message, hint="Look for a mistake in the path") from error
-        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        if code in (errno.EEXIST, errno.ENOTDIR):
             message = f"The directory {root} cannot be created: a part of the path is a file"
             raise StoreError(message, hint="Remove the file, or name another directory") from error
-        raise _root_error(error, root) from error
-
-
-def _store_error(error: OSError, action: str, key: str | None, errors: _Errors) -> StoreError:
-    code = error.errno or 0
-    text = os.strerror(code) if code else str(error)
-    if code == errno.ENOSPC:  # which may say what is needed and what is free
-        text = error.strerror or text
-    kind = errors.get(code, StoreError)
-    return kind(f"Could not {action}: {text}", key=key, hint=_HINTS.get(code))
-
-
-def _root_error(error: OSError, root: str) -> StoreError:
-    code = error.errno or 0
-    if code == errno.ENAMETOOLONG:
-        message = f"The directory {root:.100}… cannot be used: {os.strerror(code)}"
-        return StoreError(message, hint="Name a directory with a shorter path")
-    if code == errno.ENOENT:
-        return StoreError(f"There is no directory {root}", hint="Look for a mistake in the path")
-    kind = _WRITING.get(code, StoreError)
-    kind = StoreError if kind is InvalidKey else kind
-    hint = _HINTS.get(code, "Name a directory that can be created and written")
-    if kind is StoreFull:
-        hint += ", or open the pipeline with read_only=True to load only"
-    return kind(f"The directory {root} cannot be used: {os.strerror(code)}", hint=hint)
+        if code == errno.ENAMETOOLONG:
+            message = f"The directory {root:.100}… cannot be used: {said}"
+            raise StoreError(message, hint="Name a directory with a shorter path") from error
+        if code == errno.ENOENT:
+            message, hint = f"There is no directory {root}", "Look for a mistake in the path"
+            raise StoreError(message, hint=hint) from error
+        kind, found = WRITING.get(code, (StoreError, None))
+        kind = StoreError if kind is InvalidKey else kind
+        hint = found or "Name a directory that can be created and written"
+        if kind is StoreFull:
+            hint += ", or open the pipeline with read_only=True to load only"
+        raise kind(f"The directory {root} cannot be used: {said}", hint=hint) from error
 
 
 def truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:

@@ -26,7 +26,7 @@ import os
 import stat
 
 from ckpipe.errors import ObjectNotFound, StoreError
-from ckpipe_local.failures import reading, truncated
+from ckpipe_local.failures import READING, translating, truncated
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Offset, length and address must be multiples of it to go past the page cache."""
@@ -41,8 +41,6 @@ _libc.syscall.restype = ctypes.c_long
 _CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
 _PROBED_PAGES = 16
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
-_EXAMINED_BYTES = 128 << 20
-"""The most bytes that are examined page by page in one call."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -99,30 +97,27 @@ def read_small(path: str, key: str, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-def read_buffered(path: str, key: str, offset: int, buffer: memoryview) -> None:
-    """Fill a buffer from a file, through the page cache."""
+def read_range(path: str, key: str, offset: int, buffer: memoryview, *, direct: bool) -> None:
+    """Fill a buffer from a file: from the page cache what is there, the rest past it if direct."""
     descriptor = open_object(path, key)
     try:
-        done = read_at(descriptor, buffer, offset)
-        _check_full(descriptor, key, offset, buffer, done)
+        done = 0
+        if direct:
+            cached = _cached_length(descriptor, path, offset, len(buffer))
+            done = read_at(descriptor, buffer[:cached], offset)
+            done += _read_past_cache(descriptor, buffer[done:], offset + done)
+        _fill(descriptor, key, offset, buffer, done)
     finally:
         os.close(descriptor)
 
 
-def read_direct(path: str, key: str, offset: int, buffer: memoryview) -> None:
-    """Fill a buffer from a file: from the page cache what is there, the rest past it."""
-    descriptor = open_object(path, key)
-    try:
-        cached = _cached_length(descriptor, path, offset, len(buffer))
-        done = read_at(descriptor, buffer[:cached], offset)
-        done += _read_past_cache(descriptor, buffer[done:], offset + done)
-        done += read_at(descriptor, buffer[done:], offset + done)
-        _check_full(descriptor, key, offset, buffer, done)
-    finally:
-        os.close(descriptor)
+def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, done: int = 0) -> None:
+    """Fill the rest of a buffer through the page cache.
 
-
-def _check_full(descriptor: int, key: str, offset: int, buffer: memoryview, done: int) -> None:
+    Raises:
+        TruncatedObject: If the file ends before.
+    """
+    done += read_at(descriptor, buffer[done:], offset + done)
     if done < len(buffer):
         raise truncated(key, offset, len(buffer), os.fstat(descriptor).st_size)
 
@@ -198,7 +193,7 @@ def cached_range(path: str, key: str, offset: int, size: int) -> CachedFile | No
     length = os.fstat(file.descriptor).st_size
     if offset + size > length:
         raise truncated(key, offset, size, length)
-    return file if _is_cached(file.descriptor, path, offset, size) else None
+    return file if _cached_length(file.descriptor, path, offset, size) >= size else None
 
 
 class CachedFile:
@@ -219,11 +214,8 @@ class CachedFile:
     def read_into(self, at: int, buffer: memoryview) -> None:
         """See :meth:`ckpipe.backend.CachedRange.read_into`; safe for several threads."""
         offset = self._offset + at
-        with reading(f"read {self._path}", self._key):
-            done = read_at(self.descriptor, buffer, offset)
-            if done < len(buffer):
-                size = os.fstat(self.descriptor).st_size
-                raise truncated(self._key, offset, len(buffer), size)
+        with translating(f"read {self._path}", self._key, READING):
+            _fill(self.descriptor, self._key, offset, buffer)
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
@@ -235,42 +227,20 @@ def _cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
     size = min(size, os.fstat(descriptor).st_size - offset)
     if size <= 0 or not _tells_residency(descriptor, path):
         return 0
+    pages = (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     cached = _cached_pages(descriptor, offset, size)
-    if cached is not None and cached in (0, _pages(offset, size)):
+    if cached is not None and cached in (0, pages):
         return size if cached else 0
-    view, skipped = _map(descriptor, offset, size)
-    resident = _resident_pages(_address_of(view), len(view)) * mmap.PAGESIZE
-    return max(0, min(size, resident - skipped))
-
-
-def _pages(offset: int, size: int) -> int:
-    return (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
-
-
-def _is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
-    """Tell whether the page cache holds all of a range that lies in the file."""
-    if not size:
-        return True
-    if not _tells_residency(descriptor, path):
-        return False
-    cached = _cached_pages(descriptor, offset, size)
-    if cached is not None:
-        return cached >= _pages(offset, size)
-    if size > _EXAMINED_BYTES:
-        return False
-    view, _ = _map(descriptor, offset, size)
-    return _resident_pages(_address_of(view), len(view)) * mmap.PAGESIZE >= len(view)
-
-
-def _map(descriptor: int, offset: int, size: int) -> tuple[memoryview, int]:
-    """Map a range from the page on in which it begins; the mapping ends with its last view.
-
-    It is asked about and never read: reading a page that was cut off ends the process.
-    """
+    # The mapping is asked about and never read: reading a page that was cut off ends the process.
     skipped = offset % mmap.ALLOCATIONGRANULARITY
     length, start = skipped + size, offset - skipped
     mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
-    return memoryview(mapping), skipped
+    # A cold range is recognised by its first pages, since asking after all of them is not free.
+    address, first = _address_of(memoryview(mapping)), min(length, _PROBED_PAGES * mmap.PAGESIZE)
+    resident = _leading_pages(address, first) * mmap.PAGESIZE
+    if resident >= first:
+        resident = _leading_pages(address, length) * mmap.PAGESIZE
+    return max(0, min(size, resident - skipped))
 
 
 def _tells_residency(descriptor: int, path: str) -> bool:
@@ -291,15 +261,8 @@ def _cached_pages(descriptor: int, offset: int, size: int) -> int | None:
     return counts[0]
 
 
-def _resident_pages(address: int, size: int) -> int:
-    """Count the pages of a mapping, from its begin, that are in memory without a gap."""
-    # A cold range is recognised by its first pages, since asking after all of them is not free.
-    first = min(size, _PROBED_PAGES * mmap.PAGESIZE)
-    found = _leading_pages(address, first)
-    return found if found * mmap.PAGESIZE < first else _leading_pages(address, size)
-
-
 def _leading_pages(address: int, size: int) -> int:
+    """Count the pages of a mapping, from its begin, that are in memory without a gap."""
     pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
     if _libc.mincore(address, size, pages):
         return 0

@@ -16,8 +16,8 @@ import anyio
 
 from ckpipe.backend import PutMode, Upload, run_in_thread
 from ckpipe.errors import LinkRefused, StoreError, UsageError
-from ckpipe_local.directories import delete_files, directories, new_file, sync_entries
-from ckpipe_local.failures import needing, unrepeatable, writing
+from ckpipe_local.directories import Root, sync_entries
+from ckpipe_local.failures import needing, translating, unrepeatable
 from ckpipe_local.reads import aligned_part
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,6 +29,17 @@ class LocalUpload(Upload):
 
     Completing syncs the file, links it to its name and syncs the directory, in this order. Every
     call ends only when its worker thread has let go of the caller's memory, cancelled or not.
+
+    The file is open twice: one descriptor goes through the page cache, the other, where the file
+    system has it, past it. Neither is closed while a thread writes through it, because its
+    number may be given to another file at once.
+
+    Args:
+        root: The root.
+        key: The object's key.
+        size: Its size in bytes.
+        direct: Whether to write past the page cache where the file system can.
+        unfinished: The uploads that are to be given up at the end.
     """
 
     # Each call of a thread takes the GIL from a trainer several times, and a write of this many
@@ -36,13 +47,31 @@ class LocalUpload(Upload):
     most_blocks = 16
 
     def __init__(
-        self, key: str, size: int, path: str, file: PartialFile, unfinished: set[PartialFile]
+        self, root: Root, key: str, size: int, *, direct: bool, unfinished: set[LocalUpload]
     ) -> None:
-        self._key = key
-        self._size = size
-        self._path = path
-        self._file = file
+        self._root, self._key, self._size = root, key, size
+        self._path = os.path.join(root.path, key)
+        self._directory, self._name = os.path.split(key)
         self._unfinished = unfinished
+        self._direct: int | None = None
+        self._refused = False
+        self._synced: bool | None = None
+        self._state = threading.Condition()
+        self._writers = 0
+        self._closed = False
+        with (
+            needing(size, root.path),
+            root.new_file(self._directory) as (directory, self._buffered, self._temporary),
+        ):
+            try:
+                _preallocate(self._buffered, size)
+                if direct:
+                    self._direct = _open_direct(self._temporary, directory)
+            except BaseException:
+                self.discard()
+                raise
+        # Noted in this thread, since a caller that is cancelled now never gets to see the upload.
+        unfinished.add(self)
 
     def __repr__(self) -> str:
         return f"<LocalUpload {self._key} {self._size} bytes>"
@@ -55,96 +84,54 @@ class LocalUpload(Upload):
             if offset < 0 or offset + len(data) > self._size:
                 message = f"A block of {len(data)} bytes at {offset} leaves the {self._size} bytes"
                 raise UsageError(message, key=self._key)
-        with writing(f"write {self._path}", self._key):
-            await run_in_thread(self._file.write, blocks)
+        with translating(f"write {self._path}", self._key):
+            await run_in_thread(self._write_while_open, blocks)
 
     async def complete(self) -> None:
-        with writing(f"complete {self._path}", self._key):
-            await run_in_thread(self._file.publish)
-        self._unfinished.discard(self._file)
+        with translating(f"complete {self._path}", self._key):
+            await run_in_thread(self._publish)
+        self._unfinished.discard(self)
 
     async def abort(self) -> None:
-        with anyio.CancelScope(shield=True), writing(f"abort {self._path}", self._key):
-            await run_in_thread(self._file.discard)
-        self._unfinished.discard(self._file)
+        with anyio.CancelScope(shield=True), translating(f"abort {self._path}", self._key):
+            await run_in_thread(self.discard)
+        self._unfinished.discard(self)
 
-
-class PartialFile:
-    """A temporary file of fixed size that several threads write at once.
-
-    It is open twice: one descriptor goes through the page cache, the other, where the file
-    system has it, past it. Neither is closed while a thread writes through it, because its
-    number may be given to another file at once.
-    """
-
-    def __init__(
-        self, buffered: int, directory: str, names: tuple[str, str], root: str, durable: set[str]
-    ) -> None:
-        self._temporary, self._name = names
-        self._directory = directory
-        self._root, self._durable = root, durable
-        self._buffered = buffered
-        self._direct: int | None = None
-        self._refused = False
-        self._synced: bool | None = None
-        self._state = threading.Condition()
-        self._writers = 0
-        self._closed = False
-
-    def prepare(self, size: int, directory: int, *, direct: bool) -> None:
-        """Reserve the space, and find out whether the page cache can be bypassed."""
-        _preallocate(self._buffered, size)
-        if direct:
-            self._direct = open_direct(self._temporary, directory)
-
-    def write(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Write ranges; several threads may do so at once."""
+    def _write_while_open(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
         with self._state:
             if self._closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             self._writers += 1
         try:
-            self._write(ranges)
+            self._write(blocks)
         finally:
             with self._state:
                 self._writers -= 1
                 self._state.notify_all()
 
-    def _write(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    def _write(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
         direct = None if self._refused else self._direct
         middles: list[tuple[int, memoryview]] = []
-        for offset, data in ranges:
+        for offset, data in blocks:
             start, stop = (0, 0) if direct is None else aligned_part(data, offset)
-            write_all(self._buffered, data[:start], offset)
-            write_all(self._buffered, data[stop:], offset + stop)
+            _write_all(self._buffered, data[:start], offset)
+            _write_all(self._buffered, data[stop:], offset + stop)
             if start < stop:
                 middles.append((offset + start, data[start:stop]))
         for offset, pieces in side_by_side(middles):
             assert direct is not None
-            done = write_direct(direct, pieces, offset)
+            done = _write_direct(direct, pieces, offset)
             for piece in pieces:
                 if done < len(piece):
                     self._refused = True
-                    write_all(self._buffered, piece[done:], offset + done)
+                    _write_all(self._buffered, piece[done:], offset + done)
                 offset += len(piece)
                 done = max(0, done - len(piece))
 
-    def publish(self) -> None:
+    def _publish(self) -> None:
         """Make the data durable, then the name, and close the file."""
-        self._sync()
-        self.close()
-        with directories(self._root, self._directory) as opened:
-            give_name(opened[-1], self._temporary, self._name, PutMode.CREATE)
-
-    @property
-    def _path(self) -> str:
-        return os.path.join(self._root, self._directory, self._name)
-
-    def _sync(self) -> None:
-        """Make the data durable, once, since the kernel reports a loss only once.
-
-        After a failed sync it counts the lost pages as written, and another sync would succeed.
-        """
+        # Once, since the kernel reports a loss only once: after a failed sync it counts the lost
+        # pages as written, and another sync would succeed.
         if self._synced is None:
             self._synced = False
             with unrepeatable(f"make {self._path} durable"):
@@ -152,8 +139,11 @@ class PartialFile:
             self._synced = True
         elif not self._synced:
             raise StoreError(f"Parts of {self._path} were lost on their way to the disk")
+        self._close()
+        with self._root.directories(self._directory) as opened:
+            give_name(opened[-1], self._temporary, self._name, PutMode.CREATE)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close both descriptors once no thread writes through them."""
         with self._state:
             if self._closed:
@@ -165,18 +155,49 @@ class PartialFile:
             os.close(self._direct)
 
     def discard(self) -> None:
-        """Close and remove the file, and directories that are empty then.
+        """Close and remove the file, and directories that are empty then; blocks.
 
         The published object, if there is one, stays.
         """
-        self.close()
-        remove_temporary(self._directory, self._temporary, self._root, self._durable)
+        self._close()
+        _remove_temporary(self._root, self._directory, self._temporary)
 
 
-def remove_temporary(directory: str, name: str, root: str, durable: set[str]) -> None:
+def put_object(root: Root, key: str, data: bytes, mode: PutMode, *, lasting: bool = True) -> None:
+    """Write a small object at once.
+
+    It takes as few system calls as it can, each of which may lose the GIL for a while.
+
+    Args:
+        root: The root.
+        key: The object's key.
+        data: The object.
+        mode: Whether an object of this key may be there already.
+        lasting: Whether it has to survive a loss of power.
+    """
+    below, name = os.path.split(key)
+    with (
+        needing(len(data), root.path),
+        root.new_file(below, lasting=lasting) as (directory, descriptor, temporary),
+    ):
+        try:
+            try:
+                _write_all(descriptor, memoryview(data), 0)
+                if lasting:
+                    with unrepeatable(f"make {os.path.join(root.path, key)} durable"):
+                        os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            give_name(directory, temporary, name, mode, lasting=lasting)
+        except BaseException:
+            _remove_temporary(root, below, temporary)
+            raise
+
+
+def _remove_temporary(root: Root, directory: str, name: str) -> None:
     """Remove a temporary file, unless a link has taken the place of its directory since."""
     with contextlib.suppress(LinkRefused):
-        delete_files([os.path.join(directory, name)], root, durable)
+        root.delete([os.path.join(directory, name)])
 
 
 def give_name(
@@ -224,56 +245,6 @@ def _link_new(directory: int, temporary: str, name: str) -> None:
         raise StoreError(message, hint="Use another file system") from error
 
 
-def put_object(
-    key: str, root: str, durable: set[str], data: bytes, mode: PutMode, lasting: bool = True
-) -> None:
-    """Write a small object at once.
-
-    It takes as few system calls as it can, each of which may lose the GIL for a while.
-
-    Args:
-        key: The object's key.
-        root: The root.
-        durable: The directories known to be durable in their parents; kept up to date here.
-        data: The object.
-        mode: Whether an object of this key may be there already.
-        lasting: Whether it has to survive a loss of power.
-    """
-    below, name = os.path.split(key)
-    with (
-        needing(len(data), root),
-        new_file(root, below, durable, lasting=lasting) as (directory, descriptor, temporary),
-    ):
-        try:
-            try:
-                write_all(descriptor, memoryview(data), 0)
-                if lasting:
-                    with unrepeatable(f"make {os.path.join(root, key)} durable"):
-                        os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            give_name(directory, temporary, name, mode, lasting=lasting)
-        except BaseException:
-            remove_temporary(below, temporary, root, durable)
-            raise
-
-
-def begin_file(key: str, root: str, durable: set[str], size: int, direct: bool) -> PartialFile:
-    """Create a large object's temporary file, with its space reserved."""
-    below, name = os.path.split(key)
-    with (
-        needing(size, root),
-        new_file(root, below, durable) as (directory, descriptor, temporary),
-    ):
-        file = PartialFile(descriptor, below, (temporary, name), root, durable)
-        try:
-            file.prepare(size, directory, direct=direct)
-        except BaseException:
-            file.discard()
-            raise
-    return file
-
-
 # System calls
 
 
@@ -293,14 +264,14 @@ def side_by_side(
         yield begin, run
 
 
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of ``data``, however many calls the kernel needs for it."""
     while data:
         written = _advance(os.pwrite(descriptor, data, offset))
         data, offset = data[written:], offset + written
 
 
-def write_direct(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+def _write_direct(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
     """Write pieces one behind the other through an O_DIRECT descriptor, as far as it accepts them.
 
     Returns:
@@ -328,19 +299,15 @@ def _advance(written: int) -> int:
     return written
 
 
-def open_direct(path: str, directory: int | None = None) -> int | None:
-    """Open a file for writing past the page cache.
-
-    Args:
-        path: Its path.
-        directory: A descriptor of the directory that the path is relative to.
+def _open_direct(name: str, directory: int) -> int | None:
+    """Open a file of an open directory for writing past the page cache.
 
     Returns:
         None where its file system refuses.
     """
     flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
     try:
-        return os.open(path, flags, dir_fd=directory)
+        return os.open(name, flags, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return None
