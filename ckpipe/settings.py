@@ -14,37 +14,273 @@ This module imports pydantic, which is why ``import ckpipe`` does not import it.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, TypedDict, Unpack
+from datetime import timedelta
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
+    ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     ValidationError,
+    field_validator,
+    model_validator,
 )
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ckpipe._settings_input import (
     explained,
     grouped,
     merged,
+    parse_size,
     read_environment,
     read_toml,
 )
 from ckpipe.backend import without_secrets
-from ckpipe.retention import Rule
-from ckpipe.settings_groups import (
-    Export,
-    Load,
-    Lock,
-    Plan,
-    Preemption,
-    Retention,
-    Staging,
-    Upload,
-    Worker,
-)
+from ckpipe.retention import KeepLast, Rule, from_data
 from ckpipe.types import Planner
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""A number of bytes; also text such as ``"256MiB"`` or ``"4 GB"``."""
+
+BlockSize = Annotated[Size, Field(ge=64 * 1024, multiple_of=4096)]
+"""The size of a block in bytes: a multiple of 4096, at least 64 KiB."""
+
+RuleData = Annotated[
+    Rule, PlainValidator(from_data), PlainSerializer(lambda rule: rule.to_data(), return_type=Any)
+]
+"""A retention rule, or its plain form as :func:`ckpipe.retention.from_data` reads it."""
+
+
+class _Group(BaseModel):
+    """A group of settings. Made by itself it raises pydantic's own ValidationError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Staging(_Group):
+    """Host memory that holds saves between the trainer's tensors and the store."""
+
+    bytes: Size | None = Field(None, ge=0)
+    """Host memory of all saves together, in bytes. By default the first save's size, rounded
+    up, and at most 40 % of the available memory. More saves in flight need more. It stays with the
+    pipeline until closing, for the next save: a state of 1 GiB keeps 1 GiB of host memory.
+    ``pipeline.trim()`` gives it back, and a lower bound has the state stream through less. At least
+    one block; also written ``staging_bytes=`` at the top level."""
+
+    block_bytes: BlockSize = 16 * 1024 * 1024
+    """The unit of staging and upload, in bytes, or the smallest that the store takes if that is
+    more. A store that limits the number of blocks in one upload gets several files from a rank
+    with more than they hold: on S3 with 16 MiB one for each 156 GiB. A single tensor larger than
+    that needs larger blocks."""
+
+    pinned: Literal["auto", "never"] = "auto"
+    """Whether staging memory is page-locked for fast copies from a GPU: ``auto`` does so where
+    CUDA is in use, and logs one warning where it is not; ``never`` says that none is wanted."""
+
+    overlap: bool = True
+    """Whether upload starts while staging still runs. Without it ``save`` returns a little
+    sooner and the checkpoint is durable later."""
+
+    @model_validator(mode="after")
+    def _holds_a_block(self) -> Self:
+        if self.bytes is not None and self.bytes < self.block_bytes:
+            raise ValueError(
+                f"bytes ({self.bytes}) must hold at least one block (block_bytes is "
+                f"{self.block_bytes})"
+            )
+        return self
+
+
+def _planner(value: Any) -> Any:
+    if value in ("local", "global") if isinstance(value, str) else callable(_plan_method(value)):
+        return value
+    raise ValueError("a planner is 'local', 'global' or an object with a method plan")
+
+
+def _plan_method(value: Any) -> Any:
+    return None if isinstance(value, type) else getattr(value, "plan", None)
+
+
+class Plan(_Group):
+    """Who writes what. Also written ``plan="global"``, or with a planner, at the top level."""
+
+    planner: Annotated[Literal["local", "global"] | Planner, PlainValidator(_planner)] = "local"
+    """Who decides it: ``"local"`` each rank by itself, ``"global"`` one rank for all, through the
+    store of the default process group (:class:`~ckpipe.GlobalPlanner`), or a
+    :class:`~ckpipe.Planner`, whose own arguments then hold instead of the settings below."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    """With ``"global"``, how long a save waits for the other ranks, in seconds, before it fails
+    and names those that did not come."""
+
+    replicated: Literal["auto", "none"] | tuple[str, ...] = "auto"
+    """Which plain tensors all ranks hold alike, so that each byte is written by one rank only:
+    ``"auto"`` the parameters of ``DistributedDataParallel`` and what other objects in the state
+    say of themselves (:mod:`ckpipe.state.kinds`), ``"none"`` none, and a list of globs on
+    labels those that match besides. DTensors need no mention."""
+
+
+class Upload(_Group):
+    """How data reaches the store, and the one policy of trying again."""
+
+    lanes: int = Field(4, ge=1)
+    """Writes of one save to the store at the same time."""
+
+    retries: int = Field(5, ge=0)
+    """How often a request is tried again after an error that the backend calls transient."""
+
+    backoff_seconds: float = Field(0.2, ge=0)
+    """The longest wait before the first new try, in seconds. It doubles with each further one,
+    and the actual wait is drawn at random below it."""
+
+    backoff_max_seconds: float = Field(20.0, ge=0)
+    """The longest wait before any new try, in seconds. Not less than ``backoff_seconds``."""
+
+    attempt_timeout_seconds: float = Field(120.0, gt=0)
+    """How long one request may take, in seconds, before it counts as failed and is tried again."""
+
+    deadline_seconds: float | None = Field(None, gt=0)
+    """How long one request may go on being tried, in seconds, waits included. None: until its
+    retries are used up."""
+
+    @model_validator(mode="after")
+    def _backoff_grows(self) -> Self:
+        if self.backoff_max_seconds < self.backoff_seconds:
+            raise ValueError("backoff_max_seconds must not be less than backoff_seconds")
+        return self
+
+
+class Load(_Group):
+    """How a checkpoint is read."""
+
+    lanes: int = Field(6, ge=1)
+    """Reads under way at the same time. Each holds a block of staging memory."""
+
+    agreement_timeout_seconds: float = Field(600.0, gt=0)
+    """How long a load with ``fallback`` waits, after its own reading, until the other ranks have
+    said whether the checkpoint is whole for them, in seconds."""
+
+
+class Lock(_Group):
+    """How long trainer and pipeline wait for each other."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    """How long a save waits until it may look at the state, in seconds, before it fails. The
+    training step goes on in any case."""
+
+    max_step_wait_seconds: float = Field(1.0, gt=0)
+    """How long a guarded step may wait, in seconds, for a copy made beside training
+    (``until="captured"``). If it would take longer, the save fails and the step goes on, once what
+    is being copied just then is: 256 MiB at the most, or a block by each thread if that is more."""
+
+
+class Retention(_Group):
+    """Which complete checkpoints stay. Without ``keep_last`` and ``rules`` all do."""
+
+    keep_last: int | None = Field(None, ge=0)
+    """How many of the newest to keep. 0 allows no intermediate checkpoints, only final ones
+    and the one that a preempted run is saved in. Also written ``keep_last=`` at the top level."""
+
+    rules: RuleData | None = None
+    """What to keep besides: a rule such as ``KeepEvery(steps=1000) | KeepBest("loss")``, or its
+    plain form, ``[{keep = "every", steps = 1000}, {keep = "best", metric = "loss"}]``."""
+
+    sweep_after_seconds: float = Field(86_400.0, ge=0)
+    """How old leftovers of runs are that ``sweep`` removes, and how long the mark of a deleted
+    checkpoint stays, so that a straggling writer cannot bring it back to life; in seconds by the
+    store's clock."""
+
+    @model_validator(mode="after")
+    def _zero_stands_alone(self) -> Self:
+        if self.keep_last == 0 and self.rules is not None:
+            raise ValueError("keep_last=0 allows no intermediate checkpoints for rules to keep")
+        return self
+
+    @property
+    def sweep_after(self) -> timedelta:
+        """``sweep_after_seconds`` as a period."""
+        return timedelta(seconds=self.sweep_after_seconds)
+
+    @property
+    def rule(self) -> Rule | None:
+        """``keep_last`` and ``rules`` as one rule; None keeps all."""
+        if self.keep_last is None:
+            return self.rules
+        newest = KeepLast(self.keep_last)
+        return newest if self.rules is None else newest | self.rules
+
+
+class Export(_Group):
+    """What ``final_format`` writes beside the checkpoint of ``save(final=True)``."""
+
+    part: str | None = None
+    """The label of the part of the state that is exported. None: all of it as ``"torch"``; as
+    ``"hf"`` what lies under ``model``, at the top of the state or one level below, where there is
+    such a thing."""
+
+    max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
+    """How large a file of the form ``"hf"`` may be, in bytes, unless one tensor is larger."""
+
+
+class Preemption(_Group):
+    """What to do when this process, or with several ranks one of them, is to be stopped."""
+
+    enabled: bool = False
+    """Whether signals are watched. Also written ``preemption=True`` at the top level."""
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    """Their names. Who handled them before is called too; the default action is held back. A
+    handler that Python's ``signal`` does not know of, such as one of ``faulthandler``, is lost."""
+
+    grace_seconds: float | None = Field(None, gt=0)
+    """How long after the signal the process is stopped for good, in seconds. Leaving the pipeline
+    then waits for saves only until that time. None: as long as ``drain_timeout_seconds``."""
+
+    @field_validator("signals")
+    @classmethod
+    def _can_be_watched(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name in ("SIGKILL", "SIGSTOP") or name not in signal.Signals.__members__:
+                raise ValueError(f"the signal {name} cannot be watched")
+        return names
+
+
+class Worker(_Group):
+    """Where saves are brought to the store, once they are staged."""
+
+    mode: Literal["auto", "thread", "process"] = "auto"
+    """``thread``: in a thread of this process. ``process``: in a worker process, which takes no
+    turn of this interpreter and finishes what was staged even if this process is killed.
+    ``auto``: a process for stores behind a network, a thread for local disks and where something
+    cannot cross to another process. Also written ``worker="process"`` at the top level."""
+
+    survive: bool = True
+    """Whether the worker process finishes staged saves when this process is gone."""
+
+    niceness: int = Field(10, ge=0, le=19)
+    """How much the worker process gives way to training where both want the same processor: 0 not
+    at all, 5 leaves it a quarter of one, 10 a tenth, 19 a hundredth. A processor that nobody else
+    wants is all its own."""
+
+    hang_seconds: float = Field(300.0, gt=0)
+    """How long a worker process hangs, in seconds, until it is killed and replaced. It hangs while
+    it says nothing, all its threads sleep and it uses no processor time, each time the trainer
+    looks. One that runs, is stopped or traced, swaps or waits for a disk is never killed."""
+
+    stop_seconds: float = Field(5.0, ge=0)
+    """How long a worker process has to end on closing, in seconds, until it is killed."""
+
+    resume_wait_seconds: float = Field(60.0, ge=0)
+    """How long a load of the newest checkpoint waits for newer ones that workers of a trainer
+    that is gone are still bringing to the store, in seconds."""
+
+    log_dir: str | None = None
+    """Where the log of a worker process is kept while it runs, and after one that did not end in
+    peace. By default a private directory below that of temporary files."""
 
 
 class PipelineFields(TypedDict, total=False):
@@ -87,7 +323,7 @@ class SettingsFields(PipelineFields, total=False):
     url: str | os.PathLike[str] | None
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings of a pipeline: checked when made, frozen from then on.
 
     Args:
@@ -103,7 +339,7 @@ class Settings(BaseSettings):
             one, or a value is out of range. The environment is checked like the keywords.
     """
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     url: str | None = None
     """Where the checkpoints lie: a URL such as ``s3://bucket/run-17``, or a plain path. If it holds
@@ -218,7 +454,7 @@ class Settings(BaseSettings):
         if isinstance(given.get("url"), os.PathLike):
             given["url"] = os.fspath(given["url"])
         try:
-            super().__init__(**grouped(given))
+            super().__init__(**merged(grouped(read_environment(os.environ)), grouped(given)))
         except ValidationError as error:
             # The explanation has all of it, without the values that may be secret.
             raise explained(error, type(self)) from None
@@ -257,8 +493,8 @@ class Settings(BaseSettings):
             SettingsError: If the file cannot be read, is not TOML, has no such table, or holds
                 what is not valid.
         """
-        file, given = grouped(read_toml(path, table)), grouped(overrides)
-        return cls(**merged(file, grouped(read_environment(os.environ)), given))
+        file, environment = grouped(read_toml(path, table)), grouped(read_environment(os.environ))
+        return cls(**merged(file, environment, grouped(overrides)))
 
     def override(self, **fields: Unpack[SettingsFields]) -> Self:
         """New settings: these, with some of them changed.
@@ -272,41 +508,3 @@ class Settings(BaseSettings):
         # Not model_dump, which would need a plain form of every rule.
         present = {name: dict(v) if isinstance(v, BaseModel) else v for name, v in self}
         return type(self)(**merged(present, grouped(fields)))
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Keywords first, then the environment as this module reads it."""
-        return init_settings, _Environment(settings_cls)
-
-
-class _Environment(PydanticBaseSettingsSource):
-    """The environment, unknown names included, so that a misspelt variable is refused."""
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return grouped(read_environment(os.environ))
-
-
-__all__ = [
-    "Export",
-    "Load",
-    "Lock",
-    "PipelineFields",
-    "Plan",
-    "Preemption",
-    "Retention",
-    "Settings",
-    "SettingsFields",
-    "Staging",
-    "Upload",
-    "Worker",
-]

@@ -293,7 +293,7 @@ def starting(package: str, action: str, *arguments: object) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("package", ["typer", "ckpipe.cli.ls_info", "pydantic_settings"])
+@pytest.mark.parametrize("package", ["typer", "ckpipe.cli.ls_info", "pydantic"])
 def test_an_interrupt_while_it_starts_is_no_traceback(package: str, tmp_path: Path) -> None:
     done = starting(package, "os.kill(os.getpid(), signal.SIGINT)", "ls", tmp_path)
     assert (done.code, done.out) == (130, "")

@@ -32,7 +32,7 @@ from ckpipe.cli.screen import Meter, Screen, size, table
 from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.names import BENCH
-from ckpipe.settings_groups import Size
+from ckpipe.settings import Size
 from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes
 
