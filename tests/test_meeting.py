@@ -14,8 +14,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.ranks.launch import Rendezvous
-from ckpipe.ranks.topology import ALONE, Topology, find_topology
+from ckpipe.ranks.launch import ALONE, Rendezvous, Topology, find_topology
 
 Make = Callable[[], Any]
 

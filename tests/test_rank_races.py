@@ -16,7 +16,7 @@ from test_ranks import is_manifest, state
 
 import ckpipe
 from ckpipe.format.names import attempt_start_key, index_id, pin_id, tombstone_id
-from ckpipe.ranks.topology import Topology
+from ckpipe.ranks.launch import Topology
 from ckpipe.running import base
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation

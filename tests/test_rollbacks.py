@@ -17,8 +17,7 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.ranks import launch as courses
-from ckpipe.ranks.launch import CheckpointNames, draft_launch
-from ckpipe.ranks.topology import ALONE
+from ckpipe.ranks.launch import ALONE, CheckpointNames, draft_launch
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId, attempt_parts

@@ -27,7 +27,7 @@ from ckpipe.format.manifest import (
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint
-from ckpipe.ranks.topology import Topology
+from ckpipe.ranks.launch import Topology
 from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf

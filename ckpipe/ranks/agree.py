@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
 
@@ -28,7 +28,7 @@ from ckpipe.format.keys import Json
 from ckpipe.format.names import GROUP_SIZE, agreement_key, members, merged_into, votes_prefix
 
 if TYPE_CHECKING:
-    from ckpipe.ranks.topology import Topology
+    from ckpipe.ranks.launch import Topology
 
 
 class Vote:
@@ -109,26 +109,6 @@ T = TypeVar("T")
 _MAX_BYTES = 64 << 10
 
 
-class Agreements(Protocol):
-    """Agreements between the ranks that load together."""
-
-    async def decided(self, question: str) -> tuple[Json] | None:
-        """Return what was decided on a question, in a tuple of one; None before."""
-        ...
-
-    async def decide(self, question: str, proposal: Json) -> Json:
-        """Decide a question, unless it is decided already; return the decision."""
-        ...
-
-    async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
-        """Accept a proposal; the last of all ranks decides and gets the decision, others None."""
-        ...
-
-    async def absent(self, question: str) -> list[int]:
-        """Return the ranks that have not accepted."""
-        ...
-
-
 class ObjectAgreements:
     """Agreements through objects below the attempt.
 
@@ -150,14 +130,17 @@ class ObjectAgreements:
         self._claim = claim
 
     async def decided(self, question: str) -> tuple[Json] | None:
+        """Return what was decided on a question, in a tuple of one; None before."""
         await self._claim()
         return await agreed(self._backend, self._attempt, question)
 
     async def decide(self, question: str, proposal: Json) -> Json:
+        """Decide a question, unless it is decided already; return the decision."""
         await self._claim()
         return await agree(self._backend, self._attempt, question, proposal)
 
     async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
+        """Accept a proposal; the last of all ranks decides and gets the decision, others None."""
         ballot = self._ballot(question)
         if await ballot.cast(0) is None:
             return None
@@ -166,6 +149,7 @@ class ObjectAgreements:
         return (decision,)
 
     async def absent(self, question: str) -> list[int]:
+        """Return the ranks that have not accepted."""
         votes = await self._ballot(question).votes()
         return [rank for rank in range(self._topology.world_size) if rank not in votes]
 
@@ -175,7 +159,7 @@ class ObjectAgreements:
 
 
 class TorchAgreements:
-    """Agreements through a ``torch.distributed`` Store.
+    """The same agreements through a ``torch.distributed`` Store.
 
     Args:
         store: The Store, below a prefix that no other launch or pipeline has.
@@ -228,6 +212,10 @@ class TorchAgreements:
                 hint="Keep rank 0 running while others load: it may hold the Store of "
                 "torch.distributed",
             ) from error
+
+
+Agreements = ObjectAgreements | TorchAgreements
+"""Where the ranks that load together agree."""
 
 
 async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] | None:

@@ -159,11 +159,17 @@ class CoordinatedSaves:
 
     async def _settled(self, kind: _Kind, occasion: str) -> bool:
         """Agrees on a step, and notes it; False if this rank has left it behind already."""
-        agreement = _Agreement(self._site, self._diary, kind, occasion)
+        site, until = self._site, time.monotonic() + kind.patience
+        vote = Vote(site.patient, site.attempt, occasion, site.rank, site.world_size)
+        bound: int | None = None
         while True:
             try:
                 await self._launch.claim()
-                step = await agreement.reached()
+                step = await self._decided(occasion)
+                if step is None:
+                    if bound is None:  # once given, a promise stays as it is
+                        bound = self._diary.promise(occasion, kind.ahead)
+                    step = await self._voted(vote, occasion, bound, until)
                 break
             except AttemptReused:
                 raise
@@ -177,63 +183,33 @@ class CoordinatedSaves:
             logger.error("All ranks save at step %d, which this rank has left behind", step)
         return in_time
 
-
-class _Agreement:
-    """The agreement on one step, as one rank sees it; what failed may be tried again."""
-
-    def __init__(
-        self, site: SaveContext, diary: SaveStepAgreement, kind: _Kind, occasion: str
-    ) -> None:
-        self._site, self._diary = site, diary
-        self._kind, self._occasion = kind, occasion
-        self._ballot = Vote(site.patient, site.attempt, occasion, site.rank, site.world_size)
-        self._until = time.monotonic() + kind.patience
-        self._bound: int | None = None
-
-    async def reached(self) -> int:
-        """Waits until the step is decided, or decides it."""
-        pause = _FIRST_PAUSE_SECONDS
-        decided = await self._decided()
-        if decided is None:
-            greatest = await self._ballot.cast(self._promised())
-            if greatest is not None:
-                return await self._decide(greatest)
-        while (decided := decided or await self._decided()) is None:
-            if time.monotonic() >= self._until:
-                return await self._decide_late()
+    async def _voted(self, vote: Vote, occasion: str, bound: int, until: float) -> int:
+        """Vote, and wait until the step is decided; the last to vote decides, or a late one."""
+        site, pause = self._site, _FIRST_PAUSE_SECONDS
+        greatest = await vote.cast(bound)
+        while greatest is None:
+            decided = await self._decided(occasion)
+            if decided is not None:
+                return decided
+            if time.monotonic() >= until:
+                votes = await vote.votes()
+                absent = [rank for rank in range(site.world_size) if rank not in votes]
+                if votes and absent:  # there are none if another rank has decided by now
+                    logger.warning("Ranks %s said nothing of the step to save at", absent[:20])
+                greatest = max([bound, *votes.values()])
+                break
             await anyio.sleep(pause)
-            pause = min(2 * pause, self._site.settings.look_every_seconds)
-        return decided[0]
+            pause = min(2 * pause, self._every)
+        step = _step(await agree(site.patient, site.attempt, occasion, greatest))
+        await vote.clear()
+        return step
 
-    def _promised(self) -> int:
-        """This rank's vote: once given, a promise stays as it is."""
-        if self._bound is None:
-            self._bound = self._diary.promise(self._occasion, self._kind.ahead)
-        return self._bound
-
-    async def _decided(self) -> tuple[int] | None:
-        decided = await agreed(self._site.patient, self._site.attempt, self._occasion)
-        return None if decided is None else (_step(decided[0]),)
-
-    async def _decide(self, step: int) -> int:
-        site = self._site
-        decided = _step(await agree(site.patient, site.attempt, self._occasion, step))
-        await self._ballot.clear()
-        return decided
-
-    async def _decide_late(self) -> int:
-        """Decides without those that have not voted."""
-        votes = await self._ballot.votes()
-        absent = [rank for rank in range(self._site.world_size) if rank not in votes]
-        if votes and absent:  # there are none if somebody has decided by now
-            logger.warning("Ranks %s said nothing of the step to save at", absent[:20])
-        return await self._decide(max([self._promised(), *votes.values()]))
+    async def _decided(self, occasion: str) -> int | None:
+        decided = await agreed(self._site.patient, self._site.attempt, occasion)
+        return None if decided is None else _step(decided[0])
 
 
 def _step(decided: object) -> int:
     if type(decided) is not int or decided < 0:
         raise InvalidManifest(f"The ranks agreed to save at {decided!r:.100}, which is no step")
     return decided
-
-
-__all__ = ["END", "PATIENCE_SECONDS", "TIME", "CoordinatedSaves"]

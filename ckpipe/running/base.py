@@ -29,8 +29,8 @@ from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.holds import LoadHold
 from ckpipe.lock.lock import StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
+from ckpipe.ranks.launch import ALONE, find_topology
 from ckpipe.ranks.schedule import Preemption, SignalWatch
-from ckpipe.ranks.topology import ALONE, find_topology
 from ckpipe.running.announcing import END
 from ckpipe.running.calls import (
     check_load,

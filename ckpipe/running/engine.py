@@ -21,9 +21,15 @@ from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena, Pinning
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
-from ckpipe.ranks.launch import Launch, Rendezvous, arrange_meeting, draft_launch, unclaimed_attempt
+from ckpipe.ranks.launch import (
+    Launch,
+    Rendezvous,
+    Topology,
+    arrange_meeting,
+    draft_launch,
+    unclaimed_attempt,
+)
 from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
-from ckpipe.ranks.topology import Topology
 from ckpipe.running.announcing import PATIENCE_SECONDS, CoordinatedSaves
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping

@@ -46,8 +46,7 @@ from ckpipe.loading.load import LoadRequest, ReadyLoad, read_all
 from ckpipe.loading.reader import ReadTally
 from ckpipe.lock.holds import LoadHold
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
-from ckpipe.ranks.launch import Launch, agreeing_store
-from ckpipe.ranks.topology import Topology
+from ckpipe.ranks.launch import Launch, Topology, agreeing_store
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.threads import Ahead
