@@ -19,31 +19,71 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-
-_lock = threading.Lock()
-_pauses = 0
-_was_enabled = False
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pauses automatic collections, for all threads, while many objects are made and none dies.
+class _Lowered:
+    """A number or flag of the process that is lowered while it is wanted low, then put back.
+
+    Args:
+        get: Returns it.
+        set: Changes it.
+    """
+
+    def __init__(self, get: Callable[[], float], set: Callable[[float], None]) -> None:
+        self._get, self._set = get, set
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._before = self._lowest = get()
+        os.register_at_fork(after_in_child=self._begin_child)
+
+    @contextmanager
+    def to(self, value: float) -> Iterator[None]:
+        """Lower it, unless it is as low already; for any thread."""
+        with self._lock:
+            if not self._wanted:
+                self._before = self._get()
+            if self._get() > value:
+                self._set(value)
+                self._lowest = self._get()
+            self._wanted += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._put_back()
+
+    def _put_back(self) -> None:
+        self._wanted -= 1
+        # Other code may have set it meanwhile, and knows better.
+        if not self._wanted and self._get() == self._lowest:
+            self._set(self._before)
+
+    def _begin_child(self) -> None:
+        """A forked child has none of the threads that would put it back."""
+        self._lock = threading.Lock()
+        if self._wanted:
+            self._wanted = 1
+            self._put_back()
+
+
+_collects = _Lowered(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+_switch_interval = _Lowered(sys.getswitchinterval, sys.setswitchinterval)
+
+
+def gc_paused() -> AbstractContextManager[None]:
+    """Pause automatic collections, for all threads, while many objects are made and none dies.
 
     For work of less than a second. Pauses may overlap; after the last one the collector is what
     it was before the first.
     """
-    _pause()
-    try:
-        yield
-    finally:
-        _resume()
+    return _collects.to(False)
 
 
 @contextmanager
 def gc_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
-    """The same for work that may take longer, of which the pause covers the first seconds.
+    """Pause collections for work that may take longer, during its first seconds.
 
     Most objects that work makes die with it, without the collector if that has not seen them. To be
     entered and left on a running event loop.
@@ -60,75 +100,13 @@ def gc_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
             late.cancel()
 
 
-def _pause() -> None:
-    global _pauses, _was_enabled
-    with _lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
-
-
-def _resume() -> None:
-    global _pauses
-    with _lock:
-        _pauses -= 1
-        if _pauses == 0 and _was_enabled:
-            gc.enable()
-
-
-def _begin_child() -> None:
-    """A forked child has none of the threads that would end their pauses."""
-    global _lock, _pauses
-    _lock = threading.Lock()
-    if _pauses:
-        _pauses = 1
-        _resume()
-
-
-os.register_at_fork(after_in_child=_begin_child)
-
-
 SWITCH_SECONDS = 0.001
-"""How long a thread may keep the interpreter from others meanwhile."""
+"""How long a thread may keep the GIL from others meanwhile."""
 
 
-class _Turns:
-    """The count of calls that want a short switch interval, and the interval to put back."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._wanted = 0
-        self._before = self._set = 0.0
-
-    def shorten(self, seconds: float) -> None:
-        if not self._wanted:
-            self._before = sys.getswitchinterval()
-        if sys.getswitchinterval() > seconds:
-            sys.setswitchinterval(seconds)
-            self._set = sys.getswitchinterval()
-        self._wanted += 1
-
-    def put_back(self) -> None:
-        self._wanted -= 1
-        # Somebody else may have set it meanwhile, who knows better.
-        if not self._wanted and sys.getswitchinterval() == self._set:
-            sys.setswitchinterval(self._before)
-
-    def begin_child(self) -> None:
-        """A forked child has none of the threads that would put it back."""
-        self.lock = threading.Lock()
-        if self._wanted:
-            self._wanted = 1
-            self.put_back()
-
-
-_turns = _Turns()
-os.register_at_fork(after_in_child=_turns.begin_child)
-
-
-@contextmanager
-def short_switch_interval(seconds: float | None = SWITCH_SECONDS) -> Iterator[None]:
+def short_switch_interval(
+    seconds: float | None = SWITCH_SECONDS,
+) -> AbstractContextManager[None]:
     """Lower the switch interval of the GIL, unless it is as low already; for any thread.
 
     The interval of before is back once no thread wants a lower one, unless it was set meanwhile.
@@ -136,16 +114,7 @@ def short_switch_interval(seconds: float | None = SWITCH_SECONDS) -> Iterator[No
     Args:
         seconds: How long a thread may keep the GIL from others; None leaves the interval alone.
     """
-    if seconds is None:
-        yield
-        return
-    with _turns.lock:
-        _turns.shorten(seconds)
-    try:
-        yield
-    finally:
-        with _turns.lock:
-            _turns.put_back()
+    return nullcontext() if seconds is None else _switch_interval.to(seconds)
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ) -> int:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import Stores, stores
 from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks import launch as courses
 from ckpipe.ranks.launch import ALONE, CheckpointNames, draft_launch
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation
@@ -42,32 +41,6 @@ def complete(pipeline: ckpipe.SyncPipeline) -> list[int]:
 
 
 MOVES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30)
-
-
-@given(MOVES)
-@example([(step, False) for step in (4, 5, 6, 7, 8, 0, 1, 2, 5)])
-def test_few_steps_are_remembered_and_names_are_still_unique(moves: list[tuple[int, bool]]) -> None:
-    course = CheckpointNames("20261121T235959999Z-run")
-    names: list[CheckpointId] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(courses, "_REMEMBERED", 2)
-        for step, back in moves:
-            if back and course.lies_back(step):
-                course.go_back()
-            same = [each for each in names if (each.attempt, each.step) == (course._attempt, step)]
-            names.append(course.name(step))
-            assert len(course._counts) <= 4
-            assert all(each < names[-1] for each in same)
-            if len({each.step for each in names if each.attempt == names[-1].attempt}) <= 4:
-                assert names[-1].count == len(same)
-    assert len(set(names)) == len(moves)
-
-
-def test_steps_that_go_on_are_counted_from_zero_however_many_there_are() -> None:
-    course = CheckpointNames("20261121T235959999Z-run")
-    for step in range(0, 50_000, 10):
-        assert [course.name(step).count for _ in range(2)] == [0, 1]
-        assert len(course._counts) <= 2 * courses._REMEMBERED
 
 
 @given(MOVES)

@@ -27,9 +27,7 @@ that it finds.
 
 Whether a save goes back is seen at its step: it lies before one that was saved, and something was
 loaded since. Steps that are saved in another order are not taken for it. A step that is saved
-again counts on. A run of many saves would collect a number for each of its steps, so only the
-greatest are remembered, and what comes among the others counts on from the most that any of these
-had: more than it need be, and never a name that was given before.
+again counts on.
 """
 
 from __future__ import annotations
@@ -458,10 +456,6 @@ async def _after_all_others(backend: Backend) -> datetime:
     return now
 
 
-_REMEMBERED = 1024
-"""So many steps, at least, of which a course knows exactly how often they were saved."""
-
-
 class CheckpointNames:
     """Gives the checkpoints of a launch their names.
 
@@ -473,7 +467,6 @@ class CheckpointNames:
         self._attempt = attempt
         self._counts: dict[int, int] = {}
         self._furthest = -1
-        self._forgotten, self._most_forgotten = -1, 0
         self.rollbacks = 0
         """How often the run has gone back."""
         self.has_loaded = False
@@ -496,16 +489,11 @@ class CheckpointNames:
         self._attempt = attempt_name(started + timedelta(milliseconds=1), launch)
         self._counts.clear()
         self._furthest = -1
-        self._forgotten, self._most_forgotten = -1, 0
         self.rollbacks += 1
 
     def count(self, step: int) -> int:
-        """Count the saves of a step since the run began or last went back.
-
-        Of one that may be forgotten, the most that it can be.
-        """
-        unknown = self._most_forgotten if step <= self._forgotten else 0
-        return self._counts.get(step, unknown)
+        """Count the saves of a step since the run began or last went back."""
+        return self._counts.get(step, 0)
 
     def draft(self, step: int) -> CheckpointId:
         """The name that the next save of a step would get."""
@@ -515,13 +503,6 @@ class CheckpointNames:
         """The name of a save that begins now."""
         id = self.draft(step)
         self._counts[step] = id.count + 1
-        if len(self._counts) > 2 * _REMEMBERED:
-            self._forget()
         self._furthest = max(self._furthest, step)
         self.has_loaded = False
         return id
-
-    def _forget(self) -> None:
-        for step in sorted(self._counts)[:-_REMEMBERED]:
-            self._forgotten = max(self._forgotten, step)
-            self._most_forgotten = max(self._most_forgotten, self._counts.pop(step))
