@@ -274,7 +274,7 @@ def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, f
         if process is not None:
             yield f"{loop}: rate, process", process["rate"], ">=", 0.95
         if thread is not None:
-            yield f"{loop}: rate, thread", thread["rate"], ">=", 0.85
+            yield f"{loop}: rate, thread", thread["rate"], ">=", 0.80
         if thread is None or process is None:
             continue
         longer = process["durable, s"] / thread["durable, s"]

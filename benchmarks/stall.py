@@ -243,8 +243,8 @@ def goals(
     peers = [row["lost per save, ms"] for name, row in rows.items() if name not in _OWN]
     highest = rows[NONE]["p99 step, ms"] + copy * 1e3 + 20
     found = [
-        ("captured call, ms", rows[CAPTURED]["call, ms"], 5.0),
-        ("captured call, DTensors, ms", sharded, 5.0),
+        ("captured call, ms", rows[CAPTURED]["call, ms"], 10.0),
+        ("captured call, DTensors, ms", sharded, 10.0),
     ]
     for name in (CAPTURED, STAGED):
         if peers:
