@@ -1,106 +1,14 @@
-"""A block's checksums: of its pieces, and of all of it."""
+"""The checksum of each block, which is told to stores that verify requests."""
 
 from __future__ import annotations
 
-import numpy as np
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from awscrt.checksums import crc32c
 
 import ckpipe
 from ckpipe.backend import Upload
-from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
-from ckpipe.format.manifest import Entry, Layout
-from ckpipe.save.record import BlockSums, FilledBlock, block_checksum
-from ckpipe.save.serialize import compute
 from ckpipe.testing import MemoryBackend
-
-
-class Filled(FilledBlock):
-    """A block in memory of its own."""
-
-    def release(self) -> None:
-        return
-
-
-def block(parts: list[tuple[int, int, int]]) -> Filled:
-    """A block of pieces of entries, each behind so many bytes that are of none.
-
-    Args:
-        parts: For each piece, the bytes before it, where it begins in its entry, and its size.
-    """
-    spans, at = [], 0
-    for entry, (gap, lo, size) in enumerate(parts):
-        spans.append(EntryRange(entry, lo, lo + size, at + gap))
-        at += gap + size
-    at += 3
-    data = bytes((7 * number + number // 251) % 256 for number in range(at))
-    return Filled(BlockRange(0, 0, at, tuple(spans)), memoryview(data))
-
-
-def cargo_of(*blocks: Filled) -> DataFiles:
-    """What blocks are of whose pieces end their entries."""
-    sizes = {span.entry: span.hi for filled in blocks for span in filled.plan.spans}
-    entries = [Entry(f"{n}", "U8", (size,), 0, 0, size) for n, size in sorted(sizes.items())]
-    size = sum(filled.plan.nbytes for filled in blocks)
-    file = DataFile("rank-00000.safetensors", b"", range(len(entries)), size)
-    return DataFiles((file,), Layout(tuple(entries), ()), tuple(filled.plan for filled in blocks))
-
-
-near_a_chunk = st.integers(CHUNK_BYTES - 40, CHUNK_BYTES + 5)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), near_a_chunk, st.integers(1, 90)), max_size=9))
-async def test_the_checksum_of_a_block_follows_from_those_of_its_pieces(
-    parts: list[tuple[int, int, int]],
-) -> None:
-    filled = block(parts)
-    cargo = cargo_of(filled)
-    compute(cargo, [filled])
-    assert await block_checksum(cargo, filled) == crc32c(filled.data)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), near_a_chunk, st.integers(1, 90)), max_size=9),
-    st.data(),
-)
-async def test_only_what_is_not_known_is_computed(
-    parts: list[tuple[int, int, int]], data: st.DataObject
-) -> None:
-    filled = block(parts)
-    cargo = cargo_of(filled)
-    cuts = cargo.cuts(filled.plan)
-    right = [
-        crc32c(filled.data[begin:end]) for begin, end in zip(cuts.begins, cuts.ends, strict=True)
-    ]
-    known = [number for number in range(len(right)) if data.draw(st.booleans())]
-    wrong = [each ^ 0xFFFFFFFF for each in right]
-    for number in known:  # what is known is taken as it is
-        values = np.array([wrong[number]], np.uint32)
-        filled.sums.learn(len(right), np.array([number]), values)
-    told, elsewhere = filled.sums.to_bytes(), BlockSums()
-    elsewhere.take_bytes(told)
-    assert bool(told) == bool(right and len(known) == len(right))
-    assert elsewhere.to_bytes() == told
-    if not filled.sums.all_known:
-        compute(cargo, [filled])
-    assert filled.sums.values == [wrong[n] if n in known else right[n] for n in range(len(right))]
-
-
-async def test_pieces_in_another_order_do_as_well() -> None:
-    filled = block([(1, 0, 20), (2, 0, 30)])
-    plan = filled.plan
-    turned = Filled(BlockRange(0, 0, plan.nbytes, plan.spans[::-1]), filled.data)
-    cargo = cargo_of(turned)
-    compute(cargo, [turned])
-    assert await block_checksum(cargo, turned) == crc32c(filled.data)
-
-
-async def test_large_gaps_are_summed_beside_the_loop() -> None:
-    filled = block([(1 << 19, 0, 10)])
-    compute(cargo_of(filled), [filled])
-    assert await block_checksum(cargo_of(filled), filled) == crc32c(filled.data)
 
 
 class _Told(Upload):
@@ -137,19 +45,34 @@ class _Telling(MemoryBackend):
         return _Told(upload, self.right)
 
 
-async def test_a_save_tells_the_store_the_checksum_of_each_block() -> None:
+def _gaps() -> dict[str, torch.Tensor]:
+    """Tensors that share memory, with bytes between them that are of none."""
+    memory = torch.arange(3 << 20, dtype=torch.uint8)
+    return {"bytes": memory[1:-6], "floats": memory.view(torch.float32)[3:-1]}
+
+
+STATES = {
+    "large": {f"{number}": torch.rand(200_000) for number in range(7)} | {"few": torch.ones(3)},
+    "small": {f"{number}": torch.full((number % 7,), number) for number in range(5_000)},
+    "copied by torch": {f"{n}": torch.rand(1000 + n, 300).t() for n in range(3)},
+    "of both kinds": {"a": torch.rand(700, 300).t(), "b": torch.rand(99_999), "c": torch.ones(1)},
+    "shared": _gaps(),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+async def test_a_save_tells_the_store_the_checksum_of_each_block(kind: str) -> None:
     telling: list[_Telling] = []
 
     def make(url: str) -> _Telling:
         telling.append(_Telling(url))
         return telling[-1]
 
-    ckpipe.register_backend("telling", make)
-    state = {f"{number}": torch.rand(200_000) for number in range(7)} | {"few": torch.ones(3)}
-    staging = {"block_bytes": 1 << 20}
-    url = "telling://sums"
-    async with ckpipe.Pipeline(url, worker="thread", staging=staging) as pipeline:
-        await pipeline.save(state, step=1, until="committed")
+    scheme = f"telling{list(STATES).index(kind)}"
+    ckpipe.register_backend(scheme, make)
+    staging = {"block_bytes": 1 << 18}
+    async with ckpipe.Pipeline(f"{scheme}://sums", staging=staging) as pipeline:
+        handle = await pipeline.save(STATES[kind], step=1, until="committed")
         await pipeline.verify(1)
-    assert len(telling[-1].right) >= 6
-    assert all(telling[-1].right)
+    assert telling[-1].right == [True] * len(handle.report.blocks)
+    assert len(telling[-1].right) >= 2

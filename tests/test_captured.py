@@ -77,14 +77,14 @@ class SlowCopies:
 
         def deferring(copiers: BlockCopiers, *args: Any) -> None:
             begin(copiers, *args)
-            work = copiers._work_off
+            work = copiers._run
 
-            def slow(launched: Any) -> None:
+            def slow() -> None:
                 held.reached.set()
                 assert held.go_on.wait(PATIENCE)
-                work(launched)
+                work()
 
-            copiers._work_off = slow  # type: ignore[method-assign]
+            copiers._run = slow  # type: ignore[method-assign]
 
         monkeypatch.setattr(BlockCopiers, "defer", deferring)
 

@@ -18,15 +18,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.memory import native
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.save.program import (
-    Copy,
-    Fill,
-    Gather,
-    fill_blocks,
-    plan_blocks,
-    split_block,
-    tensors_of,
-)
+from ckpipe.save.program import fill_blocks, plan_blocks
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Captured, capture, walk
 
@@ -141,7 +133,8 @@ def test_all_that_lies_in_host_memory_is_one_gather() -> None:
     state["large"] = torch.randn(300, 300)
     captured, plan = planned(state)
     (block,) = plan_blocks(plan, captured.tensors, 1 << 20)
-    assert [type(step) for step in block.steps] == [Fill, Gather]
+    assert len(block.fills) == 1
+    assert not block.copies
     (image,) = images(captured, plan, 1 << 20)
     read = load_safetensors(image)
     assert all(torch.equal(read[name], each) for name, each in state.items())
@@ -159,9 +152,9 @@ def test_halves_of_a_block_fill_what_all_of_it_does(
         whole.tensor.fill_(0xA5)
         halved.tensor.fill_(0xA5)
         fill_blocks([(block, whole)], captured)
-        soon, late = split_block(block, later)
-        assert later.isdisjoint(tensors_of(soon))
-        assert later.issuperset(tensors_of(late))
+        soon, late = block.split(later)
+        assert later.isdisjoint(soon.tensors)
+        assert later.issuperset(late.tensors)
         fill_blocks([(late, halved)], captured)
         fill_blocks([(soon, halved)], captured)
         assert bytes(halved.view) == bytes(whole.view)
@@ -181,12 +174,11 @@ def test_what_is_summed_while_it_is_copied_is_right(
         cuts = table.cuts((span.entry, span.lo, span.hi, span.at) for span in block.spans)
         assert block.sum_count == len(cuts.begins)
         found: dict[int, int] = {}
-        for half in split_block(block, later):
+        for half in block.split(later):
             (sums,) = fill_blocks([(half, memory)], captured)
-            if sums is not None:
-                values = dict(zip(*(each.tolist() for each in sums), strict=True))
-                assert found.keys().isdisjoint(values)
-                found |= values
+            values = dict(zip(*(each.tolist() for each in sums), strict=True))
+            assert found.keys().isdisjoint(values)
+            found |= values
         for number, value in found.items():
             assert crc32c(memory.view[cuts.begins[number] : cuts.ends[number]]) == value
     ARENA.give(memory)
@@ -199,7 +191,6 @@ def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: 
     captured, plan = planned(state)
     for block in plan_blocks(plan, captured.tensors, block_bytes):
         (sums,) = fill_blocks([(block, arena.take())], captured)
-        assert sums is not None
         assert sums[0].tolist() == list(range(block.sum_count))
 
 
@@ -242,7 +233,7 @@ def test_shared_memory_is_copied_as_it_lies() -> None:
     memory = torch.arange(100.0)
     captured, plan = planned({"even": memory[::2], "odd": memory[1::2], "some": memory[10:20]})
     blocks = plan_blocks(plan, captured.tensors, 4096)
-    assert not any(isinstance(step, Copy) for block in blocks for step in block.steps)
+    assert not any(block.copies for block in blocks)
     (image,) = images(captured, plan, 4096)
     assert image.endswith(memory.numpy().tobytes())
 

@@ -24,7 +24,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.save import stage
-from ckpipe.save.program import plan_blocks, split_block, tensors_of
+from ckpipe.save.program import plan_blocks
 from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.save.stage import BlockCopiers, Piece
 from ckpipe.state.flatten import capture
@@ -165,7 +165,7 @@ def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[Piece], list[Piece
     soon, late = [], []
     for each in plan_blocks(plan, captured.tensors, BLOCK):
         filled = StagedBlock(SAVE, each, arena.take())
-        at_once, rest = split_block(each, later)
+        at_once, rest = each.split(later)
         soon.append(Piece(filled, at_once, last=False))
         late.append(Piece(filled, rest))
     return captured, soon, late, arena
@@ -301,7 +301,7 @@ async def test_a_change_of_any_of_the_blocks_that_are_copied_together_is_noticed
 ) -> None:
     state = {f"w{number}": torch.ones(BLOCK // 4) for number in range(6)}
     captured, _, late, _ = pieces_of(state, set(range(6)))
-    samples = [ByteSample(captured.tensors, tensors_of(piece.work)) for piece in late]
+    samples = [ByteSample(captured.tensors, piece.work.tensors) for piece in late]
     turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
     out: list[StagedBlock] = []
     copiers = BlockCopiers(turn, captured, SideStreams(()), out.extend, threads=1)

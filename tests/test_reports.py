@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import tracemalloc
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.errors import InvalidManifest
-from ckpipe.format.data_file import BlockRange
 from ckpipe.reports import (
     MAX_BLOCKS,
     BlockReport,
@@ -28,7 +26,6 @@ from ckpipe.reports import (
     save_report_from_data,
     size_text,
 )
-from ckpipe.save.timings import StageTimings
 
 times = st.integers(0, 10**9).map(lambda micros: micros / 1e6)
 spans = st.none() | st.tuples(times, times)
@@ -215,54 +212,3 @@ def _active(pipeline: ckpipe.SyncPipeline) -> list[Any]:
     while not (found := list(pipeline._engine.saves._active)):
         pass
     return found
-
-
-def test_what_one_process_has_noted_another_takes_over() -> None:
-    plans = [BlockRange(0, 0, 10, ()), BlockRange(0, 4096, 20, ())]
-    one, two = StageTimings(5.0), StageTimings(6.0)
-    with one.timing("lock"):
-        one.copied(plans[0], one.zero + 1, one.zero + 2, thread=7)
-        one.copied(plans[1], one.zero + 2, one.zero + 3, thread=8)
-    with two.uploading([plans[1]], lane=2):
-        pass
-    with two.timing("serialize"):
-        two.summed(plans[0], two.zero + 4, two.zero + 5)
-    two.absorb(json.loads(json.dumps(one.to_data())))
-    assert two.zero == one.zero
-    assert two.stages().keys() == {"lock", "upload", "serialize"}
-    found = {block.offset: block for block in two.blocks()}
-    assert found[0].copied == pytest.approx((1.0, 2.0))
-    assert found[0].summed == pytest.approx((5.0, 6.0))
-    assert found[0].uploaded is None
-    assert (found[4096].bytes, found[4096].copier, found[4096].lane) == (20, 1, 2)
-    assert found[4096].copied == pytest.approx((2.0, 3.0))
-
-
-def test_blocks_that_are_written_together_share_the_time_of_the_call() -> None:
-    clock = StageTimings(0.0)
-    plans = [BlockRange(0, 0, 30, ()), BlockRange(0, 4096, 10, ())]
-    with clock.uploading(plans, lane=3):
-        pass
-    first, second = clock.blocks()
-    assert first.uploaded is not None
-    assert second.uploaded is not None
-    assert first.uploaded[1] == second.uploaded[0]
-    seconds = second.uploaded[1] - first.uploaded[0]
-    # What a clock tells after days of a machine has a grain of some 1e-11 seconds.
-    assert first.uploaded[1] - first.uploaded[0] == pytest.approx(0.75 * seconds, abs=1e-9)
-    assert (first.lane, second.lane) == (3, 3)
-    assert clock.stages()["upload"].bytes == 40
-
-
-def test_blocks_are_remembered_in_little_memory() -> None:
-    plans = [BlockRange(0, 4096 * number, 4096, ()) for number in range(5000)]
-    tracemalloc.start()
-    clock = StageTimings(5.0)
-    for plan in plans:
-        clock.copied(plan, 1.0, 2.0, thread=1)
-        with clock.uploading([plan], lane=1):
-            pass
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert taken < 5000 * 500
-    assert len(clock.blocks()) == 5000

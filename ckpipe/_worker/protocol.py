@@ -310,7 +310,7 @@ class Block:
         number: The number of the block in its cargo.
         segment: Where in the shared memory it lies.
         at: The same, in bytes from the segment's beginning.
-        sums: Its checksums, if all of them are known and it is announced for the first time.
+        sums: Its checksums as far as they are known, as 64-bit numbers.
     """
 
     save: int

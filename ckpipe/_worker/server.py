@@ -18,8 +18,9 @@ import math
 import os
 import sys
 import time
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -65,6 +66,10 @@ from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
 from ckpipe.types import CheckpointInfo
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 logger = logging.getLogger("ckpipe")
 
 NOTICE_SECONDS = 0.05
@@ -103,10 +108,13 @@ class SharedBlock(FilledBlock):
         number: Its number among the blocks of the save.
         plan: Where it belongs.
         data: Its bytes.
+        sums: Its checksums as far as they are known.
     """
 
-    def __init__(self, job: Job, number: int, plan: BlockRange, data: memoryview) -> None:
-        super().__init__(plan, data)
+    def __init__(
+        self, job: Job, number: int, plan: BlockRange, data: memoryview, sums: NDArray[np.int64]
+    ) -> None:
+        super().__init__(plan, data, sums)
         self._job, self.number = job, number
 
     def release(self) -> None:
@@ -114,7 +122,7 @@ class SharedBlock(FilledBlock):
         self._job.free(self)
 
 
-class Job(SaveRecord):
+class Job:
     """A save on its way through the worker.
 
     Args:
@@ -125,11 +133,11 @@ class Job(SaveRecord):
     """
 
     def __init__(self, begin: Begin, cargo: DataFiles, rank: int, channel: Channel) -> None:
-        super().__init__(begin.id, rank, begin.began, begin.token)
-        self.again = begin.again
-        self.number, self.files, self._channel = begin.save, cargo, channel
+        self.save = SaveRecord(begin.id, rank, begin.began, begin.token)
+        self.save.again, self.save.files = begin.again, cargo
+        self.save.committed.add_done_callback(self._settle)
+        self.number, self._cargo, self._channel = begin.save, cargo, channel
         self._waits = begin.waits
-        self._contents: ManifestFields | None = None
         self._filled, self._blocks = create_memory_object_stream[FilledBlock](math.inf)
         self._scope = anyio.CancelScope()
         self.settled = anyio.Event()
@@ -137,28 +145,29 @@ class Job(SaveRecord):
     @property
     def handed(self) -> bool:
         """Tell whether the trainer has announced all of it."""
-        return self._contents is not None
+        return self.save.fields is not None
 
     def take(self, block: Block, memory: SharedMemory) -> None:
         """Passes a block on to the stages."""
-        assert self.files is not None
-        plan = self.files.blocks[block.number]
+        import numpy as np
+
+        plan = self._cargo.blocks[block.number]
         view = memory.view(block.segment, block.at, plan.nbytes)
-        filled = SharedBlock(self, block.number, plan, view)
-        filled.sums.take_bytes(block.sums)
+        sums = np.frombuffer(block.sums, np.int64).copy()
         with contextlib.suppress(anyio.BrokenResourceError):  # the save has failed
-            self._filled.send_nowait(filled)
+            self._filled.send_nowait(SharedBlock(self, block.number, plan, view, sums))
 
     def seal(self, handed: Handed, structure: Structure) -> None:
         """Takes what the manifest says; no blocks come after it."""
-        self.clock.absorb(handed.clock)
-        self.replanned = handed.planned
-        self.captured_seconds, self.staged_seconds = handed.captured_seconds, handed.staged_seconds
-        self._contents = ManifestFields(
+        save = self.save
+        save.clock.absorb(handed.clock)
+        save.replanned = handed.planned
+        save.captured_seconds, save.staged_seconds = handed.captured_seconds, handed.staged_seconds
+        save.fields = ManifestFields(
             structure, handed.values, handed.started, handed.writer, handed.metadata,
             handed.metrics, handed.final,
         )  # fmt: skip
-        self.copied.set()
+        save.copied.set()
         self._filled.close()
 
     def give_up(self) -> None:
@@ -173,19 +182,15 @@ class Job(SaveRecord):
         else:
             self._channel.post_soon(free, NOTICE_SECONDS)
 
-    def contents(self) -> ManifestFields:
-        """See :class:`~ckpipe.save.record.SaveRecord`."""
-        assert self._contents is not None
-        return self._contents
-
-    def settle(self, info: CheckpointInfo) -> None:
-        """See :class:`~ckpipe.save.record.SaveRecord`."""
+    def _settle(self, committed: Future[CheckpointInfo]) -> None:
+        save = self.save
         self.settled.set()
-        assert self.durable_seconds is not None
-        logger.info("%s is committed by rank %d", self.name, self.rank)
-        unsettled = self.unsettled is not None
-        clock = self.clock.to_data()
-        self._channel.post(Settled(self.number, info, self.durable_seconds, unsettled, clock))
+        assert save.durable_seconds is not None
+        logger.info("%s is committed by rank %d", save.name, save.rank)
+        unsettled, clock = save.unsettled is not None, save.clock.to_data()
+        self._channel.post(
+            Settled(self.number, committed.result(), save.durable_seconds, unsettled, clock)
+        )
 
     async def run(self, depot: StoreContext) -> None:
         """Runs the stages, and says how they ended.
@@ -196,14 +201,14 @@ class Job(SaveRecord):
         error: Exception | None = SaveCancelled("The save was given up")
         try:
             with self._scope:
-                await deliver(self, depot, self._blocks)
+                await deliver(self.save, depot, self._blocks)
                 error = None
         except Exception as group:
             error = first_error(group)
             # For the log of the worker only: the trainer raises it.
-            logger.info("%s: %s: %s", self.name, type(error).__name__, error)
-        unsettled = self.unsettled is not None
-        self._channel.post(Ended(self.number, error, unsettled, self.clock.to_data()))
+            logger.info("%s: %s: %s", self.save.name, type(error).__name__, error)
+        unsettled = self.save.unsettled is not None
+        self._channel.post(Ended(self.number, error, unsettled, self.save.clock.to_data()))
 
 
 MOST_CARGOES = 4
@@ -318,7 +323,7 @@ class Service:
         self._depot.resumed_from = begin.resumed_from
         job = Job(begin, self._cargoes[begin.cargo], self._hello.rank, self._channel)
         self._jobs[begin.save] = job
-        jobs.start_soon(self._run, job, name=f"save {job.name}")
+        jobs.start_soon(self._run, job, name=f"save {job.save.name}")
 
     async def _run(self, job: Job) -> None:
         try:
@@ -369,8 +374,8 @@ class Service:
             if not keep or not job.handed:
                 job.give_up()
             elif self._end is None and not job.settled.is_set():
-                logger.warning("%s was staged and is brought to its end", job.name)
-                for subject in (job.name, launch_id(job.id.attempt)):
+                logger.warning("%s was staged and is brought to its end", job.save.name)
+                for subject in (job.save.name, launch_id(job.save.id.attempt)):
                     beside.start_soon(self._hold, job, subject, name=f"lease on {subject}")
 
     async def _hold(self, job: Job, subject: str) -> None:

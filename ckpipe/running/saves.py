@@ -26,8 +26,9 @@ from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import Follower
 from ckpipe.save.memory import lend_blocks, take_back
+from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
-from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock, fail, resolve
+from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")

@@ -126,7 +126,7 @@ class Uploader(Protocol):
     async def deliver(
         self, save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
-        """Does so from ``save.planned`` on, and sets ``save.handed_over``.
+        """Does so from ``save.ready`` on, and sets ``save.handed_over``.
 
         No memory of the save is in use any more when it returns or raises.
         """

@@ -52,6 +52,8 @@ class Copy:
         hi: Behind the last element.
         at: Where they go in the block, in bytes.
         part: The box of the tensor whose elements are counted; None for all of it.
+        raw: Whether what is counted are the bytes of the memory that the tensor's elements lie in,
+            from its first element on.
     """
 
     tensor: int
@@ -59,6 +61,7 @@ class Copy:
     hi: int
     at: int
     part: Box | None = None
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,48 +82,10 @@ class Gather:
     at: array[int]
     slots: array[int]
 
-    def of(self, chosen: set[int]) -> Gather:
-        """The pieces of some tensors.
-
-        Args:
-            chosen: Their numbers.
-        """
-        marks = bytes(number in chosen for number in self.tensors)
+    def where(self, marks: Sequence[bool]) -> Gather:
+        """The pieces that are marked."""
         columns = (self.tensors, self.skips, self.sizes, self.at, self.slots)
         return Gather(*(array("q", compress(column, marks)) for column in columns))
-
-
-@dataclass(frozen=True, slots=True)
-class CopyWindow:
-    """Has torch copy a part of the memory on a device that a tensor's elements lie in.
-
-    Args:
-        tensor: The number of the tensor.
-        lo: The first byte, from the tensor's first element on.
-        hi: Behind the last byte.
-        at: Where they go in the block, in bytes.
-    """
-
-    tensor: int
-    lo: int
-    hi: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Writes fixed bytes: a piece of the header, or zeros where nothing else is.
-
-    Args:
-        data: The bytes.
-        at: Where they go in the block, in bytes.
-    """
-
-    data: bytes
-    at: int
-
-
-Step = Copy | Gather | CopyWindow | Fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +93,42 @@ class BlockPlan(BlockRange):
     """One block of a data file, and how it comes about.
 
     Args:
-        steps: What fills it.
+        fills: Fixed bytes, such as a piece of the header or zeros between tensors, and where they
+            go in the block.
+        copies: What torch copies.
+        gather: What is moved as it lies in host memory.
         sum_count: How many checksums it has.
     """
 
-    steps: tuple[Step, ...]
+    fills: tuple[tuple[int, bytes], ...]
+    copies: tuple[Copy, ...]
+    gather: Gather
     sum_count: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to do."""
+        return not (self.fills or self.copies or self.gather.sizes)
+
+    @property
+    def tensors(self) -> array[int]:
+        """The numbers of the tensors that fill the block, perhaps several times each."""
+        return self.gather.tensors + array("q", [copy.tensor for copy in self.copies])
+
+    def split(self, later: set[int]) -> tuple[BlockPlan, BlockPlan]:
+        """The two halves of its work: what must be copied at once, and what may be later.
+
+        Args:
+            later: The numbers of the tensors that may be copied later.
+        """
+        late = [number in later for number in self.gather.tensors]
+        soon_copies = tuple(copy for copy in self.copies if copy.tensor not in later)
+        late_copies = tuple(copy for copy in self.copies if copy.tensor in later)
+        soon_gather = self.gather.where([not each for each in late])
+        return (
+            replace(self, fills=(), copies=soon_copies, gather=soon_gather),
+            replace(self, copies=late_copies, gather=self.gather.where(late)),
+        )
 
 
 def plan_blocks(
@@ -160,22 +155,40 @@ def plan_blocks(
                     cutter.fill(start + end, bytes(source.offset - end))
                 cutter.source(source, start)
                 end = source.offset + source.nbytes
-        columns = zip(cutter.steps, cutter.spans, cutter.sum_counts, strict=True)
-        for index, (steps, spans, count) in enumerate(columns):
+        for index, draft in enumerate(cutter.drafts):
             offset = index * block_bytes
-            nbytes = min(block_bytes, file.size - offset)
-            blocks.append(BlockPlan(number, offset, nbytes, tuple(spans), tuple(steps), count))
+            blocks.append(
+                BlockPlan(
+                    number,
+                    offset,
+                    min(block_bytes, file.size - offset),
+                    tuple(draft.spans),
+                    tuple(draft.fills),
+                    tuple(draft.copies),
+                    draft.gather,
+                    draft.sum_count,
+                )
+            )
     return tuple(blocks)
 
 
+@dataclass(slots=True)
+class _Draft:
+    spans: list[EntryRange] = field(default_factory=list)
+    fills: list[tuple[int, bytes]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    gather: Gather = field(default_factory=lambda: Gather(*(array("q") for _ in range(5))))
+    sum_count: int = 0
+    first_sum: int = 0
+    """The number of the first checksum of the last span."""
+
+
 class _Cutter:
+    """Cuts one file into blocks; entry by entry, each followed by its sources."""
+
     def __init__(self, leaves: Sequence[TensorLeaf], block_bytes: int, blocks: int) -> None:
         self._leaves, self._block_bytes = leaves, block_bytes
-        self.steps: list[list[Step]] = [[] for _ in range(blocks)]
-        self.spans: list[list[EntryRange]] = [[] for _ in range(blocks)]
-        self.sum_counts = [0] * blocks
-        self._gathers: dict[int, Gather] = {}
-        self._spans: dict[int, tuple[EntryRange, int]] = {}
+        self.drafts = [_Draft() for _ in range(blocks)]
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yields block, position in it, and bounds within the piece, for a piece of the file."""
@@ -188,16 +201,14 @@ class _Cutter:
 
     def fill(self, start: int, data: bytes) -> None:
         for block, at, lo, hi in self._cut(start, len(data)):
-            self.steps[block].append(Fill(data[lo:hi], at))
+            self.drafts[block].fills.append((at, data[lo:hi]))
 
     def span(self, entry: int, start: int, nbytes: int) -> None:
-        """Takes an entry, whose sources follow."""
-        self._spans.clear()
         for block, at, lo, hi in self._cut(start, nbytes):
-            span = EntryRange(entry, lo, hi, at)
-            self.spans[block].append(span)
-            self._spans[block] = span, self.sum_counts[block]
-            self.sum_counts[block] += sum(1 for _ in chunk_spans(lo, hi))
+            draft = self.drafts[block]
+            draft.spans.append(EntryRange(entry, lo, hi, at))
+            draft.first_sum = draft.sum_count
+            draft.sum_count += sum(1 for _ in chunk_spans(lo, hi))
 
     def source(self, source: Source, start: int) -> None:
         """Takes a source of an entry that begins somewhere in the file."""
@@ -212,25 +223,19 @@ class _Cutter:
         if host and skip is None and part is None and leaf.contiguous and not leaf.lazy:
             skip = first * item
         for block, at, lo, hi in self._cut(start + source.offset, source.nbytes):
+            copies = self.drafts[block].copies
             if skip is None:
                 step = Copy(source.tensor, first + lo // item, first + hi // item, at, part)
-                self.steps[block].append(step)
+                copies.append(step)
             elif host:
-                self._pieces(block, source, skip, lo, hi)
+                self._gather(block, source, skip, lo, hi)
             else:
-                self.steps[block].append(CopyWindow(source.tensor, skip + lo, skip + hi, at))
+                copies.append(Copy(source.tensor, skip + lo, skip + hi, at, raw=True))
 
-    def _pieces(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
-        """Adds bytes of host memory to the one step that moves all those of a block.
-
-        They are cut where checksums end.
-        """
-        gather = self._gathers.get(block)
-        if gather is None:
-            gather = Gather(*(array("q") for _ in range(5)))
-            self._gathers[block] = gather
-            self.steps[block].append(gather)
-        span, before = self._spans[block]
+    def _gather(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
+        """Adds bytes of host memory, cut where checksums end."""
+        draft = self.drafts[block]
+        gather, span, first = draft.gather, draft.spans[-1], draft.first_sum
         for chunk, begin, end in chunk_spans(source.offset + lo, source.offset + hi):
             whole = (
                 begin == max(span.lo, chunk * CHUNK_BYTES),
@@ -240,21 +245,7 @@ class _Cutter:
             gather.skips.append(skip + begin - source.offset)
             gather.sizes.append(end - begin)
             gather.at.append(span.at + begin - span.lo)
-            gather.slots.append(before + chunk - span.lo // CHUNK_BYTES if all(whole) else -1)
-
-
-def tensors_of(plan: BlockPlan) -> array[int]:
-    """The numbers of the tensors that fill a block, perhaps several times each."""
-    numbers = array("q")
-    for step in plan.steps:
-        match step:
-            case Gather():
-                numbers.extend(step.tensors)
-            case Copy() | CopyWindow():
-                numbers.append(step.tensor)
-            case Fill():
-                pass
-    return numbers
+            gather.slots.append(first + chunk - span.lo // CHUNK_BYTES if all(whole) else -1)
 
 
 def devices_of(state: Captured) -> set[str]:
@@ -262,107 +253,47 @@ def devices_of(state: Captured) -> set[str]:
     return {leaf.device for leaf in state.tensors}
 
 
-def split_block(plan: BlockPlan, later: set[int]) -> tuple[BlockPlan, BlockPlan]:
-    """The two halves of a block's work: what must be copied at once, and what may be later.
-
-    Args:
-        plan: The block.
-        later: The numbers of the tensors that may be copied later.
-    """
-    soon: list[Step] = []
-    late: list[Step] = []
-    for step in plan.steps:
-        match step:
-            case Fill():
-                late.append(step)
-            case Gather():
-                owned = later.intersection(step.tensors)
-                for half, numbers in ((late, owned), (soon, {*step.tensors} - owned)):
-                    if numbers:
-                        half.append(step.of(numbers))
-            case Copy() | CopyWindow():
-                (late if step.tensor in later else soon).append(step)
-    return replace(plan, steps=tuple(soon)), replace(plan, steps=tuple(late))
-
-
 FoundSums = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 """Checksums of a block that are known once it is copied: which of the block's, and their values."""
 
 
-def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums | None]:
+def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums]:
     """Fills blocks; copies from a device may still be on their way when it returns.
 
     What lies in host memory is moved into all of them by one call.
 
     Returns:
-        For each block, the checksums that were computed on the way, if there are any.
+        For each block, the checksums that were computed on the way.
     """
-    moves = _Moves(state.addresses)
-    for number, (plan, block) in enumerate(work):
-        for step in plan.steps:
-            match step:
-                case Gather():
-                    moves.add(number, step, block)
-                case Copy():
-                    _copy(step, state.memory[step.tensor], block.tensor)
-                case CopyWindow():
-                    target = block.tensor[step.at : step.at + step.hi - step.lo]
-                    window = _bytes_from(state.memory[step.tensor])[step.lo : step.hi]
-                    target.copy_(window, non_blocking=window.device.type in FENCED)
-                case Fill():
-                    block.view[step.at : step.at + len(step.data)] = step.data
-    found = moves.run()
-    return [found.get(number) for number in range(len(work))]
-
-
-class _Moves:
-    """Pieces of host memory, and where they go, in one or several blocks.
-
-    Args:
-        addresses: Where each tensor of the state begins.
-    """
-
-    def __init__(self, addresses: npt.NDArray[np.uint64]) -> None:
-        self._addresses = addresses
-        self._targets, self._sources, self._sizes = array("q"), array("q"), array("q")
-        self._slots: dict[int, array[int]] = {}
-
-    def add(self, number: int, step: Gather, block: Block) -> None:
-        """Takes the one step of a block that moves pieces.
-
-        Args:
-            number: What the block is called in the result.
-            step: The step.
-            block: Where the pieces go.
-        """
-        numbers, skips, sizes, at = (
-            np.frombuffer(column, np.int64)
-            for column in (step.tensors, step.skips, step.sizes, step.at)
-        )
-        assert at.min() >= 0
-        assert (at + sizes).max() <= len(block.view)
-        self._targets.frombytes((at + block.address).tobytes())
-        self._sources.frombytes((self._addresses[numbers] + skips.view(np.uint64)).tobytes())
-        self._sizes.extend(step.sizes)
-        self._slots[number] = step.slots
-
-    def run(self) -> dict[int, FoundSums]:
-        """Moves them all; returns the checksums of each block of which some were computed."""
-        if not self._sizes:
-            return {}
-        found_sums = copy_crc32c_each(self._targets, self._sources, self._sizes)
-        sums, done = np.frombuffer(found_sums, np.uint32), 0
-        found: dict[int, FoundSums] = {}
-        for number, column in self._slots.items():
-            slots = np.frombuffer(column, np.int64)
-            whole = slots >= 0
-            found[number] = (slots[whole], sums[done : done + len(slots)][whole])
-            done += len(slots)
-        return found
+    targets, sources, sizes = array("q"), array("q"), array("q")
+    for plan, block in work:
+        for at, data in plan.fills:
+            block.view[at : at + len(data)] = data
+        for copy in plan.copies:
+            _copy(copy, state.memory[copy.tensor], block.tensor)
+        gather = plan.gather
+        if gather.sizes:
+            starts = np.asarray(gather.at)
+            assert starts.min() >= 0
+            assert (starts + gather.sizes).max() <= len(block.view)
+            addresses = state.addresses[np.asarray(gather.tensors)]
+            targets.frombytes((starts + block.address).tobytes())
+            sources.frombytes((addresses + np.asarray(gather.skips).view(np.uint64)).tobytes())
+            sizes.extend(gather.sizes)
+    sums = np.asarray(copy_crc32c_each(targets, sources, sizes) if sizes else array("I"))
+    found, done = [], 0
+    for plan, _ in work:
+        slots = np.asarray(plan.gather.slots)
+        whole = slots >= 0
+        found.append((slots[whole], sums[done : done + len(slots)][whole]))
+        done += len(slots)
+    return found
 
 
 def _copy(step: Copy, tensor: torch.Tensor, block: torch.Tensor) -> None:
     queued = tensor.device.type in FENCED
+    if step.raw:
+        tensor = _bytes_from(tensor)
     end = step.at + (step.hi - step.lo) * tensor.itemsize
     target = block[step.at : end].view(tensor.dtype)
     if step.part is not None:
@@ -432,11 +363,6 @@ class EarlyLateSplit:
     samples: list[ByteSample] = field(default_factory=list)
     worth: bool = True
 
-    @property
-    def all_later(self) -> bool:
-        """Tell whether nothing has to be copied before training goes on."""
-        return bool(self.owned) and not any(at_once.steps for at_once, _ in self.halves)
-
     def serves(self, captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> bool:
         """Tell whether another save would be divided just so.
 
@@ -465,10 +391,10 @@ def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]
     owned = owned_leaves(captured.tensors, tensors)
     if not worth_watching([captured.tensors[number] for number in owned]):
         return EarlyLateSplit(captured.tensors, program, worth=False)
-    halves = [split_block(plan, owned) for plan in program.blocks]
+    halves = [plan.split(owned) for plan in program.blocks]
     try:
         facts = OwnedFacts(tensors, captured.objects)
     except RuntimeError:  # such as that there are no strides
         facts = None
-    samples = [ByteSample(captured.tensors, tensors_of(later)) for _, later in halves]
+    samples = [ByteSample(captured.tensors, later.tensors) for _, later in halves]
     return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)

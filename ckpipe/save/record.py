@@ -1,103 +1,35 @@
 """The record of one save and its blocks, as the stages see them that bring it to the store.
 
 Nothing here refers to the trainer's objects or to torch, so these stages run as well in a process
-that has neither. :class:`ckpipe.save.save.Save` is the record of a save in the trainer, and
-:mod:`ckpipe._worker.server` has the one in the worker.
+that has neither. :class:`ckpipe.save.save.Save` is the record of a save in the trainer; the worker
+makes one from what the trainer tells it.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ckpipe import threads
-from ckpipe.format.checksum import BlockCuts, Parts, combine, crc32c
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
-from ckpipe.reports import SaveReport
-from ckpipe.save.timings import StageTimings
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.reports import BlockReport, SaveReport, Span, StageReport, busy_seconds
+from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
-class BlockSums:
-    """The checksums of one block, one for each piece that :class:`BlockCuts` names.
-
-    Most are known since the block was copied. Those of bytes that came from a device, were copied
-    by torch or joined from several tensors are computed by the serialize stage.
-    """
-
-    __slots__ = ("_values",)
-
-    def __init__(self) -> None:
-        self._values: NDArray[np.int64] | None = None
-
-    def learn(self, count: int, slots: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
-        """Takes some that are known since the block was copied.
-
-        Args:
-            count: How many checksums the block has.
-            slots: Which of them are known.
-            values: What they are.
-        """
-        import numpy as np
-
-        if self._values is None:
-            self._values = np.full(count, _UNKNOWN, np.int64)
-        self._values[slots] = values
-
-    @property
-    def all_known(self) -> bool:
-        """Tell whether there is nothing to compute."""
-        return self._values is not None and _UNKNOWN not in self._values
-
-    @property
-    def values(self) -> list[int]:
-        """All of them, in the order of the cuts; once all are known."""
-        assert self._values is not None
-        values: list[int] = self._values.tolist()
-        return values
-
-    def to_bytes(self) -> bytes:
-        """All of them, for another process of this machine; empty if one is not known."""
-        if self._values is None or not self.all_known:
-            return b""
-        return self._values.astype(_SENT).tobytes()
-
-    def take_bytes(self, sent: bytes) -> None:
-        """Takes what :meth:`to_bytes` of another process returned."""
-        import numpy as np
-
-        if sent:
-            self._values = np.frombuffer(sent, _SENT).astype(np.int64)
-
-    def unknown(self, data: memoryview, cuts: BlockCuts) -> Parts:
-        """The parts of a block whose checksums are still to be computed."""
-        import numpy as np
-
-        if self._values is None:
-            self._values = np.full(len(cuts.begins), _UNKNOWN, np.int64)
-        wanted = self._values == _UNKNOWN
-        begins, ends = (np.asarray(each, np.int64)[wanted] for each in (cuts.begins, cuts.ends))
-        return Parts(data, begins.tolist(), ends.tolist())
-
-    def complete(self, values: list[int]) -> None:
-        """Takes those that were not known, in their order."""
-        assert self._values is not None
-        self._values[self._values == _UNKNOWN] = values
-
-
-_UNKNOWN = -1
-_SENT = "u4"
+UNKNOWN = -1
+"""Stands for a checksum that is still to be computed."""
 
 
 @dataclass(eq=False)
@@ -107,12 +39,14 @@ class FilledBlock(abc.ABC):
     Args:
         plan: The place where it belongs.
         data: Its bytes.
-        sums: Its checksums.
+        sums: The checksum of each piece that :class:`BlockCuts` names. Most are known since the
+            block was copied. Those of bytes that came from a device, were copied by torch or joined
+            from several tensors are ``UNKNOWN`` until the serialize stage computes them.
     """
 
     plan: BlockRange
     data: memoryview
-    sums: BlockSums = field(default_factory=BlockSums, init=False)
+    sums: NDArray[np.int64]
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -142,7 +76,7 @@ class ManifestFields:
     final: bool
 
 
-class SaveRecord(abc.ABC):
+class SaveRecord:
     """One save on its way to the store; used on one event loop.
 
     Args:
@@ -154,9 +88,14 @@ class SaveRecord(abc.ABC):
 
     def __init__(self, id: CheckpointId, rank: int, began: float, token: str) -> None:
         self.id, self.rank, self.began, self.token = id, rank, began, token
+        self.name = str(id)
+        """The exact name of the checkpoint."""
+        self.status: SaveStatus = "queued"
         self.clock = StageTimings(began)
         self.files: DataFiles | None = None
         """What is to be stored; None until that is planned."""
+        self.fields: ManifestFields | None = None
+        """What else its manifest says; None until all blocks are there."""
         self.copied = anyio.Event()
         """Set when every block is filled, and nothing has changed while it was copied."""
         self.replanned = False
@@ -174,11 +113,7 @@ class SaveRecord(abc.ABC):
         """Whether a worker process died with it: its data files, and its commit, may be there."""
         self.unsettled: CheckpointInfo | None = None
         """The checkpoint, once this rank has committed and while others may not have."""
-
-    @property
-    def name(self) -> str:
-        """The exact name of the checkpoint."""
-        return str(self.id)
+        self.committed: Future[CheckpointInfo] = Future()
 
     @property
     def elapsed(self) -> float:
@@ -200,33 +135,170 @@ class SaveRecord(abc.ABC):
             copied_bytes=self.clock.copied_bytes,
         )
 
-    @abc.abstractmethod
     def contents(self) -> ManifestFields:
         """The fields of the manifest; called in a worker thread once all blocks are there."""
+        assert self.fields is not None
+        return self.fields
 
-    @abc.abstractmethod
     def settle(self, info: CheckpointInfo) -> None:
         """Tell all waiters that this rank's part is durable."""
+        self.status = "committed"
+        resolve(self.committed, info)
 
 
-_ON_LOOP_BYTES, _ON_LOOP_SPANS = 1 << 18, 256
+def resolve(future: Future[Any], value: Any) -> None:
+    """Gives a future its value, unless it is done; for any thread."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(value)
 
 
-async def block_checksum(files: DataFiles, filled: FilledBlock) -> int:
-    """The CRC-32C of a whole block whose pieces have theirs."""
-    spans = filled.plan.spans
-    between = filled.plan.nbytes - sum(span.hi - span.lo for span in spans)
-    if between > _ON_LOOP_BYTES or len(spans) > _ON_LOOP_SPANS:
-        return await threads.run_sync(_joined, files, filled)
-    return _joined(files, filled)
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Gives a future its error, unless it is done; for any thread."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
-def _joined(files: DataFiles, filled: FilledBlock) -> int:
-    view, cuts, at, total = filled.data, files.cuts(filled.plan), 0, 0
-    for begin, end, value in zip(cuts.begins, cuts.ends, filled.sums.values, strict=True):
-        if begin < at:  # no plan of ours; the bytes themselves tell in any case
-            return crc32c(view)
-        if begin > at:
-            total = crc32c(view[at:begin], total)
-        total, at = combine(total, value, end - begin), end
-    return crc32c(view[at:], total) if at < len(view) else total
+@dataclass(slots=True)
+class _StageTimes:
+    began: float
+    ended: float
+    bytes: int = 0
+    busy: float = 0.0
+    since: float = 0.0
+    workers: int = 0
+
+
+_UNSET = -1.0
+_SIZE, _COPIED, _SUMMED, _UPLOADED, _COPIER, _LANE = 0, 1, 3, 5, 7, 8
+_NEW_ROW = (_UNSET,) * 9
+
+
+class StageTimings:
+    """Notes when stages begin, work and end, on one thread; reports are made on any.
+
+    Times are those of ``time.perf_counter``, which on Linux all processes of a machine share: the
+    trainer takes over what its worker process has noted.
+
+    Args:
+        zero: When the save was called.
+    """
+
+    def __init__(self, zero: float) -> None:
+        self.zero = zero
+        self.copied_bytes = 0
+        """What this rank has found in the checkpoint that several ranks wrote alike."""
+        self._stages: dict[str, _StageTimes] = {}
+        # By file and offset: size, three pairs of times, and the numbers of copier and lane.
+        self._rows: dict[tuple[int, int], array[float]] = {}
+        self._copiers: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def timing(self, stage: str, nbytes: int = 0) -> Iterator[None]:
+        """Notes that a worker of a stage is at work, and has moved so many bytes at its end."""
+        now = time.perf_counter()
+        times = self._stages.setdefault(stage, _StageTimes(now, now))
+        if not times.workers:
+            times.since = now
+        times.workers += 1
+        try:
+            yield
+        finally:
+            times.ended = time.perf_counter()
+            times.bytes += nbytes
+            times.workers -= 1
+            if not times.workers:
+                times.busy += times.ended - times.since
+
+    def copied(self, plan: BlockRange, began: float, ended: float, thread: int) -> None:
+        """Notes when a block was filled, and by which thread."""
+        (row,) = self._share(_COPIED, [plan], began, ended)
+        row[_COPIER] = self._copiers.setdefault(thread, len(self._copiers))
+
+    def summed(self, plans: Sequence[BlockRange], began: float, ended: float) -> None:
+        """Notes when the checksums of blocks were computed."""
+        self._share(_SUMMED, plans, began, ended)
+
+    def uploaded(self, plans: Sequence[BlockRange], began: float, ended: float, lane: int) -> None:
+        """Notes when blocks were written to the store, and by which lane."""
+        for row in self._share(_UPLOADED, plans, began, ended):
+            row[_LANE] = lane
+
+    def _share(
+        self, column: int, plans: Sequence[BlockRange], began: float, ended: float
+    ) -> list[array[float]]:
+        """Note for each of blocks that were handled together its part of the time, by its size."""
+        pace = (ended - began) / max(1, sum(plan.nbytes for plan in plans))
+        rows = []
+        for plan in plans:
+            new = array("d", (plan.nbytes, *_NEW_ROW[1:]))
+            row = self._rows.setdefault((plan.file, plan.offset), new)
+            row[column], row[column + 1] = began, began + plan.nbytes * pace
+            began = row[column + 1]
+            rows.append(row)
+        return rows
+
+    def stages(self) -> dict[str, StageReport]:
+        """The report of each stage that has begun."""
+        return {stage: self._report(stage, each) for stage, each in list(self._stages.items())}
+
+    def _report(self, stage: str, times: _StageTimes) -> StageReport:
+        ended, busy = times.ended, times.busy
+        if times.workers:
+            ended = time.perf_counter()
+            busy += ended - times.since
+        if stage == "stage" and self._rows:
+            # The copy as a whole also waits for memory; its blocks tell when it was at work.
+            spans = (self._span(row, _COPIED) for row in list(self._rows.values()))
+            busy = busy_seconds(span for span in spans if span is not None)
+        seconds = ended - times.began
+        return StageReport(
+            seconds, times.bytes, times.began - self.zero, waited=max(0.0, seconds - busy)
+        )
+
+    def blocks(self) -> list[BlockReport]:
+        """The way of each block so far, in the order in which they were filled."""
+        return [
+            BlockReport(
+                file,
+                offset,
+                int(row[_SIZE]),
+                copied=self._span(row, _COPIED),
+                summed=self._span(row, _SUMMED),
+                uploaded=self._span(row, _UPLOADED),
+                copier=max(0, int(row[_COPIER])),
+                lane=max(0, int(row[_LANE])),
+            )
+            for (file, offset), row in list(self._rows.items())
+        ]
+
+    def _span(self, row: array[float], column: int) -> Span | None:
+        began, ended = row[column : column + 2]
+        return None if began == _UNSET else (began - self.zero, ended - self.zero)
+
+    def to_data(self) -> dict[str, Any]:
+        """All that was noted, as plain data, for another process of this machine."""
+        return {
+            "zero": self.zero,
+            "copied_bytes": self.copied_bytes,
+            "stages": {
+                stage: (times.began, times.ended, times.bytes, times.busy)
+                for stage, times in self._stages.items()
+            },
+            "rows": [(key, row.tolist()) for key, row in self._rows.items()],
+        }
+
+    def absorb(self, data: dict[str, Any]) -> None:
+        """Takes over what another process has noted of the same save; its stages win.
+
+        Args:
+            data: What :meth:`to_data` of the other clock returned.
+        """
+        self.zero = min(self.zero, data["zero"])
+        self.copied_bytes = data["copied_bytes"]
+        for stage, times in data["stages"].items():
+            self._stages[stage] = _StageTimes(*times)
+        for (file, offset), found in data["rows"]:
+            row = self._rows.setdefault((file, offset), array("d", _NEW_ROW))
+            for at, value in enumerate(found):
+                if value != _UNSET:
+                    row[at] = value

@@ -59,6 +59,6 @@ async def deliver_here(
     """Brings a save to the store in this process, once it is known what to store."""
     save.handed_over.set()
     async with blocks:
-        await save.planned.wait()
+        await save.ready.wait()
         with short_switch_interval(depot.switch_interval):
             await deliver(save, depot, blocks)

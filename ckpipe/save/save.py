@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import secrets
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import anyio
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -24,9 +24,9 @@ from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.save.program import BlockPlan, CopyProgram
-from ckpipe.save.record import FilledBlock, ManifestFields, SaveRecord
+from ckpipe.save.record import UNKNOWN, FilledBlock, ManifestFields, SaveRecord, fail, resolve
 from ckpipe.state.flatten import Captured
-from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
+from ckpipe.types import CheckpointId
 from ckpipe.version import __version__
 
 
@@ -96,7 +96,8 @@ class StagedBlock(FilledBlock):
     plan: BlockPlan
 
     def __init__(self, save: Save, plan: BlockPlan, block: Block) -> None:
-        super().__init__(plan, block.view[: plan.nbytes])
+        sums = np.full(plan.sum_count, UNKNOWN, np.int64)
+        super().__init__(plan, block.view[: plan.nbytes], sums)
         self._save, self.block = save, block
         self.users = 1
         """The upload, and each view of the staged state."""
@@ -127,18 +128,16 @@ class Save(SaveRecord):
     def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
         super().__init__(id, rank, time.perf_counter(), secrets.token_hex(16))
         self.request = request
-        self.planned, self.handed_over = anyio.Event(), anyio.Event()
-        """Set when it is known what is stored, and when it will be stored whatever becomes of this
-        process, if a worker process does that."""
+        self.ready, self.handed_over = anyio.Event(), anyio.Event()
+        """Set when it is known what is stored and blocks may go to the store, and when they will
+        be stored whatever becomes of this process, if a worker process does that."""
         self._filled: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
         self._in_use: dict[Block, StagedBlock] = {}
         self._views = 0
         self.started_at = time.time()
-        self.status: SaveStatus = "queued"
         self.safe: Future[None] = Future()
         self.staged: Future[None] = Future()
         self.staged.add_done_callback(self._staged_is_safe)
-        self.committed: Future[CheckpointInfo] = Future()
         self.scope: anyio.CancelScope | None = None
         self.cancel_requested = False
         self.ration: Ration | None = None
@@ -165,12 +164,6 @@ class Save(SaveRecord):
             and not other.safe.done()
         )
 
-    def take_up(self, state: PlannedState) -> None:
-        """Takes the state and the plan that the copy goes by."""
-        self.captured, self.program = state.captured, state.program
-        self.files = state.program.files
-        self.planned.set()
-
     def contents(self) -> ManifestFields:
         """See :class:`~ckpipe.save.record.SaveRecord`."""
         captured, program, request = self.captured, self.program, self.request
@@ -190,11 +183,6 @@ class Save(SaveRecord):
             request.metrics,
             request.final,
         )
-
-    def settle(self, info: CheckpointInfo) -> None:
-        """See :class:`~ckpipe.save.record.SaveRecord`."""
-        self.status = "committed"
-        resolve(self.committed, info)
 
     def note(self, filled: StagedBlock) -> None:
         """Notes a block that is filled, and is in use by the stages after the copy."""
@@ -296,15 +284,3 @@ def _structure(captured: Captured) -> Structure:
         for leaf in captured.tensors
     )  # fmt: skip
     return Structure(captured.tree, rows, len(captured.values))
-
-
-def resolve(future: Future[Any], value: Any) -> None:
-    """Gives a future its value, unless it is done; for any thread."""
-    with contextlib.suppress(InvalidStateError):
-        future.set_result(value)
-
-
-def fail(future: Future[Any], error: BaseException) -> None:
-    """Gives a future its error, unless it is done; for any thread."""
-    with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)

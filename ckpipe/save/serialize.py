@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe import threads
-from ckpipe.format.checksum import ChunkSums, crc32c_of_each
+from ckpipe.format.checksum import ChunkSums, Parts, crc32c_of_each
 from ckpipe.format.data_file import DataFiles
-from ckpipe.save.record import FilledBlock, SaveRecord
+from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
 
 BATCH_BLOCKS = 16
 """Blocks that are looked at in one call of a thread, if they are there: each call takes the GIL
@@ -37,18 +37,18 @@ async def run(
         async for first in inbox:
             assert save.files is not None
             files, sums = save.files, sums or ChunkSums(save.files.sum_table)
-            batch = [first, *_there_already(inbox)]
-            unknown = [each for each in batch if not each.sums.all_known]
+            batch = [first]
+            with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
+                while len(batch) < BATCH_BLOCKS:
+                    batch.append(inbox.receive_nowait())
+            unknown = [each for each in batch if UNKNOWN in each.sums]
+            began = time.perf_counter()
             with save.clock.timing("serialize", sum(each.plan.nbytes for each in unknown)):
                 if unknown or sum(len(each.plan.spans) for each in batch) > _ON_LOOP_SPANS:
-                    pace = await threads.run_sync(_sum_up, files, sums, batch, unknown)
+                    await threads.run_sync(_sum_up, files, sums, batch, unknown)
                 else:
-                    pace = _sum_up(files, sums, batch, unknown)
-            ended = time.perf_counter()
-            for each in reversed(unknown):
-                began = ended - pace * each.plan.nbytes
-                save.clock.summed(each.plan, began, ended)
-                ended = began
+                    _sum_up(files, sums, batch, unknown)
+            save.clock.summed([each.plan for each in unknown], began, time.perf_counter())
             for each in batch:
                 await out.send(each)
         if not save.copied.is_set():
@@ -57,30 +57,20 @@ async def run(
         save.checksums = (sums or ChunkSums(save.files.sum_table)).finished()
 
 
-def _there_already(inbox: MemoryObjectReceiveStream[FilledBlock]) -> Iterator[FilledBlock]:
-    with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
-        for _ in range(BATCH_BLOCKS - 1):
-            yield inbox.receive_nowait()
-
-
 def _sum_up(
     files: DataFiles,
     sums: ChunkSums,
     batch: Sequence[FilledBlock],
     unknown: Sequence[FilledBlock],
-) -> float:
-    """Computes what is not known, and adds all; returns seconds for each byte of what was not."""
-    began = time.perf_counter()
-    compute(files, unknown)
-    seconds = time.perf_counter() - began
-    for each in batch:
-        sums.add_block(files.cuts(each.plan), each.sums.values)
-    return seconds / max(1, sum(each.plan.nbytes for each in unknown))
-
-
-def compute(files: DataFiles, unknown: Sequence[FilledBlock]) -> None:
-    """Computes the checksums of some blocks that are not known, in one call; blocking."""
+) -> None:
+    """Computes what is not known, in one call, and adds all."""
     if unknown:
-        parts = [each.sums.unknown(each.data, files.cuts(each.plan)) for each in unknown]
+        parts = []
+        for each in unknown:
+            cuts, wanted = files.cuts(each.plan), (each.sums == UNKNOWN).nonzero()[0].tolist()
+            begins, ends = ([column[n] for n in wanted] for column in (cuts.begins, cuts.ends))
+            parts.append(Parts(each.data, begins, ends))
         for each, values in zip(unknown, crc32c_of_each(parts), strict=True):
-            each.sums.complete(values)
+            each.sums[each.sums == UNKNOWN] = values
+    for each in batch:
+        sums.add_block(files.cuts(each.plan), each.sums.tolist())

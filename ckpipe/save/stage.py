@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.from_thread
@@ -33,16 +33,9 @@ from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.lock import Fence
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.save.context import SaveContext
-from ckpipe.save.program import (
-    BlockPlan,
-    EarlyLateSplit,
-    devices_of,
-    divide,
-    fill_blocks,
-    tensors_of,
-)
-from ckpipe.save.record import FilledBlock
-from ckpipe.save.save import PlannedState, Save, StagedBlock, resolve
+from ckpipe.save.program import BlockPlan, EarlyLateSplit, devices_of, divide, fill_blocks
+from ckpipe.save.record import FilledBlock, resolve
+from ckpipe.save.save import PlannedState, Save, StagedBlock
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.threads import run_sync
@@ -65,30 +58,40 @@ async def run(
         CaptureTooSlow: If a step would have had to wait too long for a copy beside training.
         StateChanged: If what is copied beside training was changed without the lock.
     """
+
+    def pass_on(some: Sequence[StagedBlock]) -> None:
+        # The next stages are gone if the save failed; its blocks are given back all the same.
+        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            for filled in some:
+                save.note(filled)
+                out.send_nowait(filled)
+
     async with inbox, out:
         async for state in inbox:
-            save.take_up(state)
-            queue = BlockQueue(save, out, opened=site.settings.staging.overlap)
+            save.captured, save.program = state.captured, state.program
+            save.files, size = state.program.files, state.program.plan.size
+            if site.settings.staging.overlap:
+                save.ready.set()
+            owners = save.request.owners
             try:
-                with save.clock.timing("stage", state.program.plan.size), state.hold.in_use():
-                    owners = save.request.owners
+                with save.clock.timing("stage", size), state.hold.in_use():
                     split = await run_sync(_split, save, site, state) if owners else None
                     # Copies beside training take no processor that the trainer did not give to
                     # torch; for all others it waits, so that its own are free.
                     cores = available_cpus() if split is None else torch.get_num_threads()
                     copiers = BlockCopiers(
-                        state.hold, state.captured, SideStreams(state.after), queue.send,
+                        state.hold, state.captured, SideStreams(state.after), pass_on,
                         threads=min(MAX_COPIERS, cores),
                     )  # fmt: skip
                     if split is None:
-                        await _copy_at_once(save, state, copiers, queue)
+                        await _copy_at_once(save, state, copiers)
                     else:
                         await _copy_beside_training(save, site, state, split, copiers)
             finally:
                 state.hold.end(copied=True)
             if owners and split is None:
                 _captured(save)
-            queue.open()
+            save.ready.set()
             save.copied.set()
             out.close()
             await save.handed_over.wait()
@@ -97,46 +100,12 @@ async def run(
             state.captured.forget_memory()
             save.forget_state()
             resolve(save.staged, None)
-            where, size = (save.name, save.id.step, save.rank), state.program.plan.size
-            site.events.emit(Staged(*where, save.staged_seconds, size))
+            site.events.emit(Staged(save.name, save.id.step, save.rank, save.staged_seconds, size))
 
 
 def _captured(save: Save) -> None:
     save.captured_seconds = save.elapsed
     resolve(save.safe, None)
-
-
-class BlockQueue:
-    """Passes filled blocks on, those before it is opened once it is.
-
-    Args:
-        save: The save.
-        out: Where they go.
-        opened: Whether they go at once.
-    """
-
-    def __init__(
-        self, save: Save, out: MemoryObjectSendStream[FilledBlock], *, opened: bool
-    ) -> None:
-        self._save, self._out, self._opened = save, out, opened
-        self._held: list[StagedBlock] = []
-
-    def send(self, some: Sequence[StagedBlock]) -> None:
-        """Takes blocks that are filled."""
-        for filled in some:
-            self._save.note(filled)
-        self._held += some
-        if self._opened:
-            self.open()
-
-    def open(self) -> None:
-        """Passes on what is held back, and holds nothing back any more."""
-        self._opened = True
-        held, self._held = self._held, []
-        # The next stages are gone if the save failed; its blocks are given back all the same.
-        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-            for filled in held:
-                self._out.send_nowait(filled)
 
 
 def _split(save: Save, site: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
@@ -148,9 +117,7 @@ def _split(save: Save, site: SaveContext, state: PlannedState) -> EarlyLateSplit
     return split if split.owned else None
 
 
-async def _copy_at_once(
-    save: Save, state: PlannedState, copiers: BlockCopiers, queue: BlockQueue
-) -> None:
+async def _copy_at_once(save: Save, state: PlannedState, copiers: BlockCopiers) -> None:
     """Hands out blocks as they are drawn from the ration, to copiers that share what is ready."""
     ration = save.ration
     assert ration is not None
@@ -160,7 +127,7 @@ async def _copy_at_once(
             blocks = save.blocks  # there if any of it might have been copied beside training
             if not blocks:
                 if ration.short:
-                    queue.open()  # blocks have to come back while the copy goes on
+                    save.ready.set()  # blocks have to come back while the copy goes on
                 blocks = await ration.take(len(plans))
             for block in blocks:
                 plan = plans.popleft()
@@ -183,9 +150,9 @@ async def _copy_beside_training(
         state.program.blocks, save.blocks, split.halves, split.samples, strict=True
     ):
         filled = StagedBlock(save, plan, block)
-        if at_once.steps:
-            copiers.add([Piece(filled, at_once, last=not later.steps)])
-        if later.steps or not at_once.steps:
+        if not at_once.is_empty:
+            copiers.add([Piece(filled, at_once, last=later.is_empty)])
+        if not later.is_empty or at_once.is_empty:
             late.append(Piece(filled, later, sample=sample))
     await copiers.finish()
     watch = MutationDetector(state.captured, split.owned, split.samples)
@@ -230,11 +197,7 @@ class _Launched:
 
     pieces: Sequence[Piece]
     ends: Sequence[StreamFence]
-    held: list[torch.UntypedStorage]
-
-    def wait(self) -> None:
-        for end in self.ends:
-            end.wait()
+    late: _LateTensors | None
 
 
 class BlockCopiers:
@@ -314,37 +277,36 @@ class BlockCopiers:
         self._watch = None
 
     def _run(self) -> None:
+        """Works off what is left, in this thread."""
         launched: list[_Launched] = []
         try:
             with self._hold.here(), torch.no_grad():
-                self._work_off(launched)
+                while pieces := self._next():
+                    anyio.from_thread.check_cancelled()
+                    late = None
+                    if self._watch is None:
+                        ends = self._fill(pieces)
+                    else:
+                        with self._hold.reading():
+                            late = _LateTensors(self._state, pieces)
+                            late.check_unchanged(self._watch)
+                            ends = self._fill(pieces)
+                            late.check_unchanged(self._watch)
+                    if ends:
+                        launched.append(_Launched(pieces, ends, late))
+                    else:
+                        self._done(pieces)
             if launched:
                 self.let_go([end for each in launched for end in each.ends])
             for each in launched:
-                each.wait()
+                for end in each.ends:
+                    end.wait()
                 self._done(each.pieces)
         finally:
             # No block may be used again while a device still writes to it.
             for each in launched:
-                each.wait()
-
-    def _work_off(self, launched: list[_Launched]) -> None:
-        while pieces := self._next():
-            anyio.from_thread.check_cancelled()
-            held: list[torch.UntypedStorage] = []
-            if self._watch is None:
-                ends = self._fill(pieces)
-            else:
-                with self._hold.reading():
-                    late = _LateTensors(self._state, pieces)
-                    held = late.held()
-                    late.check_unchanged(self._watch)
-                    ends = self._fill(pieces)
-                    late.check_unchanged(self._watch)
-            if ends:
-                launched.append(_Launched(pieces, ends, held))
-            else:
-                self._done(pieces)
+                for end in each.ends:
+                    end.wait()
 
     def _next(self) -> list[Piece]:
         """The next work: some pieces that are deferred, or one; nothing at the end."""
@@ -361,25 +323,17 @@ class BlockCopiers:
         return pieces
 
     def _fill(self, pieces: Sequence[Piece]) -> Sequence[StreamFence]:
-        def fill() -> None:
-            work = [(each.work, each.filled.block) for each in pieces]
-            for each, found in zip(pieces, fill_blocks(work, self._state), strict=True):
-                if found is not None:
-                    each.filled.sums.learn(each.work.sum_count, *found)
-
+        now = time.perf_counter()
         for each in pieces:
-            each.filled.began = each.filled.began or time.perf_counter()
-        devices = self._devices_of(pieces)
+            each.filled.began = each.filled.began or now
+        devices: set[str] = set()
+        if self._on_devices:
+            places = {self._state.tensors[n].device for each in pieces for n in each.work.tensors}
+            devices = {place for place in places if self._devices.serves(place)}
         if devices:
-            return self._devices.launch(devices, fill)
-        fill()
+            return self._devices.launch(devices, partial(_fill, pieces, self._state))
+        _fill(pieces, self._state)
         return ()
-
-    def _devices_of(self, pieces: Sequence[Piece]) -> set[str]:
-        if not self._on_devices:
-            return set()
-        places = {self._state.tensors[number].device for number in _numbers(pieces)}
-        return {place for place in places if self._devices.serves(place)}
 
     def _done(self, pieces: Sequence[Piece]) -> None:
         now, copier = time.perf_counter(), threading.get_ident()
@@ -390,8 +344,14 @@ class BlockCopiers:
             self._loop.call_soon_threadsafe(self._out, filled)
 
 
+def _fill(pieces: Sequence[Piece], state: Captured) -> None:
+    work = [(each.work, each.filled.block) for each in pieces]
+    for each, (slots, values) in zip(pieces, fill_blocks(work, state), strict=True):
+        each.filled.sums[slots] = values
+
+
 class _LateTensors:
-    """The places of the tensors that some pieces copy late.
+    """The tensors that some pieces copy late, and their memory, which is not freed before them.
 
     Args:
         state: The state that they are of.
@@ -399,15 +359,12 @@ class _LateTensors:
     """
 
     def __init__(self, state: Captured, pieces: Sequence[Piece]) -> None:
-        numbers = np.array(_numbers(pieces), np.int64)
+        numbers = np.concatenate([np.asarray(each.work.tensors) for each in pieces])
         numbers = numbers[np.diff(numbers, prepend=-1) != 0]  # the pieces of one are neighbours
         self._leaves, self._pieces, self._numbers = state.tensors, pieces, numbers.tolist()
         self._tensors = [state.memory[number] for number in self._numbers]
         self._addresses = state.addresses[numbers].tolist()
-
-    def held(self) -> list[torch.UntypedStorage]:
-        """Their memory, which is not freed while it is held."""
-        return list(map(torch.Tensor.untyped_storage, self._tensors))
+        self._memory = list(map(torch.Tensor.untyped_storage, self._tensors))
 
     def check_unchanged(self, watch: MutationDetector) -> None:
         """Looks whether they are what they were when they were captured.
@@ -424,13 +381,6 @@ class _LateTensors:
             changed = None if piece.sample is None else watch.changed_in(piece.sample)
             if changed is not None:
                 raise _changed_beside(changed)
-
-
-def _numbers(pieces: Sequence[Piece]) -> array[int]:
-    numbers = array("q")
-    for piece in pieces:
-        numbers.extend(tensors_of(piece.work))
-    return numbers
 
 
 def _changed_beside(leaf: TensorLeaf) -> StateChanged:

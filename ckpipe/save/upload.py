@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,15 @@ from functools import partial
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from ckpipe import threads
 from ckpipe.backend import Upload
 from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
+from ckpipe.format.checksum import combine, crc32c
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.names import data_file_key
 from ckpipe.save.context import StoreContext
-from ckpipe.save.record import FilledBlock, SaveRecord, block_checksum
+from ckpipe.save.record import FilledBlock, SaveRecord
 from ckpipe.store.retry import Tries, retrying, telling
 
 logger = logging.getLogger("ckpipe")
@@ -79,28 +82,20 @@ class _Uploads:
 
     async def lane(self, lane: int, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
         async with inbox:
-            async for filled in inbox:
-                for some in self._together(filled, inbox):
-                    await self._write(some, lane)
+            async for first in inbox:
+                upload = await self._upload(first.plan.file)
+                most = 1 if upload.takes_checksums else upload.most_blocks
+                share = 1 + inbox.statistics().current_buffer_used // self._depot.lanes
+                found = [first]
+                with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
+                    while len(found) < min(share, most):
+                        found.append(inbox.receive_nowait())
+                for file, some in itertools.groupby(found, lambda filled: filled.plan.file):
+                    await self._write(await self._upload(file), list(some), lane)
 
-    def _together(
-        self, first: FilledBlock, inbox: MemoryObjectReceiveStream[FilledBlock]
-    ) -> list[list[FilledBlock]]:
-        """One block and the lane's share of those that wait, by the calls that write them."""
-        upload = self._uploads.get(first.plan.file)
-        most = 1 if upload is None or upload.takes_checksums else upload.most_blocks
-        share = 1 + inbox.statistics().current_buffer_used // self._depot.lanes
-        found = [first]
-        with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
-            while len(found) < min(share, most):
-                found.append(inbox.receive_nowait())
-        by_file = itertools.groupby(found, lambda filled: filled.plan.file)
-        return [list(some) for _, some in by_file]
-
-    async def _write(self, some: list[FilledBlock], lane: int) -> None:
+    async def _write(self, upload: Upload, some: list[FilledBlock], lane: int) -> None:
         """Writes blocks of one file."""
         save, plans = self._save, [filled.plan for filled in some]
-        upload = await self._upload(plans[0].file)
         if upload.takes_checksums:
             checksum = await block_checksum(self._files, some[0])
 
@@ -112,8 +107,10 @@ class _Uploads:
             else:
                 await upload.write_all([(filled.plan.offset, filled.data) for filled in some])
 
-        with save.clock.uploading(plans, lane):
+        began = time.perf_counter()
+        with save.clock.timing("upload", sum(plan.nbytes for plan in plans)):
             await retrying(self._writing, attempt)
+        save.clock.uploaded(plans, began, time.perf_counter(), lane)
         for filled in some:
             filled.release()
             nbytes = filled.plan.nbytes
@@ -204,3 +201,26 @@ class _Uploads:
             except StoreError as error:
                 logger.warning("An upload of %s was left behind: %s", self._save.name, error)
         self._uploads.clear()
+
+
+_ON_LOOP_BYTES, _ON_LOOP_SPANS = 1 << 18, 256
+
+
+async def block_checksum(files: DataFiles, filled: FilledBlock) -> int:
+    """The CRC-32C of a whole block whose pieces have theirs."""
+    spans = filled.plan.spans
+    between = filled.plan.nbytes - sum(span.hi - span.lo for span in spans)
+    if between > _ON_LOOP_BYTES or len(spans) > _ON_LOOP_SPANS:
+        return await threads.run_sync(_joined, files, filled)
+    return _joined(files, filled)
+
+
+def _joined(files: DataFiles, filled: FilledBlock) -> int:
+    view, cuts, at, total = filled.data, files.cuts(filled.plan), 0, 0
+    for begin, end, value in zip(cuts.begins, cuts.ends, filled.sums.tolist(), strict=True):
+        if begin < at:  # no plan of ours; the bytes themselves tell in any case
+            return crc32c(view)
+        if begin > at:
+            total = crc32c(view[at:begin], total)
+        total, at = combine(total, value, end - begin), end
+    return crc32c(view[at:], total) if at < len(view) else total

@@ -152,7 +152,7 @@ class Link:
             self._channel.post(message, segment.descriptor)
         number = errand.places[filled.plan.file, filled.plan.offset]
         errand.blocks[number] = filled
-        at, sums = filled.block.at, filled.sums.to_bytes()
+        at, sums = filled.block.at, filled.sums.tobytes()
         block = Block(errand.number, number, segment.number, at, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 

@@ -219,7 +219,7 @@ class WorkerUploader:
     async def _embark(self, save: Save) -> Link:
         """The worker that a save goes by, once it is known what is to be stored."""
         await self._connected()  # it starts while that is found out
-        await save.planned.wait()
+        await save.ready.wait()
         return await self._connected()
 
     async def _by_worker(self, save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
