@@ -58,36 +58,39 @@ async def run(
         CorruptCheckpoint: If another rank's manifest is damaged; this rank has committed.
         StoreError: If the store failed; nothing was written, unless this rank has committed.
     """
+    id, alone = save.id, depot.world_size == 1
+    kind: BundleKind = "index" if alone else "manifest"
+    key = index_key(id) if alone else manifest_key(id, save.rank)
+    where = (save.name, id.step, save.rank)
     async with inbox, out:
         async for files in inbox:
             with save.clock.timing("commit"):
-                bundle, data = await threads.run_sync(_drawn_up, save, depot, files)
-                await _create(save, depot, data)
-            info = _commit(save, depot, bundle, len(data) + files.size)
-            if depot.world_size > 1:
+                bundle, data = await threads.run_sync(_drawn_up, save, depot, kind, files)
+                await _create(save, depot, kind, key, data)
+            info = CheckpointInfo(
+                save.name,
+                id.step,
+                id.attempt,
+                id.count,
+                complete=alone,
+                reason="" if alone else _OTHERS,
+            )
+            if alone:
+                depot.facts.learn(info.id, summary_of(bundle))
+                info = described(replace(info, saved_at=datetime.now(UTC)), depot.facts)
+            else:
+                save.unsettled = info
+            save.durable_seconds = save.elapsed
+            save.settle(info)
+            size = len(data) + files.size
+            depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
+            if alone:
+                depot.events.emit(Completed(*where, info, save.durable_seconds))
+            else:
                 with save.clock.timing("complete"):
                     if not await _completed(save, depot, info):
                         continue
             await out.send(info)
-
-
-def _commit(
-    save: SaveRecord, depot: StoreContext, bundle: ManifestDocument, size: int
-) -> CheckpointInfo:
-    """Tell all waiters that this rank's part is durable."""
-    info = _info(save, depot)
-    if depot.world_size == 1:
-        depot.facts.learn(info.id, summary_of(bundle))
-        info = described(info, depot.facts)
-    else:
-        save.unsettled = info
-    save.durable_seconds = save.elapsed
-    save.settle(info)
-    where = (save.name, save.id.step, save.rank)
-    depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
-    if info.complete:
-        depot.events.emit(Completed(*where, info, save.durable_seconds))
-    return info
 
 
 async def _completed(save: SaveRecord, depot: StoreContext, info: CheckpointInfo) -> bool:
@@ -123,25 +126,8 @@ async def _tell_copies(save: SaveRecord, depot: StoreContext, digest: MetricsSid
     )  # fmt: skip
 
 
-def _info(save: SaveRecord, depot: StoreContext) -> CheckpointInfo:
-    id = save.id
-    info = CheckpointInfo(str(id), id.step, id.attempt, id.count, complete=False, reason=_OTHERS)
-    if depot.world_size > 1:
-        return info
-    return replace(info, complete=True, reason="", saved_at=datetime.now(UTC))
-
-
-def _kind(depot: StoreContext) -> BundleKind:
-    """The kind of object that a rank commits: with others a manifest, alone the index."""
-    return "manifest" if depot.world_size > 1 else "index"
-
-
-def _key(save: SaveRecord, depot: StoreContext) -> str:
-    return manifest_key(save.id, save.rank) if depot.world_size > 1 else index_key(save.id)
-
-
 def _drawn_up(
-    save: SaveRecord, depot: StoreContext, files: DataFiles
+    save: SaveRecord, depot: StoreContext, kind: BundleKind, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
     contents = save.contents()
@@ -162,30 +148,33 @@ def _drawn_up(
     )
     report = save.report().to_data() if depot.keep_reports else None
     bundle = ManifestDocument(
-        _kind(depot), save.id, depot.world_size, (contents.structure,), (files.layout,), (part,),
+        kind, save.id, depot.world_size, (contents.structure,), (files.layout,), (part,),
         report=report,
     )  # fmt: skip
     with gc_paused():
         return bundle, encode_bundle(bundle)
 
 
-async def _create(save: SaveRecord, depot: StoreContext, data: bytes) -> None:
+async def _create(
+    save: SaveRecord, depot: StoreContext, kind: BundleKind, key: str, data: bytes
+) -> None:
     """Creates this rank's object once, and finds out what became of it if the answer was lost."""
-    key = _key(save, depot)
     tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
     while True:
         before, save.may_count = save.may_count, True
         try:
             return await tries.once(lambda: depot.backend.put(key, data, PutMode.CREATE))
         except StoreError as error:
-            if await _landed(save, depot, key, error):
+            if await _landed(save, depot, kind, key, error):
                 return None
             # What the store has refused cannot land later, as what was not answered can.
             save.may_count = before or not isinstance(error, StoreFull | PermissionDenied)
             await tries.wait_after(error)
 
 
-async def _landed(save: SaveRecord, depot: StoreContext, key: str, cause: BaseException) -> bool:
+async def _landed(
+    save: SaveRecord, depot: StoreContext, kind: BundleKind, key: str, cause: BaseException
+) -> bool:
     """Reads the object back: True if it is ours, False if there is none.
 
     Raises:
@@ -195,7 +184,7 @@ async def _landed(save: SaveRecord, depot: StoreContext, key: str, cause: BaseEx
     try:
         found = await depot.patient.get(key, max_bytes=MAX_STORED_BYTES)
         bundle = await threads.run_sync(
-            lambda: decode_bundle(found, key=key, id=save.id, kind=_kind(depot))
+            lambda: decode_bundle(found, key=key, id=save.id, kind=kind)
         )
     except ObjectNotFound:
         return False

@@ -12,9 +12,7 @@ from ckpipe.catalog.complete import complete_from_top
 from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
 from ckpipe.errors import CheckpointIncomplete, SaveError
 from ckpipe.events import Completed, IncompleteCheckpoint
-from ckpipe.format.manifest import ManifestDocument
 from ckpipe.save.context import SaveContext
-from ckpipe.threads import all_of
 from ckpipe.types import CheckpointInfo
 
 _LOOKS = 2
@@ -113,9 +111,9 @@ async def until_complete(
         StoreError: If the store failed.
     """
     until = None if timeout is None else time.monotonic() + timeout
-    pause, made = _FIRST_PAUSE_SECONDS, None
+    pause = _FIRST_PAUSE_SECONDS
     while True:
-        known = await _described(site, info, made)
+        known = await recheck(site.patient, info)
         if known.complete:
             return known
         if site.world_size == 1 or known.reason != NO_INDEX:
@@ -124,7 +122,7 @@ async def until_complete(
             )
         outcome = await complete_from_top(site.patient, info.key, site.world_size)
         if outcome.complete:
-            made = outcome.index
+            await write_sidecar_of(site.backend, outcome.index)
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:
@@ -132,19 +130,3 @@ async def until_complete(
             raise TimeoutError(f"{info.id} is not complete; ranks without a commit: {named}")
         await anyio.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-async def _described(
-    site: SaveContext, info: CheckpointInfo, made: ManifestDocument | None
-) -> CheckpointInfo:
-    """Describe a checkpoint now; meanwhile the sidecar of an index just made is written."""
-    found: list[CheckpointInfo] = []
-
-    async def look() -> None:
-        found.append(await recheck(site.patient, info))
-
-    async def tell() -> None:
-        await write_sidecar_of(site.backend, made)
-
-    await all_of([look, tell])
-    return found[0]

@@ -19,7 +19,7 @@ from ckpipe.save.memory import reserve
 from ckpipe.save.program import CopyProgram, plan_blocks
 from ckpipe.save.save import CapturedState, PlannedState, Save
 from ckpipe.state.flatten import Captured
-from ckpipe.types import CheckpointId, JointPlanner, Planner
+from ckpipe.types import CheckpointId, JointPlanner
 from ckpipe.user_code import user_code
 
 
@@ -41,42 +41,34 @@ async def run(
         PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
         UsageError: If the state is to be copied beside training and the budget is too small.
     """
+    # A planner that may wait for other ranks, or runs code of the user, never holds the lock.
+    joint = isinstance(site.planner, JointPlanner)
+    may_wait = joint or type(site.planner) not in OWN_PLANNERS
     own: CopyProgram | None = None  # saves of other structures may replace the site's
     async with inbox, out:
         async for state in inbox:
             with save.clock.timing("plan"):
-                wanted, known = fingerprint(state.captured), _reusable_program(site)
-                program = next(
-                    (p for p in (own, known) if p and p.plan.fingerprint == wanted), None
-                )
+                wanted = fingerprint(state.captured)
+                # Ranks that plan together are asked again in every save.
+                known = [own] if joint else [own, site.program]
+                program = next((p for p in known if p and p.plan.fingerprint == wanted), None)
                 if program is None:
-                    if _may_wait(site.planner):
+                    if may_wait:
                         state.hold.release()
                     program = await threads.run_sync(_make_program, site, state.captured, save.id)
                     save.replanned |= program is not site.program
                     own = site.program = program
-            if not _has_memory(save, program):
-                await reserve(save, site, len(program.blocks), state.hold)
+            needed, ration = len(program.blocks), save.ration
+            if save.request.owners:
+                has_memory = len(save.blocks) == needed
+            else:
+                has_memory = ration is not None and ration.needed == needed
+            if not has_memory:
+                await reserve(save, site, needed, state.hold)
             if state.hold.released:
                 state.hold.end()
             else:
                 await out.send(PlannedState(state.hold, state.captured, state.after, program))
-
-
-def _may_wait(planner: Planner) -> bool:
-    """Tell whether a planner may wait for other ranks, or runs code of the user."""
-    return isinstance(planner, JointPlanner) or type(planner) not in OWN_PLANNERS
-
-
-def _reusable_program(site: SaveContext) -> CopyProgram | None:
-    """The last program, if it serves another save without a question to other ranks."""
-    return None if isinstance(site.planner, JointPlanner) else site.program
-
-
-def _has_memory(save: Save, program: CopyProgram) -> bool:
-    if save.request.owners:
-        return len(save.blocks) == len(program.blocks)
-    return save.ration is not None and save.ration.needed == len(program.blocks)
 
 
 def _make_program(site: SaveContext, captured: Captured, save: CheckpointId) -> CopyProgram:

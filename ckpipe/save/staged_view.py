@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, RankManifest
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
@@ -18,50 +19,17 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.save.save import Save, StagedBlock
-from ckpipe.state.flatten import Captured
 
 _MAX_ITEM = 16
 
 
-class FileImage:
-    """The bytes of one save's data files, as they lie in blocks.
-
-    Args:
-        blocks: All blocks of all files.
-        block_bytes: The size of a block; only the last of a file holds less.
-    """
-
-    def __init__(self, blocks: Sequence[StagedBlock], block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._blocks = {(each.plan.file, each.plan.offset): each for each in blocks}
-
-    def bytes_of(self, file: int, begin: int, nbytes: int) -> torch.Tensor:
-        """A range of a file: a view where it lies in one block, else a copy.
-
-        Args:
-            file: The number of the file.
-            begin: The first byte.
-            nbytes: How many.
-        """
-        pieces = []
-        done = 0
-        while done < nbytes:
-            at = (begin + done) % self._block_bytes
-            block = self._blocks[file, begin + done - at].block
-            piece = block.tensor[at : min(self._block_bytes, at + nbytes - done)]
-            pieces.append(piece)
-            done += piece.numel()
-        if not pieces:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
 class _LentTargets(Targets):
-    """Tensors over an image of files, in place of fresh ones."""
+    """Tensors over the blocks of data files, in place of fresh ones."""
 
-    def __init__(self, stored: StoredTensors, image: FileImage) -> None:
+    def __init__(self, stored: StoredTensors, held: Sequence[StagedBlock]) -> None:
         super().__init__(stored, cast=False)
-        self._image = image
+        self._block_bytes = len(held[0].block.view) if held else 1
+        self._blocks = {(each.plan.file, each.plan.offset): each.block.tensor for each in held}
         self._lent: dict[int, torch.Tensor] = {}
         self._entries: dict[int, torch.Tensor] = {}
 
@@ -80,25 +48,25 @@ class _LentTargets(Targets):
         return with_lazy_bits(tensor, stored.row.lazy) if piece.shared else tensor
 
     def _entry(self, number: int, *, aligned: bool) -> torch.Tensor:
-        """The bytes of an entry; one and the same for all tensors that share it."""
+        """The bytes of an entry: a view where it lies in one block, else a copy.
+
+        One and the same for all tensors that share it.
+        """
         entry = self._entries.get(number)
         if entry is None:
-            row = self.stored.data.entry(number)
-            entry = self._image.bytes_of(row.file, self.stored.data.begins[number], row.nbytes)
+            row, data = self.stored.data.entry(number), self.stored.data
+            begin, done, pieces = data.begins[number], 0, []
+            while done < row.nbytes:
+                at = (begin + done) % self._block_bytes
+                block = self._blocks[row.file, begin + done - at]
+                pieces.append(block[at : min(self._block_bytes, at + row.nbytes - done)])
+                done += pieces[-1].numel()
+            none = torch.empty(0, dtype=torch.uint8, device="cpu")
+            entry = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [none])
             if aligned and entry.data_ptr() % _MAX_ITEM:
                 entry = entry.clone()  # it may be of bytes, and hold tensors of larger items
             self._entries[number] = entry
         return entry
-
-
-def _rows(captured: Captured) -> tuple[TensorRow, ...]:
-    return tuple(
-        TensorRow(
-            leaf.label, leaf.dtype, leaf.full_shape, "cpu", leaf.kind, leaf.detail,
-            leaf.requires_grad, leaf.lazy, leaf.attributes,
-        )
-        for leaf in captured.tensors
-    )  # fmt: skip
 
 
 def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
@@ -121,18 +89,18 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
                 key=captured.tensors[chunk.tensor].label,
                 hint="Leave what several ranks hold out of the save, or load the checkpoint",
             )
-    rows = _rows(captured)
+    fields = save.contents()
+    rows = tuple(replace(row, device="cpu") for row in fields.structure.tensors)
+    structure = replace(fields.structure, tensors=rows)
     headers = [0] * len(program.plan.files)
     part = RankManifest(
-        rank=save.rank, structure=0, layout=0, values=tuple(captured.values),
+        rank=save.rank, structure=0, layout=0, values=fields.values,
         files=file_rows(program.plan.files, headers), checksums=(), token="", started="", writer={},
     )  # fmt: skip
-    structure = Structure(captured.tree, rows, len(captured.values))
     bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
     stored = StoredTensors(bundle, saved.rows, saved.homes)
-    block_bytes = len(held[0].block.view) if held else 1
-    targets = _LentTargets(stored, FileImage(held, block_bytes))
+    targets = _LentTargets(stored, held)
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
     matching = Matching(
