@@ -168,20 +168,39 @@ def lend_blocks(save: Save, site: SaveContext, thread: int | None) -> list[Stage
     Raises:
         UsageError: If it is not all copied yet, or some of it has been used again.
     """
-    try:
-        held = save.hold_blocks()
-    except LookupError as error:
+    why, held = "", list[StagedBlock]()
+    if not save.staged.done() or save.program is None:
+        why = "it is not all copied yet"
+    elif len({reference for _, reference, _ in save.filled}) < len(save.filled):
+        why = "it went through less memory than it has bytes"
+    else:
+        for plan, reference, uses in save.filled:
+            block = reference()
+            filled = None
+            if block is not None:
+                filled = save.use_again(StagedBlock(save, plan, block), uses)
+            if filled is None:
+                why = "its memory serves a later save or load, or was given back"
+                break
+            held.append(filled)
+    if why:
+        for each in held:
+            each.release()
         raise UsageError(
-            f"The staged state cannot be looked at: {error.args[0]}",
+            f"The staged state cannot be looked at: {why}",
             step=save.id.step,
             rank=site.rank,
             hint="Look after the save is staged and before the next save or load begins",
-        ) from None
+        )
+    save.views += 1
     site.lent[save] = Lending(thread, len(held))
     return held
 
 
 def take_back(save: Save, site: SaveContext, held: list[StagedBlock]) -> None:
     """Ends what :func:`lend_blocks` began."""
-    if not save.release_view(held):
+    save.views -= 1
+    for each in held:
+        each.release()
+    if not save.views:
         site.lent.pop(save, None)

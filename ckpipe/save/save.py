@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -131,9 +131,11 @@ class Save(SaveRecord):
         self.ready, self.handed_over = anyio.Event(), anyio.Event()
         """Set when it is known what is stored and blocks may go to the store, and when they will
         be stored whatever becomes of this process, if a worker process does that."""
-        self._filled: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
+        self.filled: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
+        """The blocks that were filled, and how often the memory of each had been handed out."""
         self._in_use: dict[Block, StagedBlock] = {}
-        self._views = 0
+        self.views = 0
+        """How many look at the staged state."""
         self.started_at = time.time()
         self.safe: Future[None] = Future()
         self.staged: Future[None] = Future()
@@ -188,7 +190,7 @@ class Save(SaveRecord):
         """Notes a block that is filled, and is in use by the stages after the copy."""
         self._in_use[filled.block] = filled
         self.clock.copied(filled.plan, filled.began, filled.ended, filled.copier)
-        self._filled.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
+        self.filled.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
 
     def free(self, filled: StagedBlock) -> None:
         """Gives back the memory of a block that is in use no more."""
@@ -196,44 +198,19 @@ class Save(SaveRecord):
         if self.ration is not None:
             self.ration.give(filled.block)
 
-    def hold_blocks(self) -> list[StagedBlock]:
-        """Keeps all blocks of the file image until :meth:`release_view` is called.
-
-        Raises:
-            LookupError: Says why not, if not all of it is there any more, or yet.
-        """
-        if not self.staged.done() or self.program is None:
-            raise LookupError("it is not all copied yet")
-        if len({reference for _, reference, _ in self._filled}) < len(self._filled):
-            raise LookupError("it went through less memory than it has bytes")
-        held: list[StagedBlock] = []
-        try:
-            for plan, reference, uses in self._filled:
-                block = reference()
-                filled = None
-                if block is not None and block.uses == uses:
-                    filled = self._used_again(StagedBlock(self, plan, block))
-                if filled is None:
-                    raise LookupError("its memory serves a later save or load, or was given back")
-                held.append(filled)
-        except LookupError:
-            for each in held:
-                each.release()
-            raise
-        self._views += 1
-        return held
-
-    def take_again(self, filled: StagedBlock, uses: int) -> StagedBlock | None:
-        """Take a block for the stages that were through with it; None if it holds other bytes.
+    def use_again(
+        self, filled: StagedBlock, uses: int, *, first: bool = False
+    ) -> StagedBlock | None:
+        """Take a block for one more user; None if it holds other bytes by now.
 
         Args:
             filled: The block.
             uses: How often its memory had been handed out when it was filled.
+            first: Whether the save goes before those that wait for memory, as it came before them.
         """
-        return self._used_again(filled, first=True) if filled.block.uses == uses else None
-
-    def _used_again(self, filled: StagedBlock, *, first: bool = False) -> StagedBlock | None:
         block = filled.block
+        if block.uses != uses:
+            return None
         if block not in self._in_use:
             if self.ration is None or not self.ration.take_back(block, first=first):
                 return None
@@ -243,20 +220,13 @@ class Save(SaveRecord):
         again.users += 1
         return again
 
-    def release_view(self, held: list[StagedBlock]) -> int:
-        """Gives back what :meth:`hold_blocks` returned; returns how many still look."""
-        self._views -= 1
-        for each in held:
-            each.release()
-        return self._views
-
     def close_ration(self) -> None:
         """Gives all memory back but what is looked at; the stages are through with it."""
-        keep = self._in_use if self._views else {}
+        keep = self._in_use if self.views else {}
         if self.ration is not None:
             self.ration.close(keep=keep)
         for filled in keep.values():
-            filled.users = self._views
+            filled.users = self.views
         self._in_use = dict(keep)
         self.blocks.clear()
 
@@ -268,10 +238,7 @@ class Save(SaveRecord):
 
     def forget_state(self) -> None:
         """Drops what refers to the caller's objects; nothing needs them once all is copied."""
-        self.request = SaveRequest(
-            None, self.request.select, self.request.metrics, self.request.metadata,
-            self.request.final, self.request.thread,
-        )  # fmt: skip
+        self.request = replace(self.request, state=None, owners=(), caller=None)
 
 
 def _structure(captured: Captured) -> Structure:

@@ -90,7 +90,7 @@ class _Voyage:
         """Take the blocks that a dead worker was through with; False if one holds other bytes."""
         taken: dict[StagedBlock, StagedBlock] = {}
         for filled, uses in errand.freed:
-            if (again := save.take_again(filled, uses)) is None:
+            if (again := save.use_again(filled, uses, first=True)) is None:
                 for each in taken.values():
                     each.release()
                 return False
