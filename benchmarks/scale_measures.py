@@ -38,7 +38,7 @@ from ckpipe.loading.load import LoadRequest, match_all
 from ckpipe.loading.read_plan import ReadLimits, plan_reads
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import walk
+from ckpipe.state.flatten import OpenedState, capture, flatten
 from ckpipe.store.registry import register_backend
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
@@ -102,15 +102,15 @@ def walked(ranks: int) -> Figures:
             local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
         )
     select = LabelFilter()
-    first = walk(state, select, pickling=False)
-    trail, known = capture_cache_of(first, select), fingerprint(first.captured)
+    first = flatten(OpenedState(state), select, pickling=False)
+    cache, known = capture_cache_of(first), fingerprint(first.captured)
 
     def again() -> None:
-        captured = None if trail is None else trail.follow(state, select)
-        captured = captured or walk(state, select, pickling=False).captured
+        captured = None if cache is None else cache.follow(OpenedState(state), select)
+        captured = captured or capture(state)
         assert captured.derived(fingerprint) == known
 
-    cold = best(lambda: fingerprint(walk(state, select, pickling=False).captured))
+    cold = best(lambda: fingerprint(capture(state)))
     return {"walk ms": cold, "cached ms": warm(again), "cached ms, cold caches": best(again)}
 
 

@@ -20,7 +20,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.plan.plan import LocalPlanner, RankPlan
 from ckpipe.save.program import fill_blocks, plan_blocks
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import Captured, capture, walk
+from ckpipe.state.flatten import Captured, OpenedState, capture, flatten
 
 BLOCK_BYTES = (64, 112, 4096, 12_288, 1 << 20)
 ARENA = Arena(max(BLOCK_BYTES))
@@ -196,8 +196,8 @@ def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: 
 
 def test_a_gather_finds_tensors_that_have_moved() -> None:
     state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
-    walked = walk(state, ALL, pickling=False)
-    captured, trail = walked.captured, capture_cache_of(walked, ALL)
+    walked = flatten(OpenedState(state), ALL, pickling=False)
+    captured, trail = walked.captured, capture_cache_of(walked)
     assert trail is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     for _ in range(2):  # what was worked out for a place is not taken for another
@@ -207,7 +207,7 @@ def test_a_gather_finds_tensors_that_have_moved() -> None:
             name: each.tolist() for name, each in state.items()
         }
         state["2"] = state["2"] + 10
-        followed = trail.follow(state, ALL)
+        followed = trail.follow(OpenedState(state), ALL)
         assert followed is not None
         captured = followed
 

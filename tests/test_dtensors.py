@@ -24,7 +24,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.plan import division
 from ckpipe.plan.plan import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import capture, walk
+from ckpipe.state.flatten import OpenedState, capture, flatten
 
 RANK, WORLD = 1, 4
 
@@ -291,10 +291,10 @@ def follow(before: Any, after: Any) -> bool:
     """Whether the trail through a state leads through another, and where a walk leads."""
     select = LabelFilter()
     with torch.no_grad():
-        trail = capture_cache_of(walk(before, select, pickling=False), select)
+        trail = capture_cache_of(flatten(OpenedState(before), select, pickling=False))
         assert trail is not None
-        assert trail.follow(before, select) is not None
-        found, expected = trail.follow(after, select), capture(after)
+        assert trail.follow(OpenedState(before), select) is not None
+        found, expected = trail.follow(OpenedState(after), select), capture(after)
     if found is None:
         return False
     assert (found.tree, found.tensors) == (expected.tree, expected.tensors)
@@ -317,11 +317,11 @@ def test_a_trail_ends_at_sharded_tensors_that_say_something_else_than_before(
 ) -> None:
     one = placed(mesh, Shard(0), Replicate())
     select = LabelFilter()
-    trail = capture_cache_of(walk({"w": one}, select, pickling=False), select)
+    trail = capture_cache_of(flatten(OpenedState({"w": one}), select, pickling=False))
     assert trail is not None
-    assert trail.follow({"w": one}, select) is not None
+    assert trail.follow(OpenedState({"w": one}), select) is not None
     one._spec.placements = (Shard(1), Replicate())
-    assert trail.follow({"w": one}, select) is None
+    assert trail.follow(OpenedState({"w": one}), select) is None
 
 
 def test_a_trail_ends_at_sharded_tensors_that_are_not(mesh: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.save.program import BlockPlan, CopyProgram, divide, plan_blocks
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import capture, walk
+from ckpipe.state.flatten import OpenedState, capture, flatten
 from ckpipe.state.tensors import is_dense, tensor_leaf
 
 SIZE = 24
@@ -207,15 +207,15 @@ def test_a_division_serves_until_something_changes(
 ) -> None:
     model, optimizer = trained
     state = {"model": model, "optimizer": optimizer}
-    walked = walk(state, LabelFilter(), pickling=False)
-    trail, captured = capture_cache_of(walked, LabelFilter()), walked.captured
+    walked = flatten(OpenedState(state), LabelFilter(), pickling=False)
+    trail, captured = capture_cache_of(walked), walked.captured
     assert trail is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     program = CopyProgram(plan, (), DataFiles(plan.files, plan.layout, ()), "")
     division = divide(captured, program, [optimizer])
-    again = trail.follow(state, LabelFilter())
+    again = trail.follow(OpenedState(state), LabelFilter())
     assert again is not None
     assert division.serves(again, program, [optimizer])
     change(model, optimizer)
-    now = trail.follow(state, LabelFilter())
+    now = trail.follow(OpenedState(state), LabelFilter())
     assert now is None or not division.serves(now, program, [optimizer])

@@ -31,8 +31,8 @@ from ckpipe.state.tensors import (
     PLAIN_TYPES,
     TensorLeaf,
     alias_groups,
+    dtensor_type,
     is_dense,
-    is_dtensor_type,
     local_part,
 )
 
@@ -119,7 +119,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     """The memory of a tensor: of one that is sharded, this rank's part; None if it has none."""
     if type(tensor) in PLAIN_TYPES:
         return tensor
-    if is_dtensor_type(type(tensor)):
+    if type(tensor) is dtensor_type():
         return local_part(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         return None
@@ -188,7 +188,7 @@ def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     odd = set(map(type, tensors)).difference(PLAIN_TYPES)
     if not odd:
         return tensors
-    if all(map(is_dtensor_type, odd)):
+    if odd == {dtensor_type()}:
         parts = [each._local_tensor if type(each) in odd else each for each in tensors]  # type: ignore[attr-defined]
         if set(map(type, parts)).issubset(PLAIN_TYPES):
             return parts

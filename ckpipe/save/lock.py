@@ -19,7 +19,7 @@ from ckpipe.save.memory import reserve
 from ckpipe.save.program import devices_of
 from ckpipe.save.save import CapturedState, Save
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import Walked, walk
+from ckpipe.state.flatten import Flattened, OpenedState, flatten
 
 logger = logging.getLogger("ckpipe")
 
@@ -102,24 +102,25 @@ def _walk(save: Save, site: SaveContext, hold: LockHold) -> CapturedState | None
         return None
     state, select = save.request.state, save.request.select
     with hold.here(), torch.no_grad(), gc_paused():
-        captured = None if site.trail is None else site.trail.follow(state, select)
+        opened = OpenedState(state)
+        captured = None if site.trail is None else site.trail.follow(opened, select)
         if captured is None:
-            walked = walk(state, select, pickling=site.settings.pickle == "allow")
-            _check_selection(save, site, walked)
-            site.trail = capture_cache_of(walked, select)
-            captured = walked.captured
+            flattened = flatten(opened, select, pickling=site.settings.pickle == "allow")
+            _check_selection(save, site, flattened)
+            site.trail = capture_cache_of(flattened)
+            captured = flattened.captured
     if not save.request.owners:
         captured.objects = []  # only a copy beside training is planned by them
     return CapturedState(hold, captured, events_behind(captured.derived(devices_of)))
 
 
-def _check_selection(save: Save, site: SaveContext, walked: Walked) -> None:
+def _check_selection(save: Save, site: SaveContext, flattened: Flattened) -> None:
     """Tells of globs of ``include`` that name nothing; of many ranks one may well have nothing.
 
     Raises:
         UsageError: If nothing would be saved because of ``include`` or ``exclude``.
     """
-    captured, select, step = walked.captured, save.request.select, save.id.step
+    captured, select, step = flattened.captured, save.request.select, save.id.step
     if site.world_size > 1 or select.selects_all:
         return
     absent = unmatched(select, [captured.tree])
@@ -127,7 +128,7 @@ def _check_selection(save: Save, site: SaveContext, walked: Walked) -> None:
     if absent and not captured.tensors and not captured.values:
         hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
         raise UsageError(said, step=step, hint=hint)
-    if walked.emptied_by(select):
+    if flattened.is_emptied:
         raise UsageError(
             "include and exclude leave nothing of the state to save",
             step=step,

@@ -12,17 +12,21 @@ node of the tree is a list whose first item is its kind::
     ["shared", 0, node] … ["ref", 0]      one container that stands in two places, or in itself
     ["absent"]                            an element that include or exclude left out
 
-The walk reads no tensor's bytes. It looks at every leaf each time; what it keeps for the next time
-(see :mod:`ckpipe.state.capture_cache`) is how to look faster, never what was seen.
+A capture has two steps. First all containers are opened, in the order in which they stand; this
+runs the user's ``state_dict`` methods. Then the tree is made of what lay in them. From one save to
+the next mostly nothing changes but bytes and numbers: if the opened containers and the tensors are
+like those of the last save (see :mod:`ckpipe.state.capture_cache`), the second step is left out.
+Neither step reads a tensor's bytes.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import pickle
 import sys
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,21 +36,26 @@ import torch
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
-from ckpipe.format.tree import SETS, Node, leaf_labels
+from ckpipe.format.tree import RECORDS, SEQUENCES, SETS, Node, leaf_labels
 from ckpipe.state.kinds import (
     IMMUTABLE,
-    Contents,
+    Container,
     ReplicatedTest,
-    contents_of,
     kind_of,
+    open_container,
     replicated_test,
 )
-from ckpipe.state.tensors import Shardings, TensorLeaf, attributes_of, is_dtensor_type, leaf_of
+from ckpipe.state.tensors import (
+    PLAIN_TYPES,
+    Shardings,
+    TensorLeaf,
+    attributes_of,
+    dtensor_type,
+    leaf_of,
+)
 from ckpipe.state.values import PLAIN_VALUES, NotInline, class_path, encode_value
 
 T = TypeVar("T")
-Met = tuple[type[Any], Node | None]
-"""A leaf as the walk met it: its class and its node, None if it was left out."""
 
 
 @dataclass(slots=True)
@@ -127,77 +136,102 @@ def _addresses(captured: Captured) -> npt.NDArray[np.uint64]:
     return np.array([leaf.address for leaf in captured.tensors], np.uint64)
 
 
-@dataclass(slots=True)
-class ContainerVisit:
-    """A container as the walk went through it.
+_SURE_LEAVES = PLAIN_VALUES.union(PLAIN_TYPES, (np.ndarray,))
+
+
+class OpenedState:
+    """All containers of a state, opened.
+
+    An immutable container that stands in two places is opened twice, any other one once.
 
     Args:
-        kind: Its kind.
-        type: Its class.
-        label: Its label.
-        keys: The keys of its children; None where they are counted.
-        head: What else belongs to it.
-        met: For each child the passage through it, or if it is a leaf its class and its node,
-            which is None if it was left out.
-        replicas: Whether it says which tensors are replicated.
-        claimed: What it was asked of: labels from it on, and the numbers of the tensors.
-        attached: Whether the tensors right in it, or if it is an object in what its
-            ``state_dict`` returned, stand for what ``detach`` makes of them.
-    """
+        state: Any nesting of what ckpipe saves.
 
-    kind: str
-    type: type[Any]
-    label: str
-    keys: list[Any] | None
-    head: Json
-    met: list[ContainerVisit | Met] = field(default_factory=list)
-    replicas: bool = False
-    claimed: list[tuple[str, int]] = field(default_factory=list)
-    attached: bool = False
-
-
-@dataclass(slots=True)
-class Walked:
-    """A walk that is over.
-
-    Args:
-        captured: What it found.
+    Attributes:
         root: Stands around the state, which is its only child.
-        attributes: Of tensors that have attributes, the number and the passage through those.
-        attached: The numbers of those that stand for what ``detach`` makes of them.
-        repeatable: Whether a state that is met in the same way has the same tree: no container
-            stands in two places, and nothing was pickled.
+        containers: All of them, in the order in which they were opened.
+        met: The state, and the children of all containers in that order.
+        repeated: Whether a container stands in two places.
+
+    Raises:
+        UnsupportedState: If a container cannot be saved, or they are nested too deeply.
     """
 
-    captured: Captured
-    root: ContainerVisit
-    attributes: list[tuple[int, ContainerVisit]]
-    attached: frozenset[int]
-    repeatable: bool
+    def __init__(self, state: Any) -> None:
+        self.containers: list[Container] = []
+        self.met: list[Any] = []
+        self.repeated = False
+        self._known: dict[int, Container] = {}
+        self._referenced: set[int] = set()
+        self._leaves = _SURE_LEAVES.union((dtensor_type(),))
+        self.root = Container("root", None, [state])
+        with _depth_checked():
+            self._open_inner(self.root, "")
 
-    def emptied_by(self, select: LabelFilter) -> bool:
-        """Tell whether the filter left out something and kept nothing."""
-        captured = self.captured
-        kept = captured.tensors or captured.values or [*leaf_labels(captured.tree, "")]
-        return not kept and _leaves_out(self.root, select)
+    def open(self, kind: str, obj: Any, label: str, *, attached: bool = False) -> Container:
+        """Opens a container and all that are in it."""
+        known = self._known.get(id(obj))
+        if known is not None:
+            self.repeated = True
+            self._referenced.add(id(obj))
+            return known
+        is_replicated = replicated_test(obj) if kind == "stateful" else None
+        opened = self._known[id(obj)] = open_container(kind, obj, label)
+        opened.attached, opened.is_replicated = attached, is_replicated
+        self._open_inner(opened, label)
+        if type(obj) in IMMUTABLE and id(obj) not in self._referenced:
+            del self._known[id(obj)]
+        return opened
+
+    def _open_inner(self, outer: Container, label: str) -> None:
+        children = outer.children
+        outer.first = len(self.met)
+        self.containers.append(outer)
+        self.met += children
+        if self._leaves.issuperset(map(type, children)):
+            return
+        for index, child in enumerate(children):
+            if type(child) in self._leaves or (outer.attached and isinstance(child, torch.Tensor)):
+                continue
+            kind = kind_of(child)
+            if kind is not None:
+                where = _child_label(outer, index, label)
+                outer.inner[index] = self.open(kind, child, where, attached=outer.live)
 
 
-def _leaves_out(passage: ContainerVisit, select: LabelFilter) -> bool:
-    if passage.kind in SETS:
-        return not select(passage.label)
-    return any(
-        _leaves_out(each, select) if isinstance(each, ContainerVisit) else each[1] is None
-        for each in passage.met
-    )
+def _child_label(outer: Container, index: int, label: str) -> str:
+    if outer.kind in _WRAPPERS:
+        return label
+    keys = outer.keys
+    if keys is None:
+        return join(label, index)
+    return join(label, keys[index] if index < len(keys) else "__dict__")
+
+
+_WRAPPERS = ("root", "stateful", "registered")
+"""Kinds with one child, which has their label."""
+
+
+@contextlib.contextmanager
+def _depth_checked() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        limit = sys.getrecursionlimit()
+        raise UnsupportedState(
+            f"The state is nested too deeply: Python's recursion limit of {limit} is enough for "
+            f"about {limit // _FRAMES - 10} containers in one another",
+            hint="Flatten it, or raise the limit with sys.setrecursionlimit, for loads too",
+        ) from None
+
+
+_FRAMES = 4
+"""Calls for each container in another."""
 
 
 ABSENT: Node = ["absent"]
 
 _TENSOR = "Save a tensor over it: torch.empty(0, dtype=torch.uint8).set_(storage)"
-
-
-_FRAMES = 5
-"""Calls that the walk makes for each container that it enters."""
 
 
 class _Pickler(pickle.Pickler):
@@ -217,140 +251,145 @@ def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = F
         pickling: Whether objects of other types are pickled instead of refused.
 
     Raises:
-        UnsupportedState: Names the first object that cannot be saved, by its label.
+        UnsupportedState: Names an object that cannot be saved, by its label.
     """
-    return walk(state, select or LabelFilter(), pickling=pickling).captured
+    return flatten(OpenedState(state), select or LabelFilter(), pickling=pickling).captured
 
 
-def walk(state: Any, select: LabelFilter, *, pickling: bool) -> Walked:
-    """Takes a state apart like :func:`capture`, and tells how.
+def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flattened:
+    """Makes the tree of a state, and takes note of its tensors and values.
 
     Raises:
         UnsupportedState: Names the first object that cannot be saved, by its label.
     """
-    root = ContainerVisit("root", object, "", None, None)
-    going = _Walk(select, pickling=pickling, met=root.met)
-    try:
-        tree = going.node(state, "")
-    except RecursionError:
-        limit = sys.getrecursionlimit()
-        raise UnsupportedState(
-            f"The state is nested too deeply: Python's recursion limit of {limit} is enough for "
-            f"about {limit // _FRAMES - 10} containers in one another",
-            hint="Flatten it, or raise the limit with sys.setrecursionlimit, for loads too",
-        ) from None
-    going.mark_shared()
-    captured = Captured(
-        tree or ["absent"],
-        going.leaves,
-        going.values,
-        frozenset(going.replicated),
-        going.memory,
-        going.objects,
-    )
-    attached = frozenset(going.attached)
-    return Walked(captured, root, going.attributes, attached, going.repeatable)
+    making = Flattened(opened, select, pickling)
+    with _depth_checked():
+        tree = making.child(opened.root, 0, "")
+    making.finish(tree or ["absent"])
+    return making
 
 
 @dataclass(slots=True)
-class _Walk:
+class Flattened:
+    """A tree in the making, and the places of its leaves among all that is met.
+
+    Args:
+        opened: The state.
+        select: Which labels to keep.
+        pickling: Whether objects of other types are pickled instead of refused.
+
+    Attributes:
+        captured: What is found.
+        tensors: For each tensor, its first place.
+        values: For each value, its place.
+        repeats: Where else tensors stand, with their numbers.
+        left_out: Where leaves stand that were not selected.
+        attached: The numbers of tensors that stand for what ``detach`` makes of them.
+        asked: What containers that tell which tensors are replicated were asked, by the ids of
+            :class:`Container`: labels below them, and the numbers of tensors.
+        omitted: Whether anything was not selected.
+        repeatable: Whether a state in which the same is met has the same tree: no container stands
+            in two places, no tensor has attributes, and nothing was pickled.
+    """
+
+    opened: OpenedState
     select: LabelFilter
     pickling: bool
-    met: list[ContainerVisit | Met]
-    leaves: list[TensorLeaf] = field(default_factory=list)
-    memory: list[torch.Tensor] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    values: list[Json] = field(default_factory=list)
-    replicated: set[int] = field(default_factory=set)
-    attributes: list[tuple[int, ContainerVisit]] = field(default_factory=list)
-    repeatable: bool = True
+    captured: Captured = field(default_factory=lambda: Captured([], [], []))
+    tensors: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    repeats: list[tuple[int, int]] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
     attached: set[int] = field(default_factory=set)
-    attached_in: Any = None
-    _claims: list[tuple[ContainerVisit, ReplicatedTest]] = field(default_factory=list)
+    asked: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    omitted: bool = False
+    repeatable: bool = True
+    _replicated: set[int] = field(default_factory=set)
+    _claims: list[tuple[str, ReplicatedTest, list[tuple[str, int]]]] = field(default_factory=list)
     _shardings: Shardings = field(default_factory=Shardings)
     _labels: set[str] = field(default_factory=set)
     _nodes: dict[int, Node] = field(default_factory=dict)
-    _tensor_numbers: dict[int, int] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)
     _referenced: dict[int, int] = field(default_factory=dict)
-    # Results of state_dict() die with the walk otherwise, and their ids would be used again.
-    _alive: list[Any] = field(default_factory=list)
 
-    def node(self, obj: Any, label: str) -> Node | None:
-        """The node of an object; None if nothing of it is selected."""
-        kind = type(obj)
-        if kind is torch.Tensor or kind is torch.nn.Parameter or kind is np.ndarray:
-            return self.met_leaf(kind, self.tensor(obj, label))
-        if kind in PLAIN_VALUES:
-            return self.met_leaf(kind, self.value(obj, label))
-        if is_dtensor_type(kind):
-            return self.met_leaf(kind, self.tensor(obj, label))
-        container = kind_of(obj)
-        if container is not None:
-            return self.container(container, obj, label)
-        if isinstance(obj, torch.Tensor | np.ndarray):
-            return self.met_leaf(kind, self.tensor(obj, label))
-        return self.met_leaf(kind, self.value(obj, label))
+    @property
+    def is_emptied(self) -> bool:
+        """Tell whether the filter left out something and kept nothing."""
+        captured = self.captured
+        kept = captured.tensors or captured.values or leaf_labels(captured.tree, "")
+        return self.omitted and not kept
 
-    def met_leaf(self, kind: type[Any], node: Node | None) -> Node | None:
-        self.met.append((kind, node))
+    def finish(self, tree: Node) -> None:
+        """Gives the containers that something refers to their numbers."""
+        for key, number in self._referenced.items():
+            node = self._nodes[key]
+            node[:] = ["shared", number, list(node)]
+        self.captured.tree, self.captured.replicated = tree, frozenset(self._replicated)
+        self.repeatable = self.repeatable and not self.opened.repeated
+
+    # Leaves
+
+    def child(self, outer: Container, index: int, label: str) -> Node | None:
+        """The node of a container's child; None if nothing of it is selected."""
+        inner = outer.inner.get(index)
+        if inner is not None:
+            return self.container(inner, label)
+        obj, place = outer.children[index], outer.first + index
+        if isinstance(obj, (torch.Tensor, np.ndarray)):
+            node = self.tensor(obj, label, place, attached=outer.attached)
+        else:
+            node = self.value(obj, label, place)
+        if node is None:
+            self.omitted = True
+            if not outer.attached:
+                self.left_out.append(place)
         return node
 
-    def tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> Node | None:
-        number = self._tensor_numbers.get(id(obj))
-        if number is None:
-            if not self.select(label):
-                return None
-            number = self._new_tensor(obj, label)
-        for passage, is_replicated in self._claims:
-            below = _below(label, passage.label)
-            passage.claimed.append((below, number))
+    def tensor(self, obj: Any, label: str, place: int, *, attached: bool) -> Node | None:
+        # One that is attached stands for a new tensor, which stands nowhere else.
+        number = None if attached else self._numbers.get(id(obj))
+        if number is not None:
+            self.repeats.append((place, number))
+        elif not self.select(label):
+            return None
+        else:
+            number = len(self.tensors)
+            self.tensors.append(place)
+            if attached:
+                self.attached.add(number)
+            self._new_tensor(obj, number, label)
+        for top, is_replicated, asked in self._claims:
+            below = label[len(top) + 1 :] if top else label
+            asked.append((below, number))
             if is_replicated(below):
-                self.replicated.add(number)
+                self._replicated.add(number)
         return ["tensor", number]
 
-    def attached_tensor(self, obj: torch.Tensor, label: str) -> Node | None:
-        """The node of what ``detach`` makes of a tensor."""
-        node = None
-        if self.select(label):
-            detached = obj.detach()
-            self._alive.append(detached)
-            node = self.tensor(detached, label)
-            assert node is not None
-            self.objects[node[1]] = obj
-            self.attached.add(node[1])
-        return self.met_leaf(type(obj), node)
-
-    def _new_tensor(self, obj: torch.Tensor | np.ndarray[Any, Any], label: str) -> int:
+    def _new_tensor(self, obj: Any, number: int, label: str) -> None:
         name = unique_label(label, self._labels)
-        leaf, memory = leaf_of(obj, name, self._shardings)
-        number = self._tensor_numbers[id(obj)] = len(self.leaves)
-        self.objects.append(obj)
-        self.leaves.append(leaf)
-        self.memory.append(memory)
+        attached = number in self.attached
+        leaf, memory = leaf_of(obj.detach() if attached else obj, name, self._shardings)
+        self.captured.objects.append(obj)
+        self.captured.tensors.append(leaf)
+        self.captured.memory.append(memory)
+        if attached:
+            return
+        self._numbers[id(obj)] = number
         attributes = attributes_of(obj, leaf)
         if attributes:
-            leaf.attributes = self._attributes(attributes, number, join(label, "__dict__"))
-        return number
+            self.repeatable = False
+            where = join(label, "__dict__")
+            leaf.attributes = self.container(self.opened.open("dict", attributes, where), where)
 
-    def _attributes(self, attributes: dict[str, Any], number: int, label: str) -> Node | None:
-        met, self.met = self.met, []
-        try:
-            node = self.node(attributes, label)
-            (passage,) = self.met
-        finally:
-            self.met = met
-        assert isinstance(passage, ContainerVisit)
-        self.attributes.append((number, passage))
-        return node
-
-    def value(self, value: Any, label: str) -> Node | None:
+    def value(self, value: Any, label: str, place: int) -> Node | None:
         if not self.select(label):
             return None
         try:
             data = encode_value(value)
         except NotInline:
             data = self._pickled(value, label)
-        self.values.append(data)
+        self.values.append(place)
+        self.captured.values.append(data)
         return ["value", len(self.values) - 1]
 
     def _pickled(self, obj: Any, label: str) -> Json:
@@ -390,160 +429,57 @@ class _Walk:
                 hint="Give it state_dict and load_state_dict, or call ckpipe.register_type",
             ) from error
 
-    def container(self, kind: str, obj: Any, label: str) -> Node | None:
-        """Walks a container once; where it stands again, a reference stands instead.
+    # Containers
 
-        An immutable container is a reference only inside itself, where a copy would not end.
-        """
-        key = id(obj)
+    def container(self, opened: Container, label: str) -> Node | None:
+        """The node of a container; where it stands again, a reference to it."""
+        key = id(opened)
         if key in self._nodes:
-            self.repeatable = False
-            number = self._referenced.setdefault(key, len(self._referenced))
-            return ["ref", number]
+            return ["ref", self._referenced.setdefault(key, len(self._referenced))]
         node: Node = []
         self._nodes[key] = node
-        self._alive.append(obj)
-        filled = self._inside(kind, obj, label)
-        if key not in self._referenced and (filled is None or type(obj) in IMMUTABLE):
-            del self._nodes[key]
+        if opened.is_replicated is not None:
+            self._claims.append((label, opened.is_replicated, self.asked.setdefault(key, [])))
+        filled = self._filled(opened, label)
+        if opened.is_replicated is not None:
+            self._claims.pop()
         if filled is None and key not in self._referenced:
+            del self._nodes[key]
             return None
         node[:] = ABSENT if filled is None else filled
         return node
 
-    def _inside(self, kind: str, obj: Any, label: str) -> Node | None:
-        is_replicated = replicated_test(obj) if kind == "stateful" else None
-        contents = contents_of(kind, obj, label)
-        passage = ContainerVisit(kind, type(obj), label, contents.keys, contents.head)
-        passage.attached = contents.attached or obj is self.attached_in
-        self.met.append(passage)
-        met, self.met = self.met, passage.met
-        if is_replicated is not None:
-            passage.replicas = True
-            self._claims.append((passage, is_replicated))
-        try:
-            return _BUILDERS[kind](self, kind, contents, passage)
-        finally:
-            self.met = met
-            if is_replicated is not None:
-                self._claims.pop()
-
-    def items(self, contents: Contents, passage: ContainerVisit) -> tuple[list[Json], list[Node]]:
-        """The encoded keys and the nodes of a mapping's selected items."""
-        label, node_of = passage.label, self.attached_tensor if passage.attached else self.node
-        keys: list[Json] = []
-        nodes: list[Node] = []
-        for key, item in zip(contents.keys or (), contents.children, strict=False):
-            encoded = key if type(key) is str else encode_key(key, label)
-            node = node_of(item, join(label, key))
-            if node is not None:
-                keys.append(encoded)
-                nodes.append(node)
-        return keys, nodes
-
-    def mark_shared(self) -> None:
-        """Gives the containers that something refers to their numbers."""
-        for key, number in self._referenced.items():
-            node = self._nodes[key]
-            node[:] = ["shared", number, list(node)]
-
-
-def _below(label: str, top: str) -> str:
-    return label[len(top) + 1 :] if top else label
-
-
-_Builder = Callable[[_Walk, str, Contents, ContainerVisit], Node | None]
-
-
-def _mapping(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    keys, nodes = walk.items(contents, passage)
-    return None if contents.keys and not keys else [kind, keys, nodes]
-
-
-def _ordered_dict(
-    walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit
-) -> Node | None:
-    node = _mapping(walk, kind, contents, passage)
-    if not contents.head:
-        return node
-    if node is None:
-        passage.met.append((dict, None))
-        return None
-    extra = walk.node(contents.children[-1], join(passage.label, "__dict__"))
-    if extra is not None:
-        node.append(extra)
-    return node
-
-
-def _default_dict(
-    walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit
-) -> Node | None:
-    node = _mapping(walk, kind, contents, passage)
-    return None if node is None else [*node, contents.head]
-
-
-def _sequence(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    """The nodes of a sequence's elements; None if there are some and none is selected."""
-    label = passage.label
-    nodes = [walk.node(item, join(label, n)) for n, item in enumerate(contents.children)]
-    if nodes and all(node is None for node in nodes):
-        return None
-    return [kind, [list(ABSENT) if node is None else node for node in nodes]]
-
-
-def _deque(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    node = _sequence(walk, kind, contents, passage)
-    return None if node is None else [*node, contents.head]
-
-
-def _set(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    return [kind, contents.head] if walk.select(passage.label) else None
-
-
-def _named_tuple(
-    walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit
-) -> Node | None:
-    fields = contents.keys or []
-    keys, nodes = walk.items(contents, passage)
-    if len(keys) < len(fields):
-        kept = dict(zip(keys, nodes, strict=True))
-        if not kept:
+    def _filled(self, opened: Container, label: str) -> Node | None:
+        """The node of a container; None if there is something in it and none is selected."""
+        kind, children, keys, head = opened.kind, opened.children, opened.keys, opened.head
+        if kind in SETS:
+            if self.select(label):
+                return [kind, head]
+            self.omitted = True
             return None
-        nodes = [kept.get(name, list(ABSENT)) for name in fields]
-    return [kind, contents.head, fields, nodes]
+        if kind in _WRAPPERS:
+            node = self.child(opened, 0, label)
+            return node and ([kind, node] if head is None else [kind, head, node])
+        names = range(len(children)) if keys is None else keys
+        encoded = [each if type(each) is str else encode_key(each, label) for each in names]
+        nodes = [self.child(opened, n, join(label, name)) for n, name in enumerate(names)]
+        if kind != "dataclass" and nodes and all(node is None for node in nodes):
+            return None
+        if kind in SEQUENCES or kind == "named_tuple":
+            nodes = [list(ABSENT) if node is None else node for node in nodes]
+        else:
+            encoded = [key for key, node in zip(encoded, nodes, strict=True) if node is not None]
+            nodes = [node for node in nodes if node is not None]
+        if kind in SEQUENCES:
+            return [kind, nodes, head] if kind == "deque" else [kind, nodes]
+        if kind in RECORDS:
+            return [kind, head, encoded, nodes]
+        if kind == "default_dict":
+            return [kind, encoded, nodes, head]
+        if len(children) > len(names):  # the attributes of an ordered dict
+            extra = self.child(opened, len(names), join(label, "__dict__"))
+            return [kind, encoded, nodes] if extra is None else [kind, encoded, nodes, extra]
+        return [kind, encoded, nodes]
 
 
-def _dataclass(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    keys, nodes = walk.items(contents, passage)
-    return [kind, contents.head, keys, nodes]
-
-
-def _stateful(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    if contents.attached:
-        walk.attached_in = contents.children[0]
-    node = walk.node(contents.children[0], passage.label)
-    return None if node is None else [kind, node]
-
-
-def _registered(walk: _Walk, kind: str, contents: Contents, passage: ContainerVisit) -> Node | None:
-    node = walk.node(contents.children[0], passage.label)
-    return None if node is None else [kind, contents.head, node]
-
-
-_BUILDERS: dict[str, _Builder] = {
-    "dict": _mapping,
-    "ordered_dict": _ordered_dict,
-    "default_dict": _default_dict,
-    "list": _sequence,
-    "tuple": _sequence,
-    "deque": _deque,
-    "set": _set,
-    "frozenset": _set,
-    "named_tuple": _named_tuple,
-    "dataclass": _dataclass,
-    "stateful": _stateful,
-    "registered": _registered,
-}
-
-
-__all__ = ["ABSENT", "Captured", "ContainerVisit", "Met", "Node", "T", "Walked", "capture", "walk"]
+__all__ = ["ABSENT", "Captured", "Flattened", "Node", "OpenedState", "T", "capture", "flatten"]

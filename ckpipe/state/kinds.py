@@ -21,7 +21,7 @@ import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,20 +35,49 @@ IMMUTABLE = frozenset((tuple, frozenset, set))
 """Kinds of which the same object in two places is saved as two."""
 
 
-class Contents(NamedTuple):
-    """The contents of a container.
+class Container:
+    """A container of a state, opened.
 
     Args:
+        kind: Its kind.
+        obj: The container itself, kept alive so that its id names it.
         children: The objects in it.
-        keys: The key of each child; None where they are counted.
+        keys: The key of each child; None where they are counted, or there is only one. An ordered
+            dict that has attributes has them as one more child, without a key.
         head: What else belongs to it, as JSON.
-        attached: Whether the tensors in its only child stand for what ``detach`` makes of them.
+        live: Whether its only child holds tensors that stand for what ``detach`` makes of them.
+
+    Attributes:
+        attached: Whether the tensors in it stand for what ``detach`` makes of them.
+        is_replicated: Tells which tensors below it are replicated; None if it does not say.
+        first: The place of its first child among all that is met in a state.
+        inner: Those of its children that are containers, by index.
     """
 
-    children: list[Any]
-    keys: list[Any] | None = None
-    head: Json = None
-    attached: bool = False
+    __slots__ = (
+        "attached", "children", "first", "head", "inner", "is_replicated", "keys", "kind", "live",
+        "obj",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kind: str,
+        obj: Any,
+        children: list[Any],
+        keys: list[Any] | None = None,
+        head: Json = None,
+        live: bool = False,
+    ) -> None:
+        self.kind, self.obj, self.children, self.keys = kind, obj, children, keys
+        self.head, self.live = head, live
+        self.attached = False
+        self.is_replicated: ReplicatedTest | None = None
+        self.first = 0
+        self.inner: dict[int, Container] = {}
+
+
+ReplicatedTest = Callable[[str], bool]
+"""Tells by the label of a tensor, from its object on, whether all ranks hold it alike."""
 
 
 def kind_of(obj: Any) -> str | None:
@@ -63,13 +92,13 @@ def is_stateful(obj: Any) -> bool:
     )
 
 
-def contents_of(kind: str, obj: Any, label: str) -> Contents:
+def open_container(kind: str, obj: Any, label: str) -> Container:
     """Open a container by its kind; runs the user's code for objects that have some.
 
     Raises:
         UnsupportedState: If it is of no form that can be saved.
     """
-    return _CONTENTS[kind](obj, label)
+    return _OPENERS[kind](kind, obj, label)
 
 
 _EXACT: dict[type[Any], str] = {
@@ -98,24 +127,24 @@ def _inexact(obj: Any) -> str | None:
     return None
 
 
-def _mapping(obj: Any, label: str) -> Contents:
-    return Contents(list(obj.values()), list(obj))
+def _mapping(kind: str, obj: Any, label: str) -> Container:
+    return Container(kind, obj, list(obj.values()), list(obj))
 
 
-def _sequence(obj: Any, label: str) -> Contents:
-    return Contents(list(obj))
+def _sequence(kind: str, obj: Any, label: str) -> Container:
+    return Container(kind, obj, list(obj))
 
 
-def _ordered_dict(obj: OrderedDict[Any, Any], label: str) -> Contents:
+def _ordered_dict(kind: str, obj: OrderedDict[Any, Any], label: str) -> Container:
     # A module's state_dict carries the versions of its parts in an attribute. It comes last.
     attributes = vars(obj)
     children = list(obj.values())
     if attributes:
         children.append(dict(attributes))
-    return Contents(children, list(obj), bool(attributes))
+    return Container(kind, obj, children, list(obj), bool(attributes))
 
 
-def _default_dict(obj: defaultdict[Any, Any], label: str) -> Contents:
+def _default_dict(kind: str, obj: defaultdict[Any, Any], label: str) -> Container:
     factory = obj.default_factory
     name = next((name for name, each in FACTORIES.items() if each is factory), None)
     if factory is not None and name is None:
@@ -124,7 +153,7 @@ def _default_dict(obj: defaultdict[Any, Any], label: str) -> Contents:
             key=label or None,
             hint="Factories that can be saved are " + ", ".join(FACTORIES),
         )
-    return Contents(list(obj.values()), list(obj), name)
+    return Container(kind, obj, list(obj.values()), list(obj), name)
 
 
 FACTORIES: dict[str, type[Any]] = {
@@ -133,23 +162,25 @@ FACTORIES: dict[str, type[Any]] = {
 """The factories a defaultdict may have."""
 
 
-def _deque(obj: deque[Any], label: str) -> Contents:
-    return Contents(list(obj), None, obj.maxlen)
+def _deque(kind: str, obj: deque[Any], label: str) -> Container:
+    return Container(kind, obj, list(obj), None, obj.maxlen)
 
 
-def _set(obj: set[Any] | frozenset[Any], label: str) -> Contents:
+def _set(kind: str, obj: set[Any] | frozenset[Any], label: str) -> Container:
     # Sorted by their form, so that equal sets make equal trees.
     members = sorted(obj, key=lambda member: repr(encode_key(member, label)))
-    return Contents([], None, [encode_key(member, label) for member in members])
+    return Container(kind, obj, [], None, [encode_key(member, label) for member in members])
 
 
-def _named_tuple(obj: Any, label: str) -> Contents:
-    return Contents(list(obj), list(obj._fields), lasting_path(type(obj)))
+def _named_tuple(kind: str, obj: Any, label: str) -> Container:
+    return Container(kind, obj, list(obj), list(obj._fields), lasting_path(type(obj)))
 
 
-def _dataclass(obj: Any, label: str) -> Contents:
+def _dataclass(kind: str, obj: Any, label: str) -> Container:
     attributes = dict(_attributes(obj))
-    return Contents(list(attributes.values()), list(attributes), lasting_path(type(obj)))
+    return Container(
+        kind, obj, list(attributes.values()), list(attributes), lasting_path(type(obj))
+    )
 
 
 def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -161,22 +192,22 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _stateful(obj: Any, label: str) -> Contents:
+def _stateful(kind: str, obj: Any, label: str) -> Container:
     with user_code("state_dict", label):
         attached = live_state_dict(obj)
         if attached is not None:
-            return Contents([attached], attached=True)
-        return Contents([obj.state_dict()])
+            return Container(kind, obj, [attached], live=True)
+        return Container(kind, obj, [obj.state_dict()])
 
 
-def _registered(obj: Any, label: str) -> Contents:
+def _registered(kind: str, obj: Any, label: str) -> Container:
     known = registered_for(type(obj))
     assert known is not None
     with user_code("to_state", label):
-        return Contents([known.to_state(obj)], None, known.name)
+        return Container(kind, obj, [known.to_state(obj)], None, known.name)
 
 
-_CONTENTS: dict[str, Callable[[Any, str], Contents]] = {
+_OPENERS: dict[str, Callable[[str, Any, str], Container]] = {
     "dict": _mapping,
     "list": _sequence,
     "tuple": _sequence,
@@ -313,10 +344,6 @@ def _counter(counts: Any) -> Counter[Any]:
 
 
 register_type(Counter, to_state=_counts, from_state=_counter)
-
-
-ReplicatedTest = Callable[[str], bool]
-"""Tells by the label of a tensor, from its object on, whether all ranks hold it alike."""
 
 
 def replicated_test(obj: Any) -> ReplicatedTest | None:

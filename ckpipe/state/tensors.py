@@ -122,7 +122,7 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
         UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
             than DTensor, or a DTensor with a placement such as ``Partial``.
     """
-    if type(tensor) not in PLAIN_TYPES and is_dtensor_type(type(tensor)):
+    if type(tensor) not in PLAIN_TYPES and type(tensor) is dtensor_type():
         return _dtensor_leaf(tensor, label, shardings or Shardings())
     dtype, device = NAMES.get(tensor.dtype), tensor.device
     refused = _why_refused(tensor, dtype)
@@ -344,10 +344,9 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def is_dtensor_type(kind: type[Any]) -> bool:
-    """Tell whether a class is torch's DTensor itself."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and kind is getattr(module, "DTensor", None)
+def dtensor_type() -> Any:
+    """The class of torch's DTensors; None if no one has imported it."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local_part(tensor: Any) -> torch.Tensor:
