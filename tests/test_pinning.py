@@ -11,9 +11,9 @@ import torch
 from ranks import settle
 
 import ckpipe
-from ckpipe.memory import arena as pinning_module
+from ckpipe.memory import arena as arena_module
 from ckpipe.memory import cuda
-from ckpipe.memory.arena import Arena, Pinning
+from ckpipe.memory.arena import Arena
 
 BLOCK = 64 << 10
 
@@ -48,7 +48,7 @@ def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_segment_is_registered_once_for_its_life(registrar: Registrar, shared: bool) -> None:
-    arena = Arena(BLOCK, Pinning(), shared=shared)
+    arena = Arena(BLOCK, pin=True, shared=shared)
     arena.reserve(4)
     for _ in range(3):
         blocks = [arena.take() for _ in range(4)]
@@ -82,7 +82,7 @@ def test_what_a_worker_process_maps_is_registered_once_for_its_life(
 def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
     registrar: Registrar,
 ) -> None:
-    arena = Arena(BLOCK, Pinning())
+    arena = Arena(BLOCK, pin=True)
     registrar.most = 0
     with pytest.warns(RuntimeWarning, match=r"cudaErrorMemoryAllocation.*ulimit -l") as told:
         blocks = [arena.take() for _ in range(3)]
@@ -99,14 +99,14 @@ def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
 def test_nothing_is_registered_without_cuda_or_wish_and_nothing_warns_of_it(
     registrar: Registrar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pinning_module._mention.cache_clear()
+    arena_module._mention.cache_clear()
     caplog.set_level(logging.DEBUG, "ckpipe")
-    Arena(BLOCK, Pinning("never")).take()
+    Arena(BLOCK).take()
     assert caplog.messages == []
     monkeypatch.setattr(cuda, "in_use", lambda: False)
-    pinning = Pinning()
-    for each in (pinning, pinning, Pinning()):
-        Arena(BLOCK, each).take()
+    arena = Arena(BLOCK, pin=True)
+    for each in (arena, arena, Arena(BLOCK, pin=True)):
+        each.take()
     assert registrar.asked == 0
     (told,) = caplog.messages
     assert "does not use CUDA" in told
@@ -114,4 +114,4 @@ def test_nothing_is_registered_without_cuda_or_wish_and_nothing_warns_of_it(
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     registrar.most = 0
     with pytest.warns(RuntimeWarning, match="cudaErrorMemoryAllocation"):
-        Arena(BLOCK, pinning).take()
+        arena.take()

@@ -18,7 +18,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -26,53 +25,6 @@ from ckpipe.memory import cuda
 from ckpipe.memory.mapping import HUGE_PAGE_BYTES, close_private, keep_private, map_to_write
 
 logger = logging.getLogger("ckpipe")
-
-
-class Pinning:
-    """Registers memory once, whole segments at a time, and gives all of it back.
-
-    Args:
-        mode: ``"auto"`` registers where CUDA has been initialised; ``"never"`` does not.
-    """
-
-    def __init__(self, mode: Literal["auto", "never"] = "auto") -> None:
-        self._mode = mode
-        self._pinned: set[int] = set()
-        self._warned = False
-
-    def pin(self, memory: torch.Tensor) -> bool:
-        """Registers the memory of a uint8 tensor; pageable memory serves where that fails.
-
-        Returns:
-            Whether it is registered now.
-        """
-        if self._mode == "never":
-            return False
-        if not cuda.in_use():
-            _mention()
-            return False
-        refusal = cuda.register(memory)
-        if refusal:
-            self._warn(f"CUDA would not register the memory ({refusal})")
-            return False
-        self._pinned.add(memory.data_ptr())
-        return True
-
-    def unpin(self, memory: torch.Tensor) -> None:
-        """Gives the registration of a tensor's memory back, if it has one."""
-        if memory.data_ptr() in self._pinned:
-            self._pinned.remove(memory.data_ptr())
-            cuda.unregister(memory)
-
-    def _warn(self, why: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"ckpipe stages through pageable memory, which is slower: {why}. "
-                "Raise the limit of locked memory (ulimit -l)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 @functools.cache
@@ -149,6 +101,7 @@ class Segment:
         number: Its number, which no other segment of the arena has had.
         descriptor: By which another process can map it; None if it is this process's own.
         offset: Where in the descriptor's file the mapping begins, in bytes.
+        pinned: Whether it is registered with CUDA.
     """
 
     memory: mmap.mmap
@@ -157,6 +110,7 @@ class Segment:
     number: int
     descriptor: int | None = None
     offset: int = 0
+    pinned: bool = False
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -169,16 +123,14 @@ class Arena:
 
     Args:
         block_bytes: The size of a block; a multiple of the page size.
-        pinning: Registers memory with CUDA, where that is wanted and there.
+        pin: Whether to register memory with CUDA, whole segments at a time, once the program has
+            initialised it.
         shared: Whether another process can map the memory.
     """
 
-    def __init__(
-        self, block_bytes: int, pinning: Pinning | None = None, *, shared: bool = False
-    ) -> None:
+    def __init__(self, block_bytes: int, *, pin: bool = False, shared: bool = False) -> None:
         self.block_bytes = block_bytes
-        self._pinning = pinning
-        self._shared = shared
+        self._pin, self._shared, self._warned = pin, shared, False
         self._segments: list[Segment] = []
         self._numbers = itertools.count()
         self.on_drop: Callable[[Segment], None] = lambda segment: None
@@ -284,8 +236,8 @@ class Arena:
         _advise(memory, "MADV_DONTFORK")
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         segment = Segment(memory, tensor, blocks, next(self._numbers), descriptor, offset)
-        if self._pinning is not None:
-            self._pinning.pin(segment.tensor)
+        if self._pin:
+            self._register(segment)
         view = memoryview(memory)
         new = []
         for at in range(0, size, self.block_bytes):
@@ -295,9 +247,25 @@ class Arena:
         self._segments.append(segment)
         self._untouched.extend(reversed(new))
 
+    def _register(self, segment: Segment) -> None:
+        """Register a segment with CUDA; pageable memory serves where that fails."""
+        if not cuda.in_use():
+            _mention()
+            return
+        refusal = cuda.register(segment.tensor)
+        segment.pinned = not refusal
+        if refusal and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "ckpipe stages through pageable memory, which is slower: CUDA would not register "
+                f"the memory ({refusal}). Raise the limit of locked memory (ulimit -l)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def _drop(self, segment: Segment) -> None:
-        if self._pinning is not None:
-            self._pinning.unpin(segment.tensor)
+        if segment.pinned:
+            cuda.unregister(segment.tensor)
         self._segments.remove(segment)
         self._free = [block for block in self._free if block.segment is not segment]
         self._untouched = [block for block in self._untouched if block.segment is not segment]

