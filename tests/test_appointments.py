@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pipelines import Stores, stores
 from ranks import ranks
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.schedule import Pace, SaveStepAgreement
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
@@ -170,71 +167,3 @@ def test_nobody_asks_the_store_while_nothing_is_near(store: Stores) -> None:
         before = len(store.faulty.operations)
         Training(world, most=2000).run()
         assert len(store.faulty.operations) == before
-
-
-# The diary
-
-
-def test_a_trainer_waits_at_its_bound_until_it_is_decided() -> None:
-    diary = SaveStepAgreement(patience=30)
-    assert diary.ask(7) == frozenset()
-    bound = diary.promise("end", 10)
-    assert bound == 8
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(diary.ask, bound)
-        with pytest.raises(TimeoutError):
-            asked.result(0.05)
-        assert diary.decide("end", 9)
-        assert asked.result(30) == frozenset()
-    assert diary.ask(9) == diary.ask(10) == {"end"}
-    diary.keep(8)
-    assert diary.has("end")
-    diary.keep(10)
-    assert not diary.has("end")
-    assert diary.ask(11) == frozenset()
-
-
-def test_a_trainer_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
-    diary = SaveStepAgreement(patience=0.01)
-    diary.promise("end", 10)
-    assert diary.ask(0) == frozenset()
-    assert "did not agree" in caplog.text
-    assert not diary.decide("end", 0), "it has been left behind"
-    assert diary.decide("end", 1)
-    assert diary.ask(1) == {"end"}
-
-
-def test_the_pace_tells_how_far_ahead_a_bound_lies() -> None:
-    now = 0.0
-    pace = Pace(clock=lambda: now)
-    assert pace.ahead(100) == 1
-    for step in range(0, 50, 5):
-        pace.note(step)
-        now += 0.5
-    assert pace.ahead(3) == 30
-    assert pace.ahead(0.001) == 1
-    pace.note(3)
-    assert pace.ahead(3) == 1, "after a rollback it is measured anew"
-
-
-MOVES = st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 9), st.integers(0, 50)))
-
-
-@given(MOVES, st.floats(0, 5))
-def test_no_rank_has_passed_what_is_decided(
-    moves: list[tuple[int, float, int]], ahead: float
-) -> None:
-    now = 0.0
-    diaries = [SaveStepAgreement(0, clock=lambda: now) for _ in range(4)]
-    steps, bounds = [0] * 4, dict[int, int]()
-    for rank, seconds, by in [*moves, *((rank, 1, 0) for rank in range(4))]:
-        now += seconds
-        if by == 0 and rank not in bounds:
-            bounds[rank] = diaries[rank].promise("time", ahead)
-        elif steps[rank] < bounds.get(rank, 10**9):
-            assert diaries[rank].ask(steps[rank]) == frozenset()
-            steps[rank] += max(1, by)
-    decided = max(bounds.values())
-    for rank, diary in enumerate(diaries):
-        assert diary.decide("time", decided), rank
-        assert diary.ask(decided + rank) == {"time"}

@@ -5,58 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.schedule import SaveSchedule
-
-
-def saved_at(asked: list[int], every: int, begin: int = 0) -> list[int]:
-    cadence = SaveSchedule(every, None)
-    cadence.begin_at(begin)
-    saves = []
-    for step in asked:
-        if cadence.due(step):
-            saves.append(step)
-            cadence.begin_at(step)
-    return saves
-
-
-def test_marks_are_the_multiples() -> None:
-    assert saved_at(list(range(12)), 5) == [5, 10]
-    assert saved_at(list(range(7, 22)), 5, begin=6) == [10, 15, 20]
-
-
-@given(st.sets(st.integers(0, 300), min_size=1), st.integers(1, 40))
-def test_a_mark_passed_is_made_up_for_once_at_the_next_step(asked: set[int], every: int) -> None:
-    steps = sorted(asked)
-    expected = []
-    for before, step in zip([0, *steps], steps, strict=False):
-        if any(mark % every == 0 for mark in range(before + 1, step + 1)):
-            expected.append(step)
-    assert saved_at(steps, every) == expected
-
-
-def test_asking_changes_nothing_and_a_save_stays_due() -> None:
-    cadence = SaveSchedule(10, None)
-    assert [cadence.due(step) for step in (9, 10, 10, 11, 9)] == [False, True, True, True, False]
-    cadence.begin_at(11)
-    assert not cadence.due(12)
-
-
-def test_seconds_count_from_the_last_save() -> None:
-    now = 100.0
-    cadence = SaveSchedule(None, 60, clock=lambda: now)
-    now = 159.9
-    assert not cadence.due(1)
-    now = 160.0
-    assert cadence.due(2)
-    cadence.begin_at(2)
-    assert not cadence.due(3)
-    now = 220.0
-    assert cadence.due(4)
 
 
 def test_a_run_goes_on_at_the_marks_after_a_resume(tmp_path: Path) -> None:

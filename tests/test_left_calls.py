@@ -1,10 +1,10 @@
-"""Who leaves a call on an exception goes on: nothing of it is saved, or written, from then on."""
+"""User code runs on the thread that called; a call that is left saves or writes nothing more."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +16,7 @@ from lock_actors import until as waiting
 from pipelines import Stores, stores
 
 import ckpipe
-from ckpipe.loop_thread import Caller, LoopThread
+from ckpipe.errors import UsageError
 
 
 @pytest.fixture
@@ -28,13 +28,6 @@ def store() -> Iterator[Stores]:
 @pytest.fixture
 def threads() -> DaemonThreads:
     return DaemonThreads()
-
-
-@pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    made = LoopThread("loop of a test")
-    yield made
-    made.abandon()
 
 
 class Gate:
@@ -96,7 +89,7 @@ async def test_a_save_that_is_copied_goes_on_without_its_caller(store: Stores) -
 def test_an_interrupt_while_a_save_waits_for_memory(
     store: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(caller: Caller, end: Future[Any]) -> None:
+    def interrupted(caller: object, end: Future[Any]) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
@@ -105,7 +98,7 @@ def test_an_interrupt_while_a_save_waits_for_memory(
     with ckpipe.SyncPipeline(store.url, **settings) as pipeline:
         store.slow.hold("write")
         first = pipeline.save({"weight": weight}, step=0)
-        monkeypatch.setattr(Caller, "serve_until", interrupted)
+        monkeypatch.setattr("ckpipe.loop_thread.Caller.serve_until", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pipeline.save({"weight": weight}, step=1)
         weight.fill_(1)
@@ -138,59 +131,58 @@ def test_an_interrupt_before_the_caller_knows_of_its_save(
         assert [info.step for info in pipeline.steps()] == [0, 2]
 
 
-async def test_a_call_that_is_cancelled_twice_is_over_when_it_raises(loop: LoopThread) -> None:
-    began, ending, go_on, ended = asyncio.Event(), asyncio.Event(), threading.Event(), []
-    here = asyncio.get_running_loop()
+class Noting:
+    """An object that notes the threads on which its state is asked for."""
 
-    async def work() -> None:
-        try:
-            here.call_soon_threadsafe(began.set)
-            await anyio.sleep_forever()
-        finally:
-            here.call_soon_threadsafe(ending.set)
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(go_on.wait)
-            ended.append(True)
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.interruptions = 0
 
-    call = asyncio.create_task(loop.run(work))
-    await began.wait()
-    call.cancel()
-    await ending.wait()
-    call.cancel()
-    await anyio.wait_all_tasks_blocked()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert ended
+    def state_dict(self) -> dict[str, Any]:
+        self.threads.append(threading.get_ident())
+        if self.interruptions:
+            self.interruptions -= 1
+            raise KeyboardInterrupt
+        return {"number": len(self.threads), "tensor": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-def test_an_interrupted_call_is_over_when_it_raises(
-    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    submit = loop.submit
+def test_a_blocking_save_looks_at_the_state_on_the_callers_thread(store: Stores) -> None:
+    noting = Noting()
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"noting": noting}, step=1)
+        pipeline.save({"noting": noting}, step=2).wait()
+    assert set(noting.threads) == {threading.get_ident()}
 
-    async def work() -> None:
-        try:
-            began.set()
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(go_on.wait)
-            ended.set()
 
-    def interrupted(function: Callable[..., Any], *args: Any) -> Any:
-        monkeypatch.setattr(loop, "submit", letting_go)
-        submit(function, *args)
-        assert began.wait(PATIENCE)
-        raise KeyboardInterrupt  # before the caller has anything that names the call
+def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
+    noting = Noting()
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        noting.interruptions = 1
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.save({"noting": noting}, step=1)
+        pipeline.save({"noting": noting}, step=2).wait()
+        assert [info.step for info in pipeline.steps()] == [2]
 
-    def letting_go(function: Callable[..., Any], *args: Any) -> Any:
-        future = submit(function, *args)
-        go_on.set()
-        return future
 
-    monkeypatch.setattr(loop, "submit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        loop.call(work)
-    assert ended.is_set()
+class Interrupted(Noting):
+    """An object whose state is asked for as a signal arrives, whose handler saves."""
+
+    def __init__(self, pipeline: ckpipe.SyncPipeline) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+
+    def state_dict(self) -> dict[str, Any]:
+        with pytest.raises(UsageError, match="inside another"):
+            self.pipeline.save({"tensor": torch.ones(3)}, step=1)
+        return super().state_dict()
+
+
+def test_a_save_within_a_save_does_not_wait_for_its_memory(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"object": Noting()}, step=2).wait()
+        pipeline.save({"object": Interrupted(pipeline)}, step=3).wait()
+        pipeline.save({"tensor": torch.ones(3)}, step=4).wait()
+        assert [info.step for info in pipeline.steps() if info.complete] == [2, 3, 4]

@@ -16,7 +16,6 @@ from ranks import open_rank
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.schedule import Preemption, SignalWatch
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 USR2: dict[str, Any] = {"preemption": {"enabled": True, "signals": ["SIGUSR2"]}}
@@ -161,39 +160,6 @@ def test_what_keeps_only_final_ones_is_saved_before_it_is_stopped(tmp_path: Path
         run.save(STATE, step=4, final=True).wait(30)
         run.prune()
         assert [info.step for info in run.steps()] == [3, 4]
-
-
-def test_time_left_counts_from_the_first_time_it_was_told() -> None:
-    now = 10.0
-    told = Preemption(clock=lambda: now)
-    assert told.seconds_left(30) is None
-    assert not told.answer()
-    told.tell()
-    now = 15.0
-    told.tell()
-    assert (told.seconds_left(30), told.seconds_left(None)) == (25, None)
-    assert told.wants_save
-    assert told.answer()
-    assert not told.wants_save
-    now = 50.0
-    assert told.seconds_left(30) == 0
-
-
-def test_default_action_is_held_back_only_while_watching() -> None:
-    child = os.fork()
-    if child == 0:  # pragma: no cover
-        watch = SignalWatch(["SIGUSR2"], lambda: None)
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        watch.begin()
-        ours = signal.getsignal(signal.SIGUSR2)
-        send()
-        watch.end()
-        signal.signal(signal.SIGUSR2, ours)  # somebody has kept it, and puts it back
-        send()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGUSR2
 
 
 def test_of_several_ranks_none_is_told_alone(store: Stores) -> None:

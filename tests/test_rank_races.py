@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,13 +10,11 @@ from typing import TypeVar
 
 import pytest
 from pipelines import Stores, same, stores
-from ranks import settle
+from ranks import ranks, settle
+from stored_files import ATTEMPTS, DELETED, PINS
 from test_ranks import is_manifest, state
 
 import ckpipe
-from ckpipe.format.names import attempt_start_key, index_id, pin_id, tombstone_id
-from ckpipe.ranks.launch import Topology
-from ckpipe.running import base
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
@@ -30,12 +27,14 @@ def kind_of(operation: Operation) -> str | None:
     key = operation.key
     if operation.verb != "put":
         return None
-    if key == attempt_start_key("run"):
+    if key == f"{ATTEMPTS}run/start":
         return "start"
     if "/agreed/" in key:
         return key.rpartition("/")[2].partition("-")[0]
-    kinds = {"index": index_id, "tombstone": tombstone_id, "pin": pin_id}
-    return next((kind for kind, read in kinds.items() if read(key)), None)
+    if key.endswith(".json") and "/" not in key:
+        return "index"
+    kinds = {DELETED: "tombstone", PINS: "pin"}
+    return next((kind for prefix, kind in kinds.items() if key.startswith(prefix)), None)
 
 
 class Crossing:
@@ -67,25 +66,15 @@ def store() -> Iterator[Stores]:
         yield made
 
 
-def test_two_ranks_race_for_everything_that_is_created_once(
-    store: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = threading.local()  # the environment, which says it elsewhere, is that of both
-    monkeypatch.setattr(base, "find_topology", lambda: Topology(place.rank, 2))
+def test_two_ranks_race_for_everything_that_is_created_once(store: Stores) -> None:
     crossing = Crossing()
     store.faulty.call(crossing.at_object, lambda each: kind_of(each) is not None, times=None)
     store.faulty.call(crossing.at_commit, is_manifest, Landing.AFTER, times=None)
-    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
-        world = [ckpipe.SyncPipeline(store.url, attempt_id="run") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool, ranks(store.url, 2) as world:
 
         def both(what: Callable[[int, ckpipe.SyncPipeline], T]) -> list[T]:
             return list(pool.map(what, range(2), world))
 
-        def enter(rank: int, pipe: ckpipe.SyncPipeline) -> None:
-            place.rank = rank
-            stack.enter_context(pipe)
-
-        both(enter)
         for step in (5, 9, 7):
             ids = both(lambda rank, pipe: pipe.save(state(rank), step=step).wait().id)  # noqa: B023
             assert ids[0] == ids[1]

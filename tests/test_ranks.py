@@ -12,16 +12,15 @@ import pytest
 import torch
 from pipelines import Stores, same, stores
 from ranks import one_rank, open_rank, ranks, settle
+from stored_files import ATTEMPTS, DIGESTS
 
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.catalog.complete import complete_from_top
 from ckpipe.catalog.find import NO_INDEX
 from ckpipe.catalog.leases import Lease
-from ckpipe.format.names import ATTEMPTS, DIGESTS, launch_id
-from ckpipe.ranks.agree import agree, agreed
-from ckpipe.running.loads import common_choice
-from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
+from ckpipe.format.names import launch_id
+from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
 FAST: dict[str, Any] = {
@@ -47,15 +46,6 @@ def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.Checkpo
         infos.append(pipeline.save(state(number), step=step).wait())
         settle(pipeline)
     return infos
-
-
-def chosen(pipeline: ckpipe.SyncPipeline, call: int) -> str | None:
-    """What the ranks agree to load at their so-manieth call of ``load()``."""
-    engine = pipeline._engine
-    agreements = engine.loop.submit(engine.loads._agreeing).result()
-    question = f"load-{call}"
-    found = engine.loop.submit(common_choice, engine.site, None, agreements, question).result()
-    return found.id if found else None
 
 
 def test_checkpoint_is_complete_when_the_last_rank_has_committed(store: Stores) -> None:
@@ -156,6 +146,10 @@ def is_manifest(operation: Operation) -> bool:
 
 def is_last_manifest(operation: Operation) -> bool:
     return is_manifest(operation) and operation.key.endswith("rank-00001.json")
+
+
+def is_agreement(operation: Operation) -> bool:
+    return operation.verb == "put" and "/agreed/" in operation.key
 
 
 def is_index(operation: Operation) -> bool:
@@ -353,13 +347,11 @@ def test_straggler_after_a_deletion_revives_nothing(store: Stores) -> None:
 def test_late_commit_does_not_part_the_ranks(store: Stores) -> None:
     with ranks(store.url, 2, **FAST) as world:
         save_all(world, 1)
-        (one,) = [info.id for info in world[0].steps()]
-        assert chosen(world[0], 0) == one
-        save_all(world, 2)
-        assert chosen(world[1], 0) == one
-        both = {chosen(pipeline, 1) for pipeline in reversed(world)}
-        assert len(both) == 1
-        assert both != {one}
+        assert loaded_step(world[0]) == 1
+        with ranks(store.url, 2, attempt_id="other", **FAST) as others:
+            save_all(others, 2)
+        assert loaded_step(world[1]) == 1
+        assert [loaded_step(pipeline) for pipeline in reversed(world)] == [2, 2]
 
 
 def test_a_rank_that_the_store_failed_loads_what_the_others_have_loaded(store: Stores) -> None:
@@ -413,24 +405,12 @@ def test_nothing_to_load_is_agreed_on_too(store: Stores) -> None:
         assert world[1].load() is None
 
 
-async def test_first_of_many_racers_decides() -> None:
-    import asyncio
-
-    backend = FaultyBackend(MemoryBackend())
-    assert await agreed(backend, "s-Z-a", "question") is None
-    answers = await asyncio.gather(*(agree(backend, "s-Z-a", "question", n) for n in range(20)))
-    assert len(set(answers)) == 1
-    assert await agreed(backend, "s-Z-a", "question") == (answers[0],)
-    assert await agree(backend, "s-Z-b", "question", None) is None
-
-
-async def test_agreement_whose_answer_was_lost_holds() -> None:
-    from ckpipe.store.retry import RetryingBackend, RetryPolicy
-
-    backend = FaultyBackend(MemoryBackend())
-    patient = RetryingBackend(backend, RetryPolicy(2, 0, 0, 10))
-    backend.fail(errors.StoreUnavailable("lost"), "put", Landing.AFTER)
-    assert await agree(patient, "s-Z-a", "question", {"x": 1}) == {"x": 1}
+@pytest.mark.parametrize("landing", list(Landing))
+def test_an_agreement_whose_answer_was_lost_holds(store: Stores, landing: Landing) -> None:
+    with ranks(store.url, 2, **FAST) as world:
+        save_all(world, 1)
+        store.faulty.fail(errors.StoreUnavailable("lost"), is_agreement, landing)
+        assert [loaded_step(pipeline) for pipeline in world] == [1, 1]
 
 
 def test_skipping_when_busy_is_decided_together(store: Stores) -> None:
