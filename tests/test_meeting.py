@@ -1,4 +1,4 @@
-"""The ranks of one launch agree on its name, whatever earlier launches left in the store."""
+"""The name of a launch, on which its ranks agree, and the names of its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
+import ckpipe
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.ranks.launch import ALONE, Rendezvous, Topology, find_topology
+from ckpipe.ranks.launch import (
+    ALONE,
+    CheckpointNames,
+    Rendezvous,
+    Topology,
+    draft_launch,
+    find_topology,
+)
+from ckpipe.testing import MemoryBackend
+from ckpipe.types import CheckpointId, attempt_parts
 
 Make = Callable[[], Any]
 
@@ -175,3 +188,33 @@ def test_topology_of_a_launcher() -> None:
 def test_contradictory_variables_are_refused(rank: str, size: str) -> None:
     with pytest.raises(UnsupportedTopology, match="WORLD_SIZE"):
         find_topology({"RANK": rank, "WORLD_SIZE": size})
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30)
+
+
+@given(MOVES)
+def test_names_are_unique_and_all_after_going_back_are_newer(moves: list[tuple[int, bool]]) -> None:
+    course = CheckpointNames("20261121T235959999Z-run")
+    names: list[list[CheckpointId]] = [[]]
+    for step, back in moves:
+        if back and course.lies_back(step):
+            course.go_back()
+            names.append([])
+        names[-1].append(course.name(step))
+    all_of_them = [each for some in names for each in some]
+    assert len(set(all_of_them)) == len(moves)
+    for before, after in pairwise(names):
+        assert max(before) < min(after)
+    for each in all_of_them:
+        assert CheckpointId.parse(str(each)) == each
+        assert attempt_parts(each.attempt)[1] == "run", "one claim and one lease for all of them"
+
+
+@pytest.mark.parametrize("name", ["99999999T999999999Z-x", "99991231T235959999Z-x"])
+async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str) -> None:
+    backend = MemoryBackend()
+    for attempt in (name, "20991231T235959999Z-y"):
+        await backend.put(f"{CheckpointId(attempt, 1, 0)}.json", b"{}", ckpipe.PutMode.CREATE)
+    launch = await draft_launch(backend, None, ALONE)
+    assert launch.attempt.startswith("21000101T000000000Z-")

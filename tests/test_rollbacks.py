@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pipelines import Stores, stores
 from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.ranks.launch import ALONE, CheckpointNames, draft_launch
-from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation
-from ckpipe.types import CheckpointId, attempt_parts
+from ckpipe.types import CheckpointId
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 
@@ -38,27 +33,6 @@ def saved(pipeline: ckpipe.SyncPipeline, *steps: int) -> list[CheckpointId]:
 def complete(pipeline: ckpipe.SyncPipeline) -> list[int]:
     """The steps of all complete checkpoints, the oldest first."""
     return [info.step for info in pipeline.steps() if info.complete]
-
-
-MOVES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30)
-
-
-@given(MOVES)
-def test_names_are_unique_and_all_after_going_back_are_newer(moves: list[tuple[int, bool]]) -> None:
-    course = CheckpointNames("20261121T235959999Z-run")
-    names: list[list[CheckpointId]] = [[]]
-    for step, back in moves:
-        if back and course.lies_back(step):
-            course.go_back()
-            names.append([])
-        names[-1].append(course.name(step))
-    all_of_them = [each for some in names for each in some]
-    assert len(set(all_of_them)) == len(moves)
-    for before, after in pairwise(names):
-        assert max(before) < min(after)
-    for each in all_of_them:
-        assert CheckpointId.parse(str(each)) == each
-        assert attempt_parts(each.attempt)[1] == "run", "one claim and one lease for all of them"
 
 
 def test_a_restart_finds_what_was_saved_after_going_back(tmp_path: Path) -> None:
@@ -158,12 +132,3 @@ def test_a_store_that_fails_at_going_back_costs_that_save(store: Stores) -> None
         newest = world[0].latest()
         assert newest is not None
         assert newest.step == 6
-
-
-@pytest.mark.parametrize("name", ["99999999T999999999Z-x", "99991231T235959999Z-x"])
-async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str) -> None:
-    backend = MemoryBackend()
-    for attempt in (name, "20991231T235959999Z-y"):
-        await backend.put(f"{CheckpointId(attempt, 1, 0)}.json", b"{}", ckpipe.PutMode.CREATE)
-    launch = await draft_launch(backend, None, ALONE)
-    assert launch.attempt.startswith("21000101T000000000Z-")
