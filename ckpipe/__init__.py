@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ckpipe.pipeline import Pipeline as Pipeline
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
-    from ckpipe.reports import LoadReport as LoadReport
-    from ckpipe.reports import SaveReport as SaveReport
     from ckpipe.retention import KeepBest as KeepBest
     from ckpipe.retention import KeepEvery as KeepEvery
     from ckpipe.retention import KeepIf as KeepIf
@@ -44,8 +42,10 @@ if TYPE_CHECKING:
     from ckpipe.sync import SyncPipeline as SyncPipeline
     from ckpipe.sync import load as load
     from ckpipe.types import CheckpointInfo as CheckpointInfo
+    from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
     from ckpipe.types import Planner as Planner
+    from ckpipe.types import SaveReport as SaveReport
     from ckpipe.types import VerifyResult as VerifyResult
 
 _HOMES = {
@@ -66,8 +66,8 @@ _HOMES = {
     "Planner": "types",
     "register_type": "state.kinds",
     "register_backend": "store.registry",
-    "LoadReport": "reports",
-    "SaveReport": "reports",
+    "LoadReport": "types",
+    "SaveReport": "types",
     "KeepBest": "retention",
     "KeepEvery": "retention",
     "KeepIf": "retention",

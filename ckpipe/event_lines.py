@@ -18,7 +18,7 @@ from typing import Any, Self, TextIO
 
 from ckpipe.events import BlockUploaded, Event, LoadProgress
 from ckpipe.format.keys import encode_float
-from ckpipe.reports import SaveReport
+from ckpipe.types import SaveReport
 
 logger = logging.getLogger("ckpipe")
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
-from ckpipe.reports import SaveReport, decimal_text
-from ckpipe.types import CheckpointInfo, SaveStatus
+from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, decimal_text
 from ckpipe.user_code import user_code
 
 logger = logging.getLogger("ckpipe")

@@ -13,10 +13,9 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.loop_thread import wait_for
-from ckpipe.reports import SaveReport
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.save.staged_view import lent_state
-from ckpipe.types import CheckpointInfo, SaveStatus
+from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
 if TYPE_CHECKING:
     from ckpipe.pipeline import Pipeline
@@ -42,7 +41,7 @@ class _Handle:
 
     @property
     def status(self) -> SaveStatus:
-        """Where the save stands now."""
+        """The stage that the save has reached, or its end."""
         return self._save.status
 
     @property

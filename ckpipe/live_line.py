@@ -23,7 +23,7 @@ from ckpipe.events import (
     SaveStarted,
     Staged,
 )
-from ckpipe.reports import decimal_text, rate_text
+from ckpipe.types import decimal_text, rate_text
 
 try:
     from rich.console import Console, RenderableType

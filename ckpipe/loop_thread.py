@@ -210,7 +210,7 @@ class Job(Generic[Result]):
 
     def end(self) -> None:
         """Say that it is over, whether or not it was run; may be called twice."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and no task waits
             self._loop.call_soon_threadsafe(self._over.set)
 
     def _give_up(self) -> bool:
@@ -390,7 +390,7 @@ class _Work(Generic[T]):
                     return await self._function()
             finally:
                 self._over.set()
-        raise asyncio.CancelledError  # nobody waits
+        raise asyncio.CancelledError  # no thread waits
 
     async def give_up(self) -> None:
         """Cancels it, and returns once it has ended, or if it has not begun and never will."""

@@ -172,7 +172,7 @@ class Pipeline(PipelineBase):
         The first save of a pipeline claims its launch, and raises ``AttemptReused`` and what makes
         a store unfit, before it looks at the state.
 
-        The checkpoint is the state at one instant, if whoever changes it does so under
+        The checkpoint is the state at one instant, if it is changed only under
         :attr:`lock` or after this has returned. Nothing on the store is ever overwritten: saving
         a step again makes another checkpoint of it. To leave the call before the state is copied,
         cancelled or by any exception, gives the save up; afterwards the save goes on.
@@ -217,7 +217,7 @@ class Pipeline(PipelineBase):
                 tensor is changed outside of a guarded step.
             StoreError: If the first save cannot write, unless ``on_error`` is ``"warn"``.
             CkpipeError: With ``until="committed"``, whatever made the save fail; and whatever
-                made an earlier save fail that nobody waited for, unless ``on_error`` is
+                made an earlier save fail that no call waited for, unless ``on_error`` is
                 ``"warn"``.
         """
         select = label_filter(include, exclude)

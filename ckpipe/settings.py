@@ -106,7 +106,10 @@ def _plan_method(value: Any) -> Any:
 
 
 class Plan(_Group):
-    """Who writes what. Also written ``plan="global"``, or with a planner, at the top level."""
+    """The division of work among ranks.
+
+    Also written ``plan="global"``, or with a planner, at the top level.
+    """
 
     planner: Annotated[Literal["local", "global"] | Planner, PlainValidator(_planner)] = "local"
     """Who decides it: ``"local"`` each rank by itself, ``"global"`` one rank for all, through the
@@ -125,7 +128,7 @@ class Plan(_Group):
 
 
 class Upload(_Group):
-    """How data reaches the store, and the one policy of trying again."""
+    """Writes to the store, and the one policy of trying again."""
 
     lanes: int = Field(4, ge=1)
     """Writes of one save to the store at the same time."""
@@ -155,7 +158,7 @@ class Upload(_Group):
 
 
 class Load(_Group):
-    """How a checkpoint is read."""
+    """Reads of a checkpoint."""
 
     lanes: int = Field(6, ge=1)
     """Reads under way at the same time. Each holds a block of staging memory."""
@@ -166,7 +169,7 @@ class Load(_Group):
 
 
 class Lock(_Group):
-    """How long trainer and pipeline wait for each other."""
+    """Limits of the time that trainer and pipeline wait for each other."""
 
     timeout_seconds: float = Field(60.0, gt=0)
     """How long a save waits until it may look at the state, in seconds, before it fails. The
@@ -179,7 +182,7 @@ class Lock(_Group):
 
 
 class Retention(_Group):
-    """Which complete checkpoints stay. Without ``keep_last`` and ``rules`` all do."""
+    """Rules for the complete checkpoints that stay. Without ``keep_last`` and ``rules`` all do."""
 
     keep_last: int | None = Field(None, ge=0)
     """How many of the newest to keep. 0 allows no intermediate checkpoints, only final ones
@@ -215,7 +218,7 @@ class Retention(_Group):
 
 
 class Export(_Group):
-    """What ``final_format`` writes beside the checkpoint of ``save(final=True)``."""
+    """The content that ``final_format`` writes beside the checkpoint of ``save(final=True)``."""
 
     part: str | None = None
     """The label of the part of the state that is exported. None: all of it as ``"torch"``; as
@@ -227,7 +230,7 @@ class Export(_Group):
 
 
 class Preemption(_Group):
-    """What to do when this process, or with several ranks one of them, is to be stopped."""
+    """Saving once more when this process, or with several ranks one of them, is to be stopped."""
 
     enabled: bool = False
     """Whether signals are watched. Also written ``preemption=True`` at the top level."""
@@ -250,7 +253,7 @@ class Preemption(_Group):
 
 
 class Worker(_Group):
-    """Where saves are brought to the store, once they are staged."""
+    """The thread or process that brings staged saves to the store."""
 
     mode: Literal["auto", "thread", "process"] = "auto"
     """``thread``: in a thread of this process. ``process``: in a worker process, which takes no
@@ -263,7 +266,7 @@ class Worker(_Group):
 
     niceness: int = Field(10, ge=0, le=19)
     """How much the worker process gives way to training where both want the same processor: 0 not
-    at all, 5 leaves it a quarter of one, 10 a tenth, 19 a hundredth. A processor that nobody else
+    at all, 5 leaves it a quarter of one, 10 a tenth, 19 a hundredth. A processor that no other
     wants is all its own."""
 
     hang_seconds: float = Field(300.0, gt=0)
@@ -387,7 +390,7 @@ class Settings(BaseModel):
     """What ``save`` does while earlier saves hold the staging memory."""
 
     on_error: Literal["raise", "warn"] = "raise"
-    """Whether a failed save that nobody waited for raises from the pipeline later, or warns."""
+    """Whether a failed save that no call waited for raises from the pipeline later, or warns."""
 
     drain_timeout_seconds: float = Field(600.0, ge=0)
     """How long leaving the pipeline on an exception, or after a signal of ``preemption``, waits for
@@ -465,7 +468,7 @@ class Settings(BaseModel):
 
     @property
     def keep_last(self) -> int | None:
-        """How many checkpoints are kept: short for ``retention.keep_last``."""
+        """The number of checkpoints that are kept: short for ``retention.keep_last``."""
         return self.retention.keep_last
 
     @property

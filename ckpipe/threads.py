@@ -177,7 +177,7 @@ def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Res
         return anyio.from_thread.run(unless_cancelled)
     except asyncio.CancelledError:
         anyio.from_thread.check_cancelled()
-        # Nobody has cancelled the thread: who waits for it would take this for its plain end.
+        # The thread was not cancelled: its waiter would take this for its plain end.
         what = f"{function!r} was cancelled by something else than its caller"
         raise concurrent.futures.CancelledError(what) from None
 

@@ -1,17 +1,23 @@
-"""The plain data that callers of ckpipe see: names of checkpoints, what is known of one.
+"""The plain data that callers of ckpipe see: checkpoints, reports of saves and loads, planners.
 
-What a planner is: apart from those that ckpipe has, so that settings need no torch for it.
+Reports tell how saves and loads spent their time, and what held them up. Times are seconds after
+the call unless a name says otherwise. A stage's *busy* time is that during which at least one of
+its workers was at work; for the rest of it the stage *waited*: for blocks, for memory, or for the
+stage that takes what it has made.
+
+A planner is described here, apart from those that ckpipe has, so that settings need no torch.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from ckpipe.reports import LoadReport
+from ckpipe.errors import InvalidManifest
 
 if TYPE_CHECKING:
     from ckpipe.plan.plan import RankPlan
@@ -84,7 +90,7 @@ def attempt_parts(attempt: str) -> tuple[datetime, str]:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What is known of one checkpoint on the store. Two of the same checkpoint are equal.
+    """Facts known of one checkpoint on the store. Two of the same checkpoint are equal.
 
     What was saved in it is None as long as it is not known: of one that is not complete, or whose
     index cannot be read, and of what :meth:`ckpipe.Pipeline.steps` does not ask for.
@@ -165,7 +171,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What ``verify`` read of a checkpoint that is whole.
+    """The outcome of ``verify`` for a checkpoint that is whole.
 
     Args:
         id: Exact name of the checkpoint.
@@ -236,3 +242,342 @@ class JointPlanner(Planner, Protocol):
             SaveError: If there is no plan for this save for another reason.
         """
         ...
+
+
+MAX_BLOCKS = 2000
+"""Blocks that the plain form of a report has at the most; of more it has every n-th."""
+
+Span = tuple[float, float]
+"""When something began and ended."""
+
+_SPANS = ("copied", "summed", "uploaded")
+_NUMBERS = ("file", "offset", "bytes", "copier", "lane")
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """The times of one stage of a save or load.
+
+    Args:
+        seconds: From when the stage began to when it ended; stages overlap.
+        bytes: Bytes that went through it.
+        began: When it began, in seconds after the call.
+        waited: How much of its seconds it had nothing to do.
+    """
+
+    seconds: float
+    bytes: int = 0
+    began: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds during which it was at work."""
+        return max(0.0, self.seconds - self.waited)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """The way of one block of a data file; what has not happened to it is None.
+
+    Args:
+        file: Number of the rank's data file.
+        offset: Where the block begins in the file, in bytes.
+        bytes: Its size.
+        copied: When it was filled in host memory.
+        summed: When its checksums were computed, or the last of them; None if all were computed
+            while it was copied, as they are of what lies in host memory as the file wants it.
+        uploaded: When it was written to the store, new tries included.
+        copier: Number of the thread that filled it, from 0.
+        lane: Number of the lane that wrote it, from 0.
+    """
+
+    file: int
+    offset: int
+    bytes: int
+    copied: Span | None = None
+    summed: Span | None = None
+    uploaded: Span | None = None
+    copier: int = 0
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport:
+    """The times of one save, until now.
+
+    Args:
+        stages: A report for each stage that ran, by name.
+        staged_seconds: From the call of ``save`` until the whole state was copied.
+        durable_seconds: From the call of ``save`` until the commit; None until then.
+        bytes: Size of the data files.
+        tensors: How many tensors were saved.
+        planned: Whether the plan had to be made; False if the last one still fitted.
+        captured_seconds: With ``until="captured"``, from the call of ``save`` until forward and
+            backward could go on; else None.
+        blocks: The way of each block, in the order in which they were filled.
+        copied_bytes: How many bytes of the whole checkpoint would not be there if what all ranks
+            hold alike were written once. Known to the rank that completed it; 0 elsewhere.
+    """
+
+    stages: Mapping[str, StageReport]
+    staged_seconds: float | None
+    durable_seconds: float | None
+    bytes: int
+    tensors: int
+    planned: bool
+    captured_seconds: float | None = None
+    blocks: Sequence[BlockReport] = field(default=(), compare=False)
+    copied_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the call until the end of what the report tells of."""
+        ends = (stage.began + stage.seconds for stage in self.stages.values())
+        return max([self.durable_seconds or 0.0, self.staged_seconds or 0.0, *ends])
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that took most of the time, as a sentence; empty if nothing has run yet."""
+        until = self.durable_seconds or self.seconds
+        return _sentence(self.stages, _SAVE_PARTS, until)
+
+    def to_data(self) -> dict[str, Any]:
+        """The report as plain JSON; :func:`save_report_from_data` reads it."""
+        return {
+            "staged_seconds": _rounded(self.staged_seconds),
+            "durable_seconds": _rounded(self.durable_seconds),
+            "captured_seconds": _rounded(self.captured_seconds),
+            "bytes": self.bytes,
+            "tensors": self.tensors,
+            "planned": self.planned,
+            "bottleneck": self.bottleneck,
+            "stages": _stages_data(self.stages),
+            "blocks": _blocks_data(self.blocks),
+            **({"copied_bytes": self.copied_bytes} if self.copied_bytes else {}),
+        }
+
+    def __repr__(self) -> str:
+        parts = [f"{size_text(self.bytes)} in {self.tensors} tensors"]
+        if self.copied_bytes:
+            parts.append(f"{size_text(self.copied_bytes)} of the checkpoint are copies")
+        for name, seconds in (("staged", self.staged_seconds), ("durable", self.durable_seconds)):
+            parts.append(f"not {name}" if seconds is None else f"{name} in {seconds:.3g} s")
+        return f"<SaveReport {', '.join(parts)}: {self.bottleneck or 'nothing has run yet'}>"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport:
+    """The times of one load.
+
+    Args:
+        stages: A report for each stage, by name. Reading begins beside the match, and waits for it
+            once all buffers are full.
+        seconds: From the call of ``load`` until the state was in place.
+        bytes: Bytes read from data files, also those that turned out not to be needed.
+        reads: Requests for ranges of data files.
+        damaged: Ids of newer checkpoints that ``fallback`` passed over, each with what is wrong.
+    """
+
+    stages: Mapping[str, StageReport]
+    seconds: float
+    bytes: int
+    reads: int
+    damaged: Mapping[str, str] = field(default_factory=dict)
+
+    def found_in(self, seconds: float) -> LoadReport:
+        """The report with the time before it: in which the checkpoint and its index were found.
+
+        Args:
+            seconds: From the call of ``load`` until the index was read.
+        """
+        stages = {
+            name: replace(stage, began=stage.began + seconds) for name, stage in self.stages.items()
+        }
+        found = {"find": StageReport(seconds), **stages}
+        return replace(self, stages=found, seconds=self.seconds + seconds)
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that took most of the time, as a sentence."""
+        return _sentence(self.stages, _LOAD_PARTS, self.seconds)
+
+    def to_data(self) -> dict[str, Any]:
+        """The report as plain JSON."""
+        return {
+            "seconds": _rounded(self.seconds),
+            "bytes": self.bytes,
+            "reads": self.reads,
+            "damaged": dict(self.damaged),
+            "bottleneck": self.bottleneck,
+            "stages": _stages_data(self.stages),
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"<LoadReport {size_text(self.bytes)} in {self.reads} reads, {self.seconds:.3g} s: "
+            f"{self.bottleneck}>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The report of its save in one rank's manifest.
+
+    Args:
+        rank: The rank.
+        started: When its save was called, ISO 8601 in UTC, by its own machine's clock.
+        report: How the save spent its time until the manifest was written; None if that was not
+            kept.
+    """
+
+    rank: int
+    started: str
+    report: SaveReport | None
+
+
+# What can hold a save or load up: a name for people, and the stages that it is made of.
+_SAVE_PARTS = {
+    "Waiting for trainers to let go of the state lock": ("lock",),
+    "Waiting for staging memory that earlier saves held": ("wait",),
+    "Walking the state and planning": ("walk", "plan"),
+    "The copy into host memory": ("stage",),
+    "Checksums": ("serialize",),
+    "The upload": ("upload",),
+    "The commit": ("commit",),
+}
+_LOAD_PARTS = {
+    "Finding the checkpoint and reading its index": ("find",),
+    "Matching the checkpoint with the target": ("match",),
+    "Reading and verifying the data": ("read",),
+    "Putting everything in place": ("apply",),
+}
+
+
+def _sentence(
+    stages: Mapping[str, StageReport], parts: Mapping[str, Sequence[str]], until: float
+) -> str:
+    busy = {
+        name: sum(stages[stage].busy for stage in members if stage in stages)
+        for name, members in parts.items()
+    }
+    slowest = max(busy, key=lambda name: busy[name])
+    if not busy[slowest]:
+        return ""
+    moved = max(stages[stage].bytes for stage in parts[slowest] if stage in stages)
+    rate = f" ({rate_text(moved, busy[slowest])})" if moved else ""
+    return f"{slowest} took longest: {busy[slowest]:.3g} of {max(until, busy[slowest]):.3g} s{rate}"
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """The time in which at least one of some spans lasted."""
+    total, reached = 0.0, -math.inf
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return total
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people, in powers of 1024 as memory and files are counted."""
+    power = max(0, min((nbytes.bit_length() - 1) // 10, 6))
+    return f"{nbytes / 1024**power:.1f} {'KMGTPE'[power - 1]}iB" if power else f"{nbytes} B"
+
+
+def rate_text(nbytes: int, seconds: float) -> str:
+    """Bytes in a time for people, in powers of ten as the makers of disks and networks count."""
+    return f"{decimal_text(nbytes / seconds)}/s"
+
+
+def decimal_text(nbytes: float) -> str:
+    """Describe a number of bytes in powers of ten."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if nbytes >= 10**power:
+            return f"{nbytes / 10**power:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _stages_data(stages: Mapping[str, StageReport]) -> dict[str, Any]:
+    return {
+        name: {
+            "began": _rounded(stage.began),
+            "seconds": _rounded(stage.seconds),
+            "waited": _rounded(stage.waited),
+            "bytes": stage.bytes,
+        }
+        for name, stage in stages.items()
+    }
+
+
+def _blocks_data(blocks: Sequence[BlockReport]) -> dict[str, Any]:
+    """Blocks in columns, with times in whole microseconds, which is a third of the text."""
+    chosen = blocks[:: max(1, -(-len(blocks) // MAX_BLOCKS))]
+    columns: dict[str, Any] = {"of": len(blocks)}
+    for name in _NUMBERS:
+        columns[name] = [getattr(block, name) for block in chosen]
+    for name in _SPANS:
+        spans = [getattr(block, name) for block in chosen]
+        columns[name] = [span and [round(each * 1e6) for each in span] for span in spans]
+    return columns
+
+
+def save_report_from_data(data: Any) -> SaveReport:
+    """Read what :meth:`SaveReport.to_data` made; it may be hostile.
+
+    Raises:
+        InvalidManifest: If it is not a report.
+    """
+    try:
+        return SaveReport(
+            {str(name): _stage(each) for name, each in data["stages"].items()},
+            _seconds(data["staged_seconds"]),
+            _seconds(data["durable_seconds"]),
+            _count(data["bytes"]),
+            _count(data["tensors"]),
+            bool(data["planned"]),
+            _seconds(data["captured_seconds"]),
+            _blocks(data["blocks"]),
+            _count(data.get("copied_bytes", 0)),
+        )
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidManifest(f"The report of the save is malformed: {error!r:.100}") from None
+
+
+def _stage(data: Any) -> StageReport:
+    seconds, began, waited = (_time(data[name]) for name in ("seconds", "began", "waited"))
+    return StageReport(seconds, _count(data["bytes"]), began, waited)
+
+
+def _blocks(columns: Any) -> tuple[BlockReport, ...]:
+    numbers = [[_count(cell) for cell in columns[name]] for name in _NUMBERS]
+    spans = [[_span(cell) for cell in columns[name]] for name in _SPANS]
+    files, offsets, sizes, copiers, lanes = numbers
+    rows = zip(files, offsets, sizes, *spans, copiers, lanes, strict=True)
+    return tuple(BlockReport(*row) for row in rows)
+
+
+def _span(cell: Any) -> Span | None:
+    if cell is None:
+        return None
+    began, ended = cell
+    return _time(began) / 1e6, _time(ended) / 1e6
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None else _time(value)
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e15:
+        raise ValueError(f"{value!r:.50} is no time")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.50} is no number")
+    return value

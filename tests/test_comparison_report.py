@@ -8,7 +8,7 @@ from typing import Any
 import comparison_report
 import pytest
 
-from ckpipe.reports import BlockReport, SaveReport, StageReport
+from ckpipe.types import BlockReport, SaveReport, StageReport
 
 
 def results(ours: float, peer: float) -> dict[str, Any]:

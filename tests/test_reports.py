@@ -15,7 +15,7 @@ from pipelines import Stores, stores
 
 import ckpipe
 from ckpipe.errors import InvalidManifest
-from ckpipe.reports import (
+from ckpipe.types import (
     MAX_BLOCKS,
     BlockReport,
     LoadReport,

@@ -28,7 +28,7 @@ from ckpipe import events
 from ckpipe.errors import SaveSkipped, StoreFull, StoreUnavailable
 from ckpipe.event_lines import JsonLines, event_data
 from ckpipe.live_line import LiveLine
-from ckpipe.reports import SaveReport, StageReport
+from ckpipe.types import SaveReport, StageReport
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "schema" / "event-v1.json"
 STATE = {"a": torch.ones(100_000)}

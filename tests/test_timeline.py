@@ -23,7 +23,7 @@ import ckpipe
 from ckpipe.cli.timeline import MOST_BLOCKS, timeline_page
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.names import index_key
-from ckpipe.reports import BlockReport, RankReport, SaveReport, StageReport
+from ckpipe.types import BlockReport, RankReport, SaveReport, StageReport
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -17,7 +17,7 @@ from ckpipe.format.data_file import item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
 from ckpipe.format.tree import Node, children_of
-from ckpipe.reports import size_text
+from ckpipe.types import size_text
 
 _KINDS: tuple[Literal["tensor", "value"], ...] = ("tensor", "value")
 _LONGEST_PREVIEW = 60

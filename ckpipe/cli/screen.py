@@ -38,7 +38,7 @@ from rich.text import Text
 
 from ckpipe.backend import without_secrets
 from ckpipe.cli.commands import drop
-from ckpipe.reports import size_text
+from ckpipe.types import size_text
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

@@ -29,8 +29,12 @@ from ckpipe.errors import CkpipeError, MissingObject, ObjectNotFound, UsageError
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import manifest_key
-from ckpipe.reports import (
+from ckpipe.store.registry import Access, open_store
+from ckpipe.store.retry import read_decoded
+from ckpipe.threads import run_lanes
+from ckpipe.types import (
     BlockReport,
+    CheckpointId,
     RankReport,
     SaveReport,
     Span,
@@ -38,10 +42,6 @@ from ckpipe.reports import (
     save_report_from_data,
     size_text,
 )
-from ckpipe.store.registry import Access, open_store
-from ckpipe.store.retry import read_decoded
-from ckpipe.threads import run_lanes
-from ckpipe.types import CheckpointId
 
 
 def timeline(

@@ -210,7 +210,7 @@ class ManifestDocument:
         group: Level and number of a group object; None for others.
         per_rank: In an index, for each structure what is not common to its ranks.
         report: In what a single rank wrote, how its save spent its time, if that is kept: as
-            :meth:`ckpipe.reports.SaveReport.to_data` makes it, and not validated.
+            :meth:`ckpipe.types.SaveReport.to_data` makes it, and not validated.
     """
 
     kind: BundleKind

@@ -38,8 +38,7 @@ from ckpipe.loading.targets import Targets
 from ckpipe.lock.holds import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
-from ckpipe.reports import LoadReport, StageReport
-from ckpipe.types import LoadResult
+from ckpipe.types import LoadReport, LoadResult, StageReport
 
 _MOST_NAMED = 10
 

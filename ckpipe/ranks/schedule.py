@@ -248,7 +248,7 @@ class Preemption:
         self._since: float | None = None
         self._answered = self._arrived = False
         self.alone = True
-        """Whether nobody has to be asked when to save. If not, all ranks leave together: what
+        """Whether no other rank takes part. If one does, all ranks leave together: what
         this one was told counts once the step that they agreed on is there (:meth:`arrive`)."""
 
     def tell(self) -> None:

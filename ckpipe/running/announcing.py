@@ -4,8 +4,8 @@ The rank whose clock says so, or that is told that it will be stopped, creates a
 call. The others look for it in the background now and then, for one that a clock brings about only
 while their own says that it is near. Then all make an appointment
 (:mod:`ckpipe.ranks.schedule`): they vote with the bounds that they promise
-(:mod:`ckpipe.ranks.agree`), and whoever has all votes, or has waited for as long as it may,
-decides the greatest. A rank that is dead holds nobody up for longer than that.
+(:mod:`ckpipe.ranks.agree`), and a rank that has all votes, or has waited for as long as it may,
+decides the greatest. A dead rank delays the others no longer than that.
 """
 
 from __future__ import annotations

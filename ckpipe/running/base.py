@@ -1,4 +1,4 @@
-"""What :class:`~ckpipe.Pipeline` and :class:`~ckpipe.SyncPipeline` share: all but how they wait."""
+"""All that :class:`~ckpipe.Pipeline` and :class:`~ckpipe.SyncPipeline` share: not how they wait."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ class PipelineBase:
         self._life = threading.RLock()
 
     def should_save(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool:
-        """Whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
+        """Tell whether to save at this step, by ``save_every_steps`` and ``save_every_seconds``.
 
         Once :attr:`preempted`, it is True until a save has begun, and False from then on.
 
-        Takes microseconds and asks nobody. Several ranks save at the same step, if all of them ask
-        after every step: by the clock of the first, and when any of them is preempted. Should they
-        come to that step before all have agreed on it, this waits for them, for a minute at most.
+        Takes microseconds and asks no other rank. Several ranks save at the same step, if all of
+        them ask after every step: by the clock of the first, and when any of them is preempted.
+        Should they come to that step before all have agreed on it, this waits for them, for a
+        minute at most.
 
-        A mark that was skipped, or passed before a crash, is
-        made up for at the next step asked about. Asking changes nothing: the answer stays yes
-        until a save has begun.
+        A mark that was skipped, or passed before a crash, is made up for at the next step asked
+        about. Asking changes nothing: the answer stays yes until a save has begun.
 
         Args:
             step: The step that has just been taken.
@@ -137,7 +137,7 @@ class PipelineBase:
 
     @property
     def preempted(self) -> bool:
-        """Whether this process was told that it will be stopped, by a signal or :meth:`preempt`.
+        """Tell whether this process will be stopped, as a signal or :meth:`preempt` has said.
 
         Of several ranks it is enough that one was told: then this is True on all of them after the
         step that they agreed to save, once :meth:`should_save` has been asked about it.
@@ -172,7 +172,7 @@ class PipelineBase:
         be awaited. No save waits for it. It is called for one event
         after the other; leaving the pipeline waits for saves that it begins, and then for it for
         ``drain_timeout_seconds`` at most.
-        What it raises is logged, and raises or warns like a failed save that nobody waited for.
+        What it raises is logged, and raises or warns like a failed save that no call waited for.
 
         Args:
             hook: Takes the event.
@@ -199,7 +199,7 @@ class PipelineBase:
         return hook
 
     def statistics(self) -> Statistics:
-        """What was done so far, in numbers: saves, bytes, seconds and waits by stage, memory.
+        """Count the work so far: saves, bytes, seconds and waits by stage, memory.
 
         Takes microseconds, in any thread, and also before opening and after closing.
         """
@@ -225,7 +225,7 @@ class PipelineBase:
 
     @property
     def events(self) -> EventBus:
-        """What happens, as typed events; see :mod:`ckpipe.events`."""
+        """The typed events of this pipeline; see :mod:`ckpipe.events`."""
         return self._events
 
     def __getstate__(self) -> object:

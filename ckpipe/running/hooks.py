@@ -150,7 +150,7 @@ class Hooks:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # It waited for something else that was cancelled; nobody cancels the hook.
+            # It waited for something else that was cancelled; the hook is not cancelled.
             raise refuse_exit(f"The hook {hook.name}", signal) from signal
 
 

@@ -519,7 +519,7 @@ async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
         held = {CheckpointId.parse(subject) for subject in await leased(backend)} - {None}
         known = await discover(backend) if held else []
     except StoreError as error:
-        logger.warning("Whether somebody finishes a newer checkpoint is not known: %s", error)
+        logger.warning("Workers that finish a newer checkpoint cannot be looked up: %s", error)
         return []
     settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
     newest = max((info.key for info in known if info.complete), default=None)

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 from ckpipe.events import Event, RankCommitted, Retrying, SaveEnded, SaveStarted
 from ckpipe.memory.budget import ByteBudget
-from ckpipe.reports import SaveReport, size_text
 from ckpipe.save.save import Save
-from ckpipe.types import SaveStatus
+from ckpipe.types import SaveReport, SaveStatus, size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a pipeline has done, and what it is at.
+    """The work of a pipeline, done and under way, in numbers.
 
     Args:
         saves: How many saves stand where, those that have ended and those under way.

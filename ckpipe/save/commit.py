@@ -30,11 +30,10 @@ from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agree import agree
-from ckpipe.reports import size_text
 from ckpipe.save.context import StoreContext
 from ckpipe.save.record import SaveRecord
 from ckpipe.store.retry import Tries, telling
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointInfo, size_text
 
 logger = logging.getLogger("ckpipe")
 

@@ -21,8 +21,16 @@ import anyio
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import Structure
-from ckpipe.reports import BlockReport, SaveReport, Span, StageReport, busy_seconds
-from ckpipe.types import CheckpointId, CheckpointInfo, SaveStatus
+from ckpipe.types import (
+    BlockReport,
+    CheckpointId,
+    CheckpointInfo,
+    SaveReport,
+    SaveStatus,
+    Span,
+    StageReport,
+    busy_seconds,
+)
 
 if TYPE_CHECKING:
     import numpy as np
