@@ -125,11 +125,24 @@ async def in_thread(
         args: What to call it with.
         limiter: Bounds how many threads there are; None for anyio's own, which all share.
     """
-    call = _Call(lambda: function(*args))
+    begun, ended = threading.Lock(), Future[None]()
+
+    def call() -> Result:
+        if not begun.acquire(blocking=False):
+            raise RuntimeError("The call was cancelled before it began")
+        try:
+            return function(*args)
+        finally:
+            ended.set_result(None)
+
     try:
-        return await run_sync(call.run, limiter=limiter)
+        return await run_sync(call, limiter=limiter)
     except asyncio.CancelledError:
-        await call.ended_or_revoked()
+        if not begun.acquire(blocking=False):  # else it never begins
+            while not ended.done():
+                # The first cancellation is raised once the thread has ended.
+                with anyio.CancelScope(shield=True), contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([asyncio.wrap_future(ended)])
         raise
 
 
@@ -144,21 +157,7 @@ async def in_threads(work: Callable[[], None], count: int) -> None:
     """
     # They may wait long, and must not for threads that all share.
     limiter = anyio.CapacityLimiter(max(1, count))
-    failures: list[Exception] = []
-
-    async def attempt() -> None:
-        try:
-            await in_thread(work, limiter=limiter)
-        except Exception as error:
-            # Only the first tells something: the others may be what stopping them has caused.
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(count):
-            tasks.start_soon(attempt)
-    if failures:
-        raise failures[0]
+    await run_lanes(count, lambda: in_thread(work, limiter=limiter))
 
 
 def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Result:
@@ -180,35 +179,6 @@ def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Res
         # The thread was not cancelled: its waiter would take this for its plain end.
         what = f"{function!r} was cancelled by something else than its caller"
         raise concurrent.futures.CancelledError(what) from None
-
-
-class _Call(Generic[Result]):
-    """One call that either runs to its end or never begins."""
-
-    def __init__(self, function: Callable[[], Result]) -> None:
-        self._function = function
-        self._lock = threading.Lock()
-        self._begun = False
-        self._revoked = False
-        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run(self) -> Result:
-        with self._lock:
-            if self._revoked:
-                raise RuntimeError("The call was cancelled before it began")
-            self._begun = True
-        try:
-            return self._function()
-        finally:
-            self._ended.set_result(None)
-
-    async def ended_or_revoked(self) -> None:
-        with self._lock:
-            self._revoked = not self._begun
-        while self._begun and not self._ended.done():
-            # The first cancellation is raised by our caller once the thread ended.
-            with anyio.CancelScope(shield=True), contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([asyncio.wrap_future(self._ended)])
 
 
 T = TypeVar("T")
