@@ -53,8 +53,8 @@ class Pipeline(PipelineBase):
         """Open the store and write nothing; return the pipeline, open or opened.
 
         For objects that hold a pipeline as long as they live; else ``async with`` does it. Opening
-        an open pipeline does nothing; a closed one is not opened again. A pipeline that saves
-        nothing leaves nothing on the store.
+        an open pipeline does nothing, one that could not be opened may be tried again, and a closed
+        one is not opened again. A pipeline that saves nothing leaves nothing on the store.
 
         Raises:
             PipelineClosed: If the pipeline was closed before.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.errors import UsageError
+from ckpipe.errors import PipelineClosed, StoreError, UsageError
 from ckpipe.events import Completed
 
 FORKING = """
@@ -99,6 +99,22 @@ def test_a_pipeline_that_cannot_guard_leaves_nothing_open(tmp_path: Path) -> Non
     assert "ckpipe" not in {thread.name for thread in set(threading.enumerate()) - before}
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not inner._optimizer_step_pre_hooks
+
+
+def test_a_pipeline_that_could_not_be_opened_is_opened_later(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    pipeline = ckpipe.SyncPipeline(tmp_path / "run", read_only=True, guard=optimizer)
+    with pytest.raises(StoreError):
+        pipeline.open()
+    with pytest.raises(PipelineClosed, match="not open yet"):
+        pipeline.latest()
+    with ckpipe.SyncPipeline(tmp_path / "run") as writer:
+        writer.save({"w": 1}, step=3)
+    with pipeline:
+        assert [info.step for info in pipeline.steps()] == [3]
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+    with pytest.raises(PipelineClosed, match="opened once"):
+        pipeline.open()
 
 
 @pytest.mark.parametrize("failing", [False, True])

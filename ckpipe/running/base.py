@@ -428,8 +428,8 @@ class PipelineBase:
 
     def _shut(self, end: Callable[[LoopThread], None]) -> None:
         self._at_exit()
-        for each in self._guards:
-            each.remove()
+        while self._guards:
+            self._guards.pop().remove()
         loop, self._loop = self._loop, None
         if loop is not None:
             end(loop)
