@@ -19,7 +19,6 @@ from ckpipe.loading.read_plan import (
     LEAST_BYTES,
     Need,
     Read,
-    ReadChunk,
     ReadLimits,
     batched,
     plan_reads,
@@ -108,15 +107,20 @@ def contiguous(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]
 def test_reads_bring_every_byte_of_the_chunks_that_are_needed_once(case: Case) -> None:
     data = case.data
     seen: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for read in plan_reads(data, case.needs, case.limits, case.lanes):
-        for chunk in read.chunks + read.cut:
-            begin, end = brought(read, chunk)
-            assert chunk.lo % CHUNK_BYTES == 0
-            assert chunk.hi == min(chunk.lo + CHUNK_BYTES, data.sizes[chunk.entry])
-            assert chunk.checksum == data.first_sums[chunk.entry] + chunk.lo // CHUNK_BYTES
-            assert read.offset + chunk.at == data.begins[chunk.entry] + chunk.lo
-            assert (chunk in read.chunks) == (end - begin == chunk.hi - chunk.lo)
-            seen[chunk.entry, chunk.lo].append((chunk.lo + begin, chunk.lo + end))
+    chunks, reads = plan_reads(data, case.needs, case.limits, case.lanes)
+    for read in reads:
+        whole = range(read.first, read.stop)
+        for number in (*whole, *read.cut):
+            entry, lo, at, end, checksum = (int(column[number]) for column in chunks)
+            size = min(CHUNK_BYTES, data.sizes[entry] - lo)
+            assert lo % CHUNK_BYTES == 0
+            assert end - at == size
+            assert checksum == data.first_sums[entry] + lo // CHUNK_BYTES
+            assert at == data.begins[entry] + lo
+            begin, stop = max(0, read.offset - at), min(size, read.offset + read.size - at)
+            assert begin < stop
+            assert (number in whole) == (stop - begin == size)
+            seen[entry, lo].append((lo + begin, lo + stop))
     for (entry, lo), parts in seen.items():
         assert contiguous([(0, *part) for part in parts]) == [
             (0, lo, min(lo + CHUNK_BYTES, data.sizes[entry]))
@@ -128,16 +132,9 @@ def test_reads_bring_every_byte_of_the_chunks_that_are_needed_once(case: Case) -
             assert all((need.entry, n * CHUNK_BYTES) in seen for n in range(first, last + 1))
 
 
-def brought(read: Read, chunk: ReadChunk) -> tuple[int, int]:
-    """The bytes of a chunk that a read brings, from the chunk's start."""
-    begin, end = max(0, -chunk.at), min(chunk.hi - chunk.lo, read.size - chunk.at)
-    assert begin < end
-    return begin, end
-
-
 @given(cases())
 def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
-    for read in plan_reads(case.data, case.needs, case.limits, case.lanes):
+    for read in plan_reads(case.data, case.needs, case.limits, case.lanes)[1]:
         assert read.offset >= 0
         assert read.offset + read.size <= case.data.files[read.file].size
         assert read.size <= case.limits.buffer_bytes
@@ -148,14 +145,14 @@ def test_little_is_read_that_nobody_needs(case: Case) -> None:
     needs = contiguous([absolute(case.data, need) for need in case.needs])
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in needs)
     assert (
-        sum(read.size for read in plan_reads(case.data, case.needs, case.limits, case.lanes))
+        sum(read.size for read in plan_reads(case.data, case.needs, case.limits, case.lanes)[1])
         <= allowed
     )
 
 
 @given(cases())
 def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) -> None:
-    reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
+    _, reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
     for one, other in pairwise(reads):
         assert (one.file, one.offset) <= (other.file, other.offset)
         if one.file == other.file:
@@ -199,11 +196,11 @@ def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
     ]
     runs = contiguous([absolute(data, need) for need in exact])
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in runs)
-    reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], limit)
+    chunks, reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], limit)
     assert sum(read.size for read in reads) <= allowed
-    chunks = [(chunk.entry, chunk.lo) for read in reads for chunk in read.chunks + read.cut]
-    known = set(chunks)
-    assert len(chunks) == len(known)
+    brought = [n for read in reads for n in (*range(read.first, read.stop), *read.cut)]
+    known = {(int(chunks.entry[n]), int(chunks.lo[n])) for n in brought}
+    assert len(brought) == len(known)
     for need in exact:
         first, last = need.lo // CHUNK_BYTES, (need.hi - 1) // CHUNK_BYTES
         assert all((need.entry, n * CHUNK_BYTES) in known for n in range(first, last + 1))
@@ -211,7 +208,7 @@ def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
 
 def test_large_reads_are_aligned() -> None:
     data = table_of([[700, 64 << 20]])
-    reads = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
+    _, reads = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
     assert all(read.offset % 4096 == 0 for read in reads)
     assert all(read.size % 4096 == 0 for read in reads[:-1])
     assert len(reads) == 5
@@ -220,8 +217,8 @@ def test_large_reads_are_aligned() -> None:
 def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
     near, far = table_of([[100, 1000, 100]]), table_of([[100, 64 << 20, 100]])
     needs = [Need(0, 0, 100), Need(2, 0, 100)]
-    assert len(plan_reads(near, needs, ReadLimits(16 << 20, 4096))) == 1
-    assert len(plan_reads(far, needs, ReadLimits(16 << 20, 4096))) == 2
+    assert len(plan_reads(near, needs, ReadLimits(16 << 20, 4096))[1]) == 1
+    assert len(plan_reads(far, needs, ReadLimits(16 << 20, 4096))[1]) == 2
 
 
 def test_gaps_never_overdraw_the_allowance() -> None:
@@ -229,13 +226,13 @@ def test_gaps_never_overdraw_the_allowance() -> None:
     size = 2 * CHUNK_BYTES
     data = table_of([[size, 200 << 10, size]])
     needs = [Need(n, CHUNK_BYTES - 1, CHUNK_BYTES + 1) for n in (0, 2)]
-    reads = plan_reads(data, needs, ReadLimits(16 << 20, 4096))
+    _, reads = plan_reads(data, needs, ReadLimits(16 << 20, 4096))
     assert sum(read.size for read in reads) <= 4 + 2 * ALLOWANCE_BYTES
 
 
 def test_alignment_never_overdraws_the_allowance() -> None:
     data = table_of([[1, 2 * CHUNK_BYTES, 5000]])
-    (read,) = plan_reads(
+    _, (read,) = plan_reads(
         data, [Need(1, CHUNK_BYTES - 1, CHUNK_BYTES + 1)], ReadLimits(4 << 20, 4096)
     )
     assert read.size <= 2 + ALLOWANCE_BYTES
@@ -243,13 +240,13 @@ def test_alignment_never_overdraws_the_allowance() -> None:
 
 def test_twenty_thousand_tiny_entries_are_one_read() -> None:
     data = table_of([[32] * 20_000])
-    (read,) = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
-    assert len(read.chunks) == 20_000
+    _, (read,) = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
+    assert (read.first, read.stop) == (0, 20_000)
 
 
 @given(cases(), st.integers(1, 20 << 20))
 def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -> None:
-    reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
+    _, reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
     batches = list(batched(reads, nbytes))
     assert [read for batch in batches for read in batch] == reads
     for batch in batches:
@@ -271,7 +268,7 @@ def reads_of_a_run(mebibytes: int, shift: int, lanes: int, part_bytes: int = PAR
     """The reads, cut where parts end, of so much that lies together from a place in a file on."""
     data = table_of([[shift, mebibytes * MIB]])
     data.begins[:] = [0, shift]
-    return plan_reads(data, [Need(1, 0, mebibytes * MIB)], ReadLimits(part_bytes, 1), lanes)
+    return plan_reads(data, [Need(1, 0, mebibytes * MIB)], ReadLimits(part_bytes, 1), lanes)[1]
 
 
 @example(15, 3 * MIB, 3)  # fits a part, lies across an edge, and is cut for its lanes

@@ -24,13 +24,10 @@ ends together where that was measured, so there is a least size.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, pairwise
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,45 +58,45 @@ class Need(NamedTuple):
     hi: int
 
 
-class ReadChunk(NamedTuple):
-    """A chunk of an entry, as a read brings it.
+Column = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Chunks(NamedTuple):
+    """The chunks of entries that reads bring, by file and position, as columns.
 
     Args:
         entry: The number of the entry.
-        lo: Its first byte, from the entry's start.
-        hi: Behind its last byte.
-        at: Where it is in the read's bytes; negative if the read begins inside of it.
+        lo: Where it begins in its entry, in bytes.
+        at: Where it begins in its file.
+        end: Where it ends there.
         checksum: The CRC-32C that it must have.
     """
 
-    entry: int
-    lo: int
-    hi: int
-    at: int
-    checksum: int
+    entry: Column
+    lo: Column
+    at: Column
+    end: Column
+    checksum: Column
 
 
-# Hundreds of thousands are made for a large load, for which the class's own constructor is slow.
-_read_chunk = partial(tuple.__new__, ReadChunk)
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One request for a range of a data file.
 
     Args:
         file: The number of the file.
         offset: Where the range begins in the file, in bytes.
         size: Its length in bytes.
-        chunks: The chunks in it, by position.
+        first: The first chunk that is whole in it, by number.
+        stop: Behind the last one.
         cut: The chunks that lie across its ends, whose rest other reads bring.
     """
 
     file: int
     offset: int
     size: int
-    chunks: tuple[ReadChunk, ...]
-    cut: tuple[ReadChunk, ...] = ()
+    first: int
+    stop: int
+    cut: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +131,11 @@ class _Span:
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
+    def chunk_count(self) -> int:
+        """The number of its chunks."""
+        return sum(-(-(last - first) // CHUNK_BYTES) for _, first, last in self.ranges)
+
+    @property
     def spare(self) -> int:
         """The bytes that may still be read without need."""
         allowance = max(ALLOWANCE_BYTES * self.needs, self.needed // 10)
@@ -153,7 +155,7 @@ class _Span:
 
 def plan_reads(
     data: EntryTable, needs: Iterable[Need], limits: ReadLimits, lanes: int = 1
-) -> list[Read]:
+) -> tuple[Chunks, list[Read]]:
     """Plan the reads that bring what is needed, by file and offset.
 
     Args:
@@ -163,22 +165,25 @@ def plan_reads(
         lanes: How many threads take the reads.
     """
     spans = list(_joined(_spans(data, needs)))
+    chunks = _chunks(data, spans)
     left = sum(span.end - span.begin for span in spans)
     # Where reads are to be aligned there is a disk, which all lanes share to the end.
     in_parts = limits.alignment == 1 and limits.read_bytes >= 2 * CHUNK_BYTES
     reads: list[Read] = []
+    stop = 0
     for span in spans:
-        chunks = _chunks(data, span)
+        first, stop = stop, stop + span.chunk_count
+        at, end = chunks.at[first:stop], chunks.end[first:stop]
         if in_parts:
             cuts = _cuts_at_parts(span, limits.read_bytes, left, lanes)
         else:
-            cuts = _cuts_at_chunks(chunks, limits)
+            cuts = _cuts_at_chunks(at, end, limits)
         alignment = limits.alignment
         if 2 * alignment * (len(cuts) - 1) > span.spare:
             alignment = 1
-        reads += _reads(span.file, chunks, cuts, alignment, data.files[span.file].size)
+        reads += _reads(span.file, first, at, end, cuts, alignment, data.files[span.file].size)
         left -= span.end - span.begin
-    return reads
+    return chunks, reads
 
 
 def batched(reads: Iterable[Read], nbytes: int) -> Iterator[list[Read]]:
@@ -252,26 +257,31 @@ def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
         yield last
 
 
-def _chunks(data: EntryTable, span: _Span) -> list[ReadChunk]:
-    """The chunks of a span, with their places in the file."""
-    checksums, chunks = data.checksums, []
-    for entry, first, last in span.ranges:
-        begin, sums = data.begins[entry], data.first_sums[entry]
-        for lo in range(first, last, CHUNK_BYTES):
-            checksum = checksums[sums + lo // CHUNK_BYTES]
-            hi = min(lo + CHUNK_BYTES, last)
-            chunks.append(_read_chunk((entry, lo, hi, begin + lo, checksum)))
-    return chunks
+def _chunks(data: EntryTable, spans: Iterable[_Span]) -> Chunks:
+    """Cut the ranges of spans into their chunks."""
+    flat = chain.from_iterable(chain.from_iterable(span.ranges for span in spans))
+    ranges = np.fromiter(flat, np.int64).reshape(-1, 3)
+    counts = -(-(ranges[:, 2] - ranges[:, 1]) // CHUNK_BYTES)
+    entry, first, last = np.repeat(ranges, counts, axis=0).T
+    lo = first + CHUNK_BYTES * (np.arange(len(entry)) - np.repeat(counts.cumsum() - counts, counts))
+    numbers = entry.tolist()
+    begins = np.array([data.begins[n] for n in numbers], np.int64)
+    sums = np.array([data.first_sums[n] for n in numbers], np.int64) + lo // CHUNK_BYTES
+    checksum = np.array([data.checksums[n] for n in sums.tolist()], np.int64)
+    return Chunks(entry, lo, begins + lo, begins + np.minimum(lo + CHUNK_BYTES, last), checksum)
 
 
-def _cuts_at_chunks(chunks: Sequence[ReadChunk], limits: ReadLimits) -> list[int]:
+def _cuts_at_chunks(at: Column, end: Column, limits: ReadLimits) -> list[int]:
     """The ends of reads that are packed greedily, with room for both ends to be aligned."""
     room = limits.read_bytes - 2 * (limits.alignment - 1)
-    cuts = [chunks[0].at]
-    for _, lo, hi, at, _ in chunks:
-        if at + hi - lo > cuts[-1] + room and at > cuts[-1]:
-            cuts.append(at)
-    return [*cuts, chunks[-1].at + chunks[-1].hi - chunks[-1].lo]
+    cuts, number = [int(at[0])], 0
+    while end[-1] > cuts[-1] + room:
+        # A chunk that is larger than the room is read by itself.
+        number = max(int(np.searchsorted(end, cuts[-1] + room, "right")), number + 1)
+        if number == len(at):
+            break
+        cuts.append(int(at[number]))
+    return [*cuts, int(end[-1])]
 
 
 def _cuts_at_parts(span: _Span, part_bytes: int, left: int, lanes: int) -> list[int]:
@@ -300,32 +310,37 @@ def _cuts_at_parts(span: _Span, part_bytes: int, left: int, lanes: int) -> list[
 
 
 def _reads(
-    file: int, chunks: Sequence[ReadChunk], cuts: Sequence[int], alignment: int, size: int
+    file: int,
+    base: int,
+    at: Column,
+    end: Column,
+    cuts: Sequence[int],
+    alignment: int,
+    size: int,
 ) -> Iterator[Read]:
-    """The reads of what lies between cuts, without those that would bring nothing."""
+    """The reads of what lies between cuts, without those that would bring nothing.
+
+    Args:
+        file: The number of the file.
+        base: The number of the first chunk of the span.
+        at: Where each of its chunks begins.
+        end: Where each ends.
+        cuts: The ends of the reads.
+        alignment: What offsets and sizes are multiples of.
+        size: The size of the file.
+    """
     first = 0
-    for begin, end in pairwise(cuts):
-        stop = bisect_left(chunks, end, first, key=itemgetter(3))
+    for begin, close in pairwise(cuts):
+        stop = int(np.searchsorted(at, close))
         if first == stop:
             continue
-        last = chunks[stop - 1]
-        low, high = max(begin, chunks[first].at), min(end, _end(last))
+        low, high = max(begin, int(at[first])), min(close, int(end[stop - 1]))
+        head, tail = int(at[first] < low), int(end[stop - 1] > high)
+        if stop - first == 1 and head and tail:
+            tail = 0
+        whole = range(base + first + head, base + stop - tail)
+        cut = (*range(base + first, whole.start), *range(whole.stop, base + stop))
         offset = low - low % alignment
-        found = [
-            _read_chunk((entry, lo, hi, at - offset, checksum))
-            for entry, lo, hi, at, checksum in chunks[first:stop]
-        ]
-        bounds = low - offset, high - offset
-        cut = [
-            chunk
-            for chunk in dict.fromkeys((found[0], found[-1]))
-            if chunk.at < bounds[0] or _end(chunk) > bounds[1]
-        ]
-        whole = [chunk for chunk in found if chunk not in cut] if cut else found
-        high = min(size, -(-high // alignment) * alignment)
-        yield Read(file, offset, high - offset, tuple(whole), tuple(cut))
-        first = stop - 1 if _end(last) > end else stop
-
-
-def _end(chunk: ReadChunk) -> int:
-    return chunk.at + chunk.hi - chunk.lo
+        until = min(size, -(-high // alignment) * alignment)
+        yield Read(file, offset, until - offset, whole.start, whole.stop, cut)
+        first = stop - 1 if end[stop - 1] > close else stop

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio.from_thread
 import anyio.to_thread
+import numpy as np
 import torch
 
 from ckpipe.backend import Backend, CachedRange
@@ -41,7 +42,7 @@ from ckpipe.format.manifest import FileRow, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
-from ckpipe.loading.read_plan import Need, Read, ReadChunk, ReadLimits, batched, plan_reads
+from ckpipe.loading.read_plan import Chunks, Need, Read, ReadLimits, batched, plan_reads
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
@@ -71,25 +72,19 @@ class ReadTally:
     delivered: bool = False
 
 
-def _batches(chunks: Sequence[ReadChunk]) -> Iterator[Sequence[ReadChunk]]:
-    """Cut chunks into runs that have the bytes of a large chunk, which a cache holds."""
-    if chunks:
-        nbytes = chunks[-1].at + chunks[-1].hi - chunks[-1].lo - chunks[0].at
-        count = max(1, CHUNK_BYTES * len(chunks) // max(1, nbytes))
-        for first in range(0, len(chunks), count):
-            yield chunks[first : first + count]
-
-
 _CACHED_BYTES = 128 << 20
 """Of how many bytes together the store is asked whether it has them in memory."""
 
 
 class _Source(NamedTuple):
-    """A read, and where the store has it in memory: in a range that begins at an offset."""
+    """A read, and where the store has it in memory: in a range that begins at a place of the file.
+
+    ``file_offset`` is that place.
+    """
 
     read: Read
     cached: CachedRange | None = None
-    offset: int = 0
+    file_offset: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -98,6 +93,46 @@ class _PartialChunk:
 
     memory: memoryview
     missing: int
+
+
+class _Pieces(NamedTuple):
+    """The chunks of a plan as the native call takes them.
+
+    Args:
+        chunks: The chunks.
+        targets: The address that each goes to as it is; 0 for none.
+        sizes: The bytes of each.
+        sums: The CRC-32C of each.
+        others: Whether any other destination takes bytes of it.
+    """
+
+    chunks: Chunks
+    targets: array[int]
+    sizes: array[int]
+    sums: array[int]
+    others: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def _pieces(chunks: Chunks, destinations: Destinations) -> _Pieces:
+    entries, rows = np.unique(chunks.entry, return_inverse=True)
+    direct = np.zeros((len(entries), 3), np.int64)
+    several = np.zeros(len(entries), np.bool_)
+    for row, entry in enumerate(entries.tolist()):
+        takers = destinations.get(entry, ())
+        raw = next((each for each in takers if type(each) is RawBytes), None)
+        direct[row] = (0, 0, 0) if raw is None else raw
+        several[row] = len(takers) > (raw is not None)
+    start, stop, address = direct[rows].T
+    sizes = chunks.end - chunks.at
+    whole = (start <= chunks.lo) & (chunks.lo + sizes <= stop) & (address > 0)
+    targets = np.where(whole, address + chunks.lo - start, 0)
+    others = several[rows] | ((address > 0) & ~whole)
+    sums = array("I", chunks.checksum.astype(np.uint32).tobytes())
+    return _Pieces(chunks, _longs(targets), _longs(sizes), sums, others)
+
+
+def _longs(column: np.ndarray[Any, np.dtype[np.int64]]) -> array[int]:
+    return array("q", column.tobytes())
 
 
 class Reader:
@@ -131,7 +166,7 @@ class Reader:
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
         self.tally = ReadTally() if tally is None else tally
         self._lock = threading.Lock()
-        self._partial: dict[tuple[int, int], _PartialChunk] = {}
+        self._partial: dict[int, _PartialChunk] = {}
 
     async def read(self, needs: Sequence[Need]) -> None:
         """Read what is needed, verify every chunk and hand it to its destinations.
@@ -144,7 +179,7 @@ class Reader:
         """
         self.tally.began = self.tally.began or time.perf_counter()
         lanes = len(self._buffers)
-        reads = await anyio.to_thread.run_sync(_plan, self._data, needs, self._limits, lanes)
+        pieces, reads = await anyio.to_thread.run_sync(self._plan, needs)
         self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
         waiting, in_memory = await self._sources(reads)
         if not waiting:
@@ -161,9 +196,14 @@ class Reader:
                     source = sources.popleft()
                 except IndexError:
                     return
-                self._deliver(source, buffer)
+                self._deliver(pieces, source, buffer)
 
         await in_threads(work, min(lanes, len(reads)))
+
+    def _plan(self, needs: Sequence[Need]) -> tuple[_Pieces, list[Read]]:
+        with gc_paused():
+            chunks, reads = plan_reads(self._data, needs, self._limits, len(self._buffers))
+            return _pieces(chunks, self._destinations), reads
 
     async def _sources(self, reads: Sequence[Read]) -> tuple[list[_Source], list[_Source]]:
         """Find out which reads the store must be waited for, and which it has in memory."""
@@ -182,116 +222,111 @@ class Reader:
                 in_memory += [_Source(read, cached, first.offset) for read in group]
         return waiting, in_memory
 
-    def _deliver(self, source: _Source, buffer: memoryview) -> None:
+    def _deliver(self, pieces: _Pieces, source: _Source, buffer: memoryview) -> None:
         """Read a range, verify its chunks and hand each on; to be called in a thread.
 
         Raises:
             ChecksumMismatch: If a chunk is damaged; nothing behind it is delivered.
         """
-        read, cached, offset = source
+        read, cached, base = source
         rank, key = self._file(read.file)
-        whole = None
+        at, ends = pieces.chunks.at, pieces.chunks.end
+        most = read.stop - read.first
         if cached is None:
             whole = self._filled(rank, key, read.offset, buffer[: read.size])
+        elif most:
+            # So many chunks at a time as have the bytes of a large one, which a cache holds.
+            nbytes = int(ends[read.stop - 1] - at[read.first])
+            most = max(1, CHUNK_BYTES * most // max(1, nbytes))
 
         def fetch(begin: int, end: int) -> memoryview:
-            """Bring the bytes between two places of the read, until it is called again."""
-            if whole is not None:
-                return whole[begin:end]
-            assert cached is not None
+            """Bring the bytes between two places of the file, until it is called again."""
+            if cached is None:
+                return whole[begin - read.offset : end - read.offset]
             part = buffer[: end - begin]
             with _translated(self._id.step, rank, key):
-                cached.read_into(read.offset - offset + begin, part)
+                cached.read_into(begin - base, part)
             with self._lock:
                 self.tally.bytes += len(part)
             return part
 
         with torch.no_grad():
-            for batch in _batches(read.chunks):
-                first, last = batch[0], batch[-1]
-                found = fetch(first.at, last.at + last.hi - last.lo)
-                while batch:
-                    taken = self._take(batch, found[batch[0].at - first.at :])
-                    batch = batch[taken:]
-            for chunk in read.cut:
-                begin, end = max(chunk.at, 0), min(chunk.at + chunk.hi - chunk.lo, read.size)
-                assembled = self._assemble(chunk, begin - chunk.at, fetch(begin, end))
+            for first in range(read.first, read.stop, most or 1):
+                stop = min(first + most, read.stop)
+                self._take(pieces, first, stop, fetch(int(at[first]), int(ends[stop - 1])))
+            for number in read.cut:
+                begin = max(int(at[number]), read.offset)
+                found = fetch(begin, min(int(ends[number]), read.offset + read.size))
+                assembled = self._assemble(pieces, number, begin - int(at[number]), found)
                 if assembled is not None:
-                    self._take([chunk], assembled)
+                    self._take(pieces, number, number + 1, assembled)
 
-    def _assemble(self, chunk: ReadChunk, begin: int, found: memoryview) -> memoryview | None:
+    def _assemble(
+        self, pieces: _Pieces, number: int, begin: int, found: memoryview
+    ) -> memoryview | None:
         """Put a part of a chunk where it begins in it; returns the chunk once it is complete."""
-        key, size = (chunk.entry, chunk.lo), chunk.hi - chunk.lo
+        size = pieces.sizes[number]
         with self._lock:
-            partial = self._partial.get(key)
+            partial = self._partial.get(number)
             if partial is None:
                 partial = _PartialChunk(memoryview(bytearray(size)), size)
-                self._partial[key] = partial
+                self._partial[number] = partial
         copy_bytes(address_of(partial.memory) + begin, address_of(found), len(found))
         with self._lock:
             partial.missing -= len(found)
             if partial.missing:
                 return None
-            del self._partial[key]
+            del self._partial[number]
         return partial.memory
 
-    def _take(self, chunks: Sequence[ReadChunk], source: memoryview) -> int:
-        """Verify chunks and hand them on, up to the first that is damaged, which is read again.
+    def _take(self, pieces: _Pieces, first: int, stop: int, found: memoryview) -> None:
+        """Verify chunks and hand them on; one that is damaged is read again.
 
         Args:
-            chunks: The chunks, at least one.
-            source: Their bytes, from the first of the first chunk on.
-
-        Returns:
-            How many are done.
+            pieces: All chunks.
+            first: The first of these, by number.
+            stop: Behind the last.
+            found: Their bytes, from the first of the first chunk on.
         """
-        address = address_of(source) - chunks[0].at
-        if chunks[-1].at + chunks[-1].hi - chunks[-1].lo - chunks[0].at > len(source):
+        entry, lo, at, end, _ = pieces.chunks
+        begin, address = int(at[first]), address_of(found) - at[first]
+        if end[stop - 1] - begin > len(found):
             raise AssertionError("chunks reach out of the bytes that were read")
-        targets, sources, sizes, sums = array("q"), array("q"), array("q"), array("I")
-        others: list[tuple[int, Destination]] = []
-        for number, (entry, lo, hi, at, checksum) in enumerate(chunks):
-            target = 0
-            for destination in self._destinations.get(entry, ()):
-                if type(destination) is RawBytes and not target:
-                    start, stop, begin = destination
-                    if start <= lo and hi <= stop:
-                        target = begin + lo - start
+        while first < stop:
+            rows = slice(first, stop)
+            targets, sources = pieces.targets[rows], _longs(at[rows] + address)
+            good = verify_copy_each(targets, sources, pieces.sizes[rows], pieces.sums[rows])
+            self.tally.delivered |= any(targets[:good])
+            for number in np.flatnonzero(pieces.others[first : first + good]).tolist():
+                low, raw = int(lo[first + number]), targets[number] != 0
+                for destination in self._destinations[int(entry[first + number])]:
+                    if raw and type(destination) is RawBytes:
+                        raw = False  # It has its bytes already.
                         continue
-                others.append((number, destination))
-            targets.append(target)
-            sources.append(address + at)
-            sizes.append(hi - lo)
-            sums.append(checksum)
-        good = verify_copy_each(targets, sources, sizes, sums)
-        if any(targets[:good]):
-            self.tally.delivered = True
-        for number, destination in others:
-            if number < good:
-                self.tally.delivered = True
-                destination.put(sources[number], chunks[number].lo, chunks[number].hi)
-        if good == len(chunks):
-            return good
-        damaged, begin = chunks[good], chunks[good].at - chunks[0].at
-        chunk = self._read_again(damaged, source[begin : begin + damaged.hi - damaged.lo])
-        return good + self._take([damaged], chunk)
+                    self.tally.delivered = True
+                    destination.put(sources[number], low, low + pieces.sizes[first + number])
+            first += good
+            if first < stop:
+                damaged = found[int(at[first]) - begin : int(end[first]) - begin]
+                self._take(pieces, first, first + 1, self._read_again(pieces, first, damaged))
+                first += 1
 
-    def _read_again(self, chunk: ReadChunk, damaged: memoryview) -> memoryview:
+    def _read_again(self, pieces: _Pieces, number: int, damaged: memoryview) -> memoryview:
         """Read a chunk that came damaged once more.
 
         Raises:
             ChecksumMismatch: If it comes damaged again.
         """
         data = self._data
-        file = data.entry_files[chunk.entry]
+        entry, lo, at, end, checksum = (int(each[number]) for each in pieces.chunks)
+        file = data.entry_files[entry]
         rank, key = self._file(file)
-        at = data.begins[chunk.entry] + chunk.lo
-        again = self._filled(rank, key, at, memoryview(bytearray(len(damaged))))
+        again = self._filled(rank, key, at, memoryview(bytearray(end - at)))
         what = (
-            f"Chunk {chunk.lo // CHUNK_BYTES} of {data.entry(chunk.entry).name!r:.200} (bytes "
-            f"{chunk.lo} to {chunk.hi} of it) in {data.files[file].name}"
+            f"Chunk {lo // CHUNK_BYTES} of {data.entry(entry).name!r:.200} (bytes "
+            f"{lo} to {lo + end - at} of it) in {data.files[file].name}"
         )
-        if crc32c(again) != chunk.checksum:
+        if crc32c(again) != checksum:
             message = f"{what} is not what was saved"
             error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
             raise locate_damage(error, same=again == damaged)
@@ -387,11 +422,6 @@ def _translated(step: int, rank: int, key: str) -> Iterator[None]:
     except CkpipeError as error:
         error.located(step=step, rank=rank)
         raise
-
-
-def _plan(data: EntryTable, needs: Sequence[Need], limits: ReadLimits, lanes: int) -> list[Read]:
-    with gc_paused():
-        return plan_reads(data, needs, limits, lanes)
 
 
 async def verify(
