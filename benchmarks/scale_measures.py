@@ -250,7 +250,9 @@ def load(ranks: int) -> Figures:
 
     def planned() -> None:
         matched = match_all(bundle, request, 0, 1)
-        plan_reads(matched.targets.stored.data, matched.targets.needs, ReadLimits(16 << 20, 4096))
+        plan_reads(
+            matched.targets.stored.data, matched.targets.rounds[0].needs, ReadLimits(16 << 20, 4096)
+        )
 
     return {
         "chunks": float(ranks * TENSORS),

@@ -14,10 +14,10 @@ that is a run of its entry and of the target is still one copy of bytes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import add
+from itertools import accumulate
+from operator import add, mul
 from typing import NamedTuple
 
 import torch
@@ -140,14 +140,8 @@ def with_lazy_bits(tensor: torch.Tensor, lazy: str) -> torch.Tensor:
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a row-major layout without holes."""
-    return tuple(_contiguous_stride(shape))[::-1]
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> Iterator[int]:
-    step = 1
-    for n in reversed(shape):
-        yield step
-        step *= max(n, 1)
+    steps = accumulate((max(n, 1) for n in shape[:0:-1]), mul, initial=1)
+    return tuple(steps)[::-1][: len(shape)]
 
 
 def memory_overlaps(tensor: torch.Tensor) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.loading.chunks import ChunkCopy, Region, StoredTensor
+from ckpipe.loading.chunks import Region, StoredTensor
 from ckpipe.state.tensors import FREED, NUMPY, WHILE_IT_HAS_MEMORY, Shardings, is_freed
 from ckpipe.state.values import plain_numpy_dtype
 
@@ -89,26 +89,6 @@ _UNINITIALIZED = (
 )
 
 
-class LiveTensor(NamedTuple):
-    """A tensor of the target that a stored one is to be loaded into.
-
-    Args:
-        stored: The stored tensor.
-        label: Where the target stands in the state.
-        tensor: Its memory, as a plain detached tensor.
-        owner: The object that stands in the state.
-        regions: Which parts of the stored tensor that memory holds; None for the whole.
-        copies: The chunks that it is put together from.
-    """
-
-    stored: StoredTensor
-    label: str
-    tensor: torch.Tensor
-    owner: torch.Tensor | np.ndarray[Any, Any]
-    regions: tuple[Region, ...] | None
-    copies: tuple[ChunkCopy, ...]
-
-
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
     """The memory of a tensor or array as a plain tensor; None if it cannot be written so."""
     if isinstance(obj, np.ndarray):
@@ -171,7 +151,9 @@ def misfit(
     plain = type(live) in PLAIN and live.dtype is stored.dtype
     if plain and live.shape == stored.row.shape and not live.is_meta:  # type: ignore[union-attr]
         return None  # Nearly always, and quickly said.
-    saved, shape, dtype = _array_form(stored) if isinstance(live, np.ndarray) else _form(stored)
+    convertible, shape, dtype = True, stored.shape, stored.dtype
+    if isinstance(live, np.ndarray):
+        convertible, shape, dtype = _array_form(stored)
     if isinstance(live, torch.Tensor) and live.is_meta:
         return StructureMismatch(
             "The target is on the meta device and has no memory",
@@ -190,7 +172,7 @@ def misfit(
             key=stored.label,
             hint="Load it into a target of the saved shape, or leave it out with exclude",
         )
-    if live.dtype != dtype and not (cast and saved):
+    if live.dtype != dtype and not (cast and convertible):
         return DtypeMismatch(
             f"The dtype is {dtype} in the checkpoint and {live.dtype} in the target",
             key=stored.label,
@@ -199,13 +181,8 @@ def misfit(
     return None
 
 
-def _form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
-    """The convertibility of its values, its shape, and its dtype, as torch sees it."""
-    return True, stored.shape, stored.dtype
-
-
 def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
-    """The same as numpy sees it; None for a dtype that numpy lacks."""
+    """The convertibility of its values, its shape, and its dtype or None, as numpy sees them."""
     if stored.row.kind != NUMPY or stored.row.detail is None:
         try:
             dtype = torch.empty(0, dtype=stored.dtype, device="cpu").numpy().dtype

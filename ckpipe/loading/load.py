@@ -212,14 +212,14 @@ async def read_all(
             await sure()
         targets = matched.targets
         with lane_buffers(arena, backend, lanes) as buffers:
-            data = targets.stored.data
-            reader = Reader(backend, bundle.id, data, buffers, targets.destinations, tally)
-            if targets.first_needs:
-                await reader.read(targets.first_needs)
+            reader = Reader(backend, bundle.id, targets.stored.data, buffers, tally)
+            *first, last = targets.rounds
+            for each in first:
+                await reader.read(each.needs, each.destinations)
                 await anyio.to_thread.run_sync(targets.check_disputed)
                 reader.tally.delivered = False
             try:
-                await reader.read(targets.needs)
+                await reader.read(last.needs, last.destinations)
             except CorruptCheckpoint as error:
                 error.target_touched = request.into is not None and reader.tally.delivered
                 raise

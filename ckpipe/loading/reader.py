@@ -100,6 +100,7 @@ class _Pieces(NamedTuple):
 
     Args:
         chunks: The chunks.
+        destinations: Who takes the bytes of each entry.
         targets: The address that each goes to as it is; 0 for none.
         sizes: The bytes of each.
         sums: The CRC-32C of each.
@@ -107,6 +108,7 @@ class _Pieces(NamedTuple):
     """
 
     chunks: Chunks
+    destinations: Destinations
     targets: array[int]
     sizes: array[int]
     sums: array[int]
@@ -128,7 +130,7 @@ def _pieces(chunks: Chunks, destinations: Destinations) -> _Pieces:
     targets = np.where(whole, address + chunks.lo - start, 0)
     others = several[rows] | ((address > 0) & ~whole)
     sums = array("I", chunks.checksum.astype(np.uint32).tobytes())
-    return _Pieces(chunks, _longs(targets), _longs(sizes), sums, others)
+    return _Pieces(chunks, destinations, _longs(targets), _longs(sizes), sums, others)
 
 
 def _longs(column: np.ndarray[Any, np.dtype[np.int64]]) -> array[int]:
@@ -143,7 +145,6 @@ class Reader:
         id: The checkpoint.
         data: Where its entries are.
         buffers: Where bytes are read into; as many threads read.
-        destinations: Who takes the bytes of each entry.
         tally: Counts what is read; None for one of its own.
 
     Attributes:
@@ -156,11 +157,9 @@ class Reader:
         id: CheckpointId,
         data: EntryTable,
         buffers: Sequence[memoryview],
-        destinations: Destinations,
         tally: ReadTally | None = None,
     ) -> None:
         self._backend, self._id, self._data, self._buffers = backend, id, data, buffers
-        self._destinations = destinations
         smallest = min(len(buffer) for buffer in buffers)
         self._limits = ReadLimits(smallest, backend.limits.alignment)
         assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
@@ -168,8 +167,12 @@ class Reader:
         self._lock = threading.Lock()
         self._partial: dict[int, _PartialChunk] = {}
 
-    async def read(self, needs: Sequence[Need]) -> None:
+    async def read(self, needs: Sequence[Need], destinations: Destinations) -> None:
         """Read what is needed, verify every chunk and hand it to its destinations.
+
+        Args:
+            needs: The bytes that are needed.
+            destinations: Who takes the bytes of each entry.
 
         Raises:
             ChecksumMismatch: If bytes differ from those that were saved.
@@ -179,7 +182,7 @@ class Reader:
         """
         self.tally.began = self.tally.began or time.perf_counter()
         lanes = len(self._buffers)
-        pieces, reads = await anyio.to_thread.run_sync(self._plan, needs)
+        pieces, reads = await anyio.to_thread.run_sync(self._plan, needs, destinations)
         self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
         waiting, in_memory = await self._sources(reads)
         if not waiting:
@@ -200,10 +203,12 @@ class Reader:
 
         await in_threads(work, min(lanes, len(reads)))
 
-    def _plan(self, needs: Sequence[Need]) -> tuple[_Pieces, list[Read]]:
+    def _plan(
+        self, needs: Sequence[Need], destinations: Destinations
+    ) -> tuple[_Pieces, list[Read]]:
         with gc_paused():
             chunks, reads = plan_reads(self._data, needs, self._limits, len(self._buffers))
-            return _pieces(chunks, self._destinations), reads
+            return _pieces(chunks, destinations), reads
 
     async def _sources(self, reads: Sequence[Read]) -> tuple[list[_Source], list[_Source]]:
         """Find out which reads the store must be waited for, and which it has in memory."""
@@ -299,7 +304,7 @@ class Reader:
             self.tally.delivered |= any(targets[:good])
             for number in np.flatnonzero(pieces.others[first : first + good]).tolist():
                 low, raw = int(lo[first + number]), targets[number] != 0
-                for destination in self._destinations[int(entry[first + number])]:
+                for destination in pieces.destinations[int(entry[first + number])]:
                     if raw and type(destination) is RawBytes:
                         raw = False  # It has its bytes already.
                         continue
@@ -446,9 +451,9 @@ async def verify(
         for number in range(len(bundle.parts)):
             data = EntryTable(bundle)
             await anyio.to_thread.run_sync(data.join, number)
-            reader = Reader(backend, bundle.id, data, buffers, {})
+            reader = Reader(backend, bundle.id, data, buffers)
             for file in range(len(data.files)):
                 await reader.check_file(file)
-            await reader.read([Need(n, 0, size) for n, size in enumerate(data.sizes)])
+            await reader.read([Need(n, 0, size) for n, size in enumerate(data.sizes)], {})
             files += len(data.files)
     return VerifyResult(str(bundle.id), files, sum(f.size for p in bundle.parts for f in p.files))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,36 +34,61 @@ from ckpipe.loading.fill import (
     with_lazy_bits,
     write,
 )
-from ckpipe.loading.live_tensors import LiveTensor, is_placed, regions_of, writable_view
+from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
 from ckpipe.state.tensors import Shardings
 
 
-class Targets:
-    """Collect the tensors to fill, live and fresh, then say what to read, first and second.
+class LiveTensor(NamedTuple):
+    """A tensor of the target that a stored one is to be loaded into.
 
-    The first round brings, into fresh tensors, what decides whether live tensors that overlap
-    agree; only the second fills live tensors. No entry is in both.
+    Args:
+        stored: The stored tensor.
+        label: Where the target stands in the state.
+        tensor: Its memory, as a plain detached tensor.
+        owner: The object that stands in the state.
+        regions: Which parts of the stored tensor that memory holds; None for the whole.
+        copies: The chunks that it is put together from.
+    """
+
+    stored: StoredTensor
+    label: str
+    tensor: torch.Tensor
+    owner: torch.Tensor | np.ndarray[Any, Any]
+    regions: Regions
+    copies: tuple[ChunkCopy, ...]
+
+
+@dataclass(slots=True)
+class Round:
+    """A round of reads: the bytes that are needed, and who takes those of each entry."""
+
+    needs: list[Need] = field(default_factory=list)
+    destinations: defaultdict[int, list[Destination]] = field(
+        default_factory=partial(defaultdict, list)
+    )
+
+
+class Targets:
+    """Collect the tensors to fill, live and fresh, then say what to read.
 
     Args:
         stored: The tensors of the checkpoint.
         cast: Whether values may be converted to the dtype of a live tensor.
 
     Attributes:
-        destinations: For each entry that is needed, who takes its bytes.
-        first_needs: The needs to read before a live tensor is touched; usually none.
-        needs: The needs to read then.
+        rounds: The rounds of reads: mostly one. Where live tensors overlap that may be given
+            different bytes, the first fills fresh tensors only, which are compared, and the second
+            live ones.
     """
 
     def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
         self.stored, self.cast = stored, cast
-        self.destinations: defaultdict[int, list[Destination]] = defaultdict(list)
-        self.first_needs: list[Need] = []
-        self.needs: list[Need] = []
+        self.rounds: list[Round] = []
+        self._into_fresh, self._into_live = Round(), Round()
         self._shardings = Shardings()
         self._noted: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
-        self._first: set[int] = set()
         self._fresh: dict[tuple[StoredTensor, Regions], torch.Tensor] = {}
         self._sharing: dict[Hashable, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
@@ -93,35 +120,22 @@ class Targets:
 
     def settle(self) -> None:
         """Give every live tensor its place in a round; call it once all are known."""
-        lives = distinct(self._noted)
-        if not apart(lives):
-            self._disputed = disputed_groups(lives)
-            self._first = self._entries_to_compare(lives)
+        lives = _distinct(self._noted)
+        self._disputed = [group for group in _overlapping(lives) if not _lay_likewise(group)]
+        disputed = {id(live) for group in self._disputed for live in group}
         for live in lives:
-            late = memory_overlaps(live.tensor)
-            for copied in live.copies:
-                late |= copied.entry in self._first
-                late |= copied.shared and is_image(copied, live.stored)
-            if late:
+            images = any(copied.shared and is_image(copied, live.stored) for copied in live.copies)
+            if images or id(live) in disputed or memory_overlaps(live.tensor):
                 self._copies.append((live.tensor, self._fresh_for(live)))
             else:
-                self._add(live.stored, live.copies, live.tensor)
-        if self._first:
-            self.first_needs = [need for need in self.needs if need.entry in self._first]
-            self.needs = [need for need in self.needs if need.entry not in self._first]
-
-    def _entries_to_compare(self, lives: Sequence[LiveTensor]) -> set[int]:
-        """The entries of disputed tensors, and all that tensors reach which they touch."""
-        entries = {c.entry for group in self._disputed for live in group for c in live.copies}
-        grown = bool(entries)
-        while grown:
-            before = len(entries)
-            for live in lives:
-                own = [copied.entry for copied in live.copies]
-                if not entries.isdisjoint(own):
-                    entries.update(own)
-            grown = len(entries) > before
-        return entries
+                self._add(live.stored, live.copies, live.tensor, self._into_live)
+        if self._disputed:
+            self.rounds = [self._into_fresh, self._into_live]
+            return
+        for entry, takers in self._into_fresh.destinations.items():
+            self._into_live.destinations[entry] += takers
+        self._into_live.needs += self._into_fresh.needs
+        self.rounds = [self._into_live]
 
     def check_disputed(self) -> None:
         """Prove that live tensors which overlap are given the same bytes.
@@ -131,7 +145,7 @@ class Targets:
         """
         self._resolve_fresh()
         for group in self._disputed:
-            check_agreement(group, [self._fresh_for(live) for live in group])
+            _check_agreement(group, [self._fresh_for(live) for live in group])
 
     def finish(self) -> None:
         """Complete the tensors once all bytes are there, and tell autograd of the change."""
@@ -197,7 +211,7 @@ class Targets:
                 self._finishers.append(partial(copy_from_image, tensor, image, copied))
             else:
                 plain.append(copied)
-        self._add(stored, plain, tensor)
+        self._add(stored, plain, tensor, self._into_fresh)
         if not stored.row.lazy:
             return tensor
         if "c" in stored.row.lazy:
@@ -206,14 +220,20 @@ class Targets:
             self._finishers.append(tensor.neg_)
         return with_lazy_bits(tensor, stored.row.lazy)
 
-    def _add(self, stored: StoredTensor, copies: Sequence[ChunkCopy], target: torch.Tensor) -> None:
+    def _add(
+        self,
+        stored: StoredTensor,
+        copies: Sequence[ChunkCopy],
+        target: torch.Tensor,
+        round: Round,
+    ) -> None:
         """Fill a tensor with chunks, none of which is an image."""
         self._alive.append(target)
         for copied in copies:
             if copied.start < copied.stop:
                 destination = destination_of(copied, stored.dtype, target)
-                self.destinations[copied.entry].append(destination)
-                self.needs += copied.needs(stored.dtype.itemsize)
+                round.destinations[copied.entry].append(destination)
+                round.needs += copied.needs(stored.dtype.itemsize)
 
     def _window(self, stored: StoredTensor, copied: ChunkCopy) -> torch.Tensor:
         """A chunk as a view of its entry's memory."""
@@ -228,7 +248,7 @@ class Targets:
         stride = copied.stride or contiguous_stride(copied.shape)
         tensor.set_(storage, offset, copied.shape, stride)
         if copied.start < copied.stop:
-            self.needs.append(Need(copied.entry, copied.start, copied.stop))
+            self._into_fresh.needs.append(Need(copied.entry, copied.start, copied.stop))
         return with_lazy_bits(tensor, stored.row.lazy)
 
     def _buffer(self, entry: int) -> torch.Tensor:
@@ -236,22 +256,16 @@ class Targets:
         if buffer is None:
             nbytes = self.stored.data.sizes[entry]
             buffer = self._buffers[entry] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self.destinations[entry].append(RawBytes(0, nbytes, buffer.data_ptr()))
+            raw = RawBytes(0, nbytes, buffer.data_ptr())
+            self._into_fresh.destinations[entry].append(raw)
         return buffer
 
 
 _MAX_ITEM = 16
 
 
-def disputed_groups(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
-    """The groups of overlapping live tensors that may be given different bytes."""
-    return [group for group in _overlapping(lives) if not _lay_likewise(group)]
-
-
-def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
+def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     """The same without those that fill the same memory with the same tensor once more."""
-    if len({live.tensor.data_ptr() for live in lives}) == len(lives):
-        return list(lives)
     found = {
         (id(live.stored), live.tensor.data_ptr(), live.tensor.stride(), live.tensor.device): live
         for live in reversed(lives)
@@ -259,36 +273,21 @@ def distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     return list(reversed(found.values()))
 
 
-def apart(lives: Sequence[LiveTensor]) -> bool:
-    """Tell quickly whether all lie row by row, and apart, in one memory: nearly always so."""
-    tensors = [live.tensor for live in lives]
-    if not all(map(torch.Tensor.is_contiguous, tensors)) or len({t.device for t in tensors}) > 1:
-        return False
-    places = [(each.data_ptr(), each.nbytes) for each in tensors]
-    begins, sizes = np.array(places, np.uint64).reshape(-1, 2).T
-    order = np.argsort(begins)
-    ends = begins[order] + sizes[order]
-    return bool(np.all(ends[:-1] <= begins[order][1:]))
-
-
 def _overlapping(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
     """The connected components of overlapping windows, and tensors that overlap themselves."""
-    spans = []
-    for number, live in enumerate(lives):
+    devices: defaultdict[torch.device, list[LiveTensor]] = defaultdict(list)
+    for live in lives:
         if live.tensor.numel():
-            address = live.tensor.data_ptr()
-            spans.append((str(live.tensor.device), address, number, address + _reach(live.tensor)))
+            devices[live.tensor.device].append(live)
     found: list[list[LiveTensor]] = []
-    group: list[LiveTensor] = []
-    last_device, end = "", -1
-    for device, address, number, stop in sorted(spans):
-        if device == last_device and address < end:
-            group.append(lives[number])
-            end = max(end, stop)
-        else:
-            group = [lives[number]]
-            found.append(group)
-            last_device, end = device, stop
+    for near in devices.values():
+        begins = np.array([live.tensor.data_ptr() for live in near], np.uint64)
+        order = np.argsort(begins)
+        sizes = np.array([_reach(live.tensor) for live in near], np.uint64)
+        ends = np.maximum.accumulate(begins[order] + sizes[order])
+        starts = [0, *np.flatnonzero(begins[order][1:] >= ends[:-1]) + 1, len(near)]
+        groups = (order[first:stop] for first, stop in pairwise(starts))
+        found += [[near[number] for number in group] for group in groups]
     return [each for each in found if len(each) > 1 or memory_overlaps(each[0].tensor)]
 
 
@@ -332,7 +331,7 @@ def lazy_bits(tensor: torch.Tensor) -> str:
     return ("c" if tensor.is_conj() else "") + ("n" if tensor.is_neg() else "")
 
 
-def check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]) -> None:
+def _check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]) -> None:
     """Prove that overlapping tensors are given the same bytes where they overlap.
 
     Args:
