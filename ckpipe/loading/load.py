@@ -27,7 +27,6 @@ from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.match import Factory, Matching
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import (
-    drop_absent,
     exclude_labels,
     keep_generators_apart,
     labels_of,
@@ -269,7 +268,6 @@ def match_all(
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
-    saved = saved if fresh else drop_absent(saved, request.into)
     first_wins = request.per_rank == "rank0"
     stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=first_wins)
     targets = Targets(stored, cast=request.cast)

@@ -335,9 +335,12 @@ class Matching:
         items: list[tuple[Any, Factory]] = []
         for exact, (key, child, where) in zip(saved, children, strict=True):
             value = held[left.pop(exact)] if exact in left else NOTHING
-            if value is NOTHING and use is Use.IN_PLACE:
-                self.unexpected += leaf_labels(child, where)
-                continue
+            if value is NOTHING and isinstance(live, dict):
+                if self._common is not None and where not in self._common:
+                    continue  # Other ranks have what only some had.
+                if use is Use.IN_PLACE:
+                    self.unexpected += leaf_labels(child, where)
+                    continue
             make = self.plan(child, where, value, use)
             if use is not Use.IN_PLACE or not _stays(make, value):
                 items.append((key, make))
@@ -532,7 +535,7 @@ class Matching:
             self.left += found.unexpected
             return found.tree, Use.IN_PLACE, lambda _: found.attach()
         live = live_state(target)
-        check_stateful(target, live, node, label, self._select)
+        check_stateful(target, live, node, label, self._select, self._common)
         if isinstance(live, dict) and node[0] in MAPPINGS:
             names = {key if type(key) is str else decode_key(key) for key in node[1]}
             own = ((join(label, key), live[key]) for key in live if key not in names)

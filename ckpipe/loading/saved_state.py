@@ -17,7 +17,7 @@ the saved one and from its rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,11 +26,9 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import differ_privately
-from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, children_of, walk
+from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, walk
 from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
-from ckpipe.loading.stateful import live_state
-from ckpipe.state.kinds import is_stateful
 from ckpipe.state_helpers import derived_generators
 
 
@@ -174,10 +172,14 @@ def keep_generators_apart(
     same_world = world_size == bundle.world_size
     if (same_world and saved.common is None) or (world_size == 1 and policy == "rank0"):
         return saved
+    if not any(row.dtype == "uint8" and "torch" in row.label for row in saved.rows):
+        return saved
     tensors: set[int] = set()
     values: set[int] = set()
     labels: set[str] = set()
-    for label, node in _generators(saved):
+    for node, label in walk(saved.tree):
+        if not is_generators(node):
+            continue
         leaves = [each[:2] for each, _ in walk(node) if each[0] in ("tensor", "value")]
         numbers = {number for tag, number in leaves if tag == "tensor"}
         if not same_world or any(saved.homes[number][0] != rank for number in numbers):
@@ -217,60 +219,6 @@ def _derived(rank: int, state: Any) -> Any:
             f"The saved random generators are not as RngState saves them: {error!r:.200}",
             hint="Leave them out with exclude",
         ) from error
-
-
-def _generators(saved: SavedState) -> Iterator[tuple[str, Node]]:
-    """Find generators by the label of torch's; only the way to them is walked."""
-    tops = {
-        row.label.rpartition(".")[0]
-        for row in saved.rows
-        if row.dtype == "uint8" and row.label.rpartition(".")[2].partition("~")[0] == "torch"
-    }
-    pending = [(saved.tree, "")] if tops else []
-    while pending:
-        node, label = pending.pop()
-        if node[0] in ("shared", "stateful", "registered"):
-            pending.append((node[-1], label))
-        elif is_generators(node):
-            yield label, node
-        else:
-            pending += [
-                (child, where)
-                for _, child, where in children_of(node, label)
-                if any(top == where or top.startswith(f"{where}.") for top in tops)
-            ]
-
-
-def drop_absent(saved: SavedState, target: Any) -> SavedState:
-    """A state without the names that only some ranks had and the target has not.
-
-    Other ranks have them; what all ranks had is kept, and is unexpected if the target lacks it.
-    """
-    if saved.common is None:
-        return saved
-    return replace(saved, tree=_without_absent(saved.tree, target, "", saved.common))
-
-
-def _without_absent(node: Node, target: Any, label: str, common: frozenset[str]) -> Node:
-    tag = node[0]
-    if tag in ("shared", "stateful"):
-        return [*node[:-1], _without_absent(node[-1], target, label, common)]
-    if is_stateful(target) and not isinstance(target, type):
-        if hasattr(type(target), "__ckpipe_targets__"):
-            return node  # It is told itself what all ranks had.
-        target = live_state(target)
-    if tag in MAPPINGS and isinstance(target, Mapping):
-        kept = [
-            (stored, _without_absent(child, target[key], where, common) if key in target else child)
-            for stored, (key, child, where) in zip(node[1], children_of(node, label), strict=True)
-            if key in target or where in common
-        ]
-        return [tag, [key for key, _ in kept], [child for _, child in kept], *node[3:]]
-    if tag in ("list", "tuple") and isinstance(target, list | tuple):
-        pairs = zip(children_of(node, label), target, strict=False)
-        fits = [_without_absent(child, live, where, common) for (_, child, where), live in pairs]
-        return [tag, [*fits, *node[1][len(fits) :]], *node[2:]]
-    return node
 
 
 def labels_of(saved: SavedState) -> frozenset[str]:

@@ -116,7 +116,14 @@ def must_fit(obj: Any) -> bool:
 _STRICT = (torch.nn.Module, torch.optim.Optimizer)
 
 
-def check_stateful(obj: Any, live: Any, node: Node, label: str, select: LabelFilter) -> None:
+def check_stateful(
+    obj: Any,
+    live: Any,
+    node: Node,
+    label: str,
+    select: LabelFilter,
+    common: frozenset[str] | None,
+) -> None:
     """Make sure that an object can load a saved state, as far as that can be known.
 
     Args:
@@ -125,12 +132,13 @@ def check_stateful(obj: Any, live: Any, node: Node, label: str, select: LabelFil
         node: What was saved.
         label: Where it stands in the state.
         select: What of it is to be loaded.
+        common: The labels that all ranks had, if not all had the same ones.
 
     Raises:
         StructureMismatch: If it cannot.
     """
     if isinstance(obj, torch.nn.Module) and _loads_as_torch_does(obj):
-        _check_module(live, node, label, select)
+        _check_module(live, node, label, select, common)
     elif isinstance(obj, torch.optim.Optimizer):
         _check_optimizer(obj, node, label)
         if select.selects_all:
@@ -154,7 +162,9 @@ def _loads_as_torch_does(module: torch.nn.Module) -> bool:
     )
 
 
-def _check_module(live: Any, node: Node, label: str, select: LabelFilter) -> None:
+def _check_module(
+    live: Any, node: Node, label: str, select: LabelFilter, common: frozenset[str] | None
+) -> None:
     saved = {key for key, _, _ in children_of(node, label)}
     live = dict(live)
     missing = [
@@ -165,6 +175,8 @@ def _check_module(live: Any, node: Node, label: str, select: LabelFilter) -> Non
         and any_selected(live[key], join(label, key), select)
     ]
     unexpected = [join(label, key) for key in saved if key not in live]
+    if common is not None:
+        unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
         raise mismatch(missing, unexpected, label, hint="Load it into a module of the same layers")
 
