@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +14,6 @@ from rank_states import load_as, request, store_ranks
 from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch
-from ckpipe.format.manifest import ManifestDocument, Structure
-from ckpipe.format.tree import Node, walk
-from ckpipe.loading.saved_state import Member, MergedTree
-from ckpipe.state.flatten import capture
 from ckpipe.testing import MemoryBackend
 
 
@@ -41,7 +38,7 @@ def blank(*layers: int, **more: Any) -> dict[str, Any]:
     return {**state, "norm": torch.zeros(2), "lr": 0.0}
 
 
-async def stored(*states: Any) -> tuple[MemoryBackend, ManifestDocument]:
+async def stored(*states: Any) -> tuple[MemoryBackend, Any]:
     backend = MemoryBackend()
     return backend, await store_ranks(backend, states)
 
@@ -123,9 +120,6 @@ async def test_values_that_differ_between_structures_belong_to_a_rank() -> None:
     assert repr(target) == repr({"seed": 2, "noise": torch.ones(3)})
 
 
-# Trees
-
-
 keys = st.sampled_from(["a", "b", "c", 1, "1"])
 trees = st.recursive(
     st.integers(0, 2) | st.builds(lambda: None),
@@ -134,44 +128,26 @@ trees = st.recursive(
 )
 
 
-def member(part: int, state: Any) -> Member:
-    captured = capture(state)
-    return Member(part, Structure(captured.tree, (), len(captured.values)), captured.values)
-
-
-def labels(tree: Node) -> set[str]:
-    return {label for _, label in walk(tree)}
-
-
-@given(st.dictionaries(keys, trees, max_size=4))
-def test_a_tree_merged_with_itself_is_itself(state: dict[Any, Any]) -> None:
-    merged = MergedTree([member(0, state), member(1, state)], first_wins=False)
-    assert merged.tree == member(0, state).structure.tree
-    assert merged.values == list(member(0, state).values)
-    assert not merged.conflicts
+async def merged(*states: Any) -> Any:
+    """The state that one process gets of ranks that saved these."""
+    backend, bundle = await stored(*states)
+    return (await load_as(backend, bundle, 0, 1, request())).state
 
 
 @given(st.dictionaries(keys, trees, max_size=4), st.dictionaries(keys, trees, max_size=4))
-def test_a_merged_tree_has_the_keys_of_both(one: dict[Any, Any], other: dict[Any, Any]) -> None:
-    members = [member(0, one), member(1, other)]
-    merged = MergedTree(members, first_wins=True)
-    assert labels(members[0].structure.tree) <= labels(merged.tree)
-    assert not merged.conflicts
+def test_a_merged_state_has_the_keys_of_both(one: dict[Any, Any], other: dict[Any, Any]) -> None:
     disjoint = {("x", key): item for key, item in other.items()}
-    both = MergedTree([member(0, one), member(1, disjoint)], first_wins=False)
-    expected = member(0, {**one, **disjoint})
-    assert both.tree == expected.structure.tree
-    assert both.values == list(expected.values)
+    both = anyio.run(merged, one, disjoint)
+    assert repr(both) == repr({**one, **disjoint})
+    again = anyio.run(merged, one, {**one, "more": 1})
+    assert repr(again) == repr({**one, "more": 1})
 
 
-def test_containers_in_several_places_stay_one() -> None:
+async def test_containers_in_several_places_stay_one() -> None:
     def state(name: str) -> dict[str, Any]:
         inner = {name: 1}
         return {"x": inner, "y": inner, name: [inner]}
 
-    merged = MergedTree([member(0, state("a")), member(1, state("b"))], first_wins=False)
-    tree = merged.tree
-    assert tree[1] == ["x", "y", "a", "b"]
-    (tag, number, inner), *others = tree[2]
-    assert (tag, inner[1]) == ("shared", ["a", "b"])
-    assert others == [["ref", number], ["list", [["ref", number]]], ["list", [["ref", number]]]]
+    found = await merged(state("a"), state("b"))
+    assert found["x"] == {"a": 1, "b": 1}
+    assert found["y"] is found["a"][0] is found["b"][0] is found["x"]

@@ -24,7 +24,7 @@ from typing import Any
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import Json, LabelFilter, canonical
-from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, walk
 from ckpipe.loading.chunks import NeedsFullIndex
@@ -112,13 +112,7 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
     for number, part in enumerate(bundle.parts):
         members.setdefault(part.structure, number)
     first_wins = policy is None or policy == "rank0"
-    merged = MergedTree(
-        [
-            Member(part, bundle.structures[structure], bundle.parts[part].values)
-            for structure, part in members.items()
-        ],
-        first_wins=first_wins,
-    )
+    merged = _MergedTree(bundle, list(members.values()), first_wins=first_wins)
     items = PerRankItems()
     if not first_wins:
         combine = policy if callable(policy) else None
@@ -130,7 +124,7 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
 
 
 def _differing(
-    bundle: ManifestDocument, merged: MergedTree
+    bundle: ManifestDocument, merged: _MergedTree
 ) -> tuple[dict[int, list[Origin]], dict[int, list[Json]]]:
     """The tensors and values of a merged tree that belong to one rank each, with all of them."""
     ranks = defaultdict(list)
@@ -256,26 +250,12 @@ Origin = tuple[int, int]
 """A part, and a number in its structure."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A tree to be merged.
+class _MergedTree:
+    """Merge the trees of some parts; what the first says of a thing in several of them holds.
 
     Args:
-        part: The part that stands for all of its structure.
-        structure: The structure.
-        values: The inline values of the part, encoded.
-    """
-
-    part: int
-    structure: Structure
-    values: Sequence[Json]
-
-
-class MergedTree:
-    """Merge trees; what the first says of a thing in several of them holds.
-
-    Args:
-        members: The trees.
+        bundle: The checkpoint's index.
+        members: The numbers of the parts, each of a structure of its own.
         first_wins: Whether that is also so where they contradict each other.
 
     Attributes:
@@ -287,8 +267,10 @@ class MergedTree:
         conflicts: The values that stand for what could not be merged, or differs.
     """
 
-    def __init__(self, members: Sequence[Member], *, first_wins: bool) -> None:
-        self._first_wins = first_wins
+    def __init__(
+        self, bundle: ManifestDocument, members: Sequence[int], *, first_wins: bool
+    ) -> None:
+        self._bundle, self._first_wins = bundle, first_wins
         self.rows: list[TensorRow] = []
         self.tensor_origins: list[list[Origin]] = []
         self.values: list[Json] = []
@@ -296,11 +278,10 @@ class MergedTree:
         self.conflicts: set[int] = set()
         self._labels: dict[str, int] = {}
         self._shared: dict[Origin, int] = {}
-        self._member = first = members[0]
-        self.tree = self._adopted(first.structure.tree)
-        for member in members[1:]:
-            self._member = member
-            self.tree = self._merged(self.tree, member.structure.tree)
+        self.tree: Node = ["absent"]
+        for self._member in members:
+            self._structure = bundle.structures[bundle.parts[self._member].structure]
+            self.tree = self._merged(self.tree, self._structure.tree)
 
     def _adopted(self, node: Node) -> Node:
         """A node of the member with the numbers of the merged tables."""
@@ -323,7 +304,7 @@ class MergedTree:
         if theirs[0] == "shared":
             if ours[0] != "shared":
                 ours = ["shared", self._container(theirs[1]), ours]
-            self._shared[self._member.part, theirs[1]] = ours[1]
+            self._shared[self._member, theirs[1]] = ours[1]
             theirs = theirs[2]
         if ours[0] == "shared":
             return ["shared", ours[1], self._merged(ours[2], theirs)]
@@ -352,8 +333,10 @@ class MergedTree:
             return ours if number == ours[1] else self._conflict(ours)
         if ours[0] == theirs[0] == "value":
             number = ours[1]
-            self.value_origins[number].append((self._member.part, theirs[1]))
-            differs = canonical(self.values[number]) != canonical(self._member.values[theirs[1]])
+            self.value_origins[number].append((self._member, theirs[1]))
+            differs = canonical(self.values[number]) != canonical(
+                self._bundle.parts[self._member].values[theirs[1]]
+            )
             if differs and not self._first_wins:
                 self.conflicts.add(number)
             return ours
@@ -369,9 +352,9 @@ class MergedTree:
         return ["value", number]
 
     def _tensor(self, number: int) -> int:
-        row = self._member.structure.tensors[number]
+        row = self._structure.tensors[number]
         found = self._labels.get(row.label)
-        origin = (self._member.part, number)
+        origin = (self._member, number)
         if found is None:
             found = self._labels[row.label] = len(self.rows)
             self.rows.append(row)
@@ -383,12 +366,12 @@ class MergedTree:
         return found
 
     def _value(self, number: int) -> int:
-        self.values.append(self._member.values[number])
-        self.value_origins.append([(self._member.part, number)])
+        self.values.append(self._bundle.parts[self._member].values[number])
+        self.value_origins.append([(self._member, number)])
         return len(self.values) - 1
 
     def _container(self, number: int) -> int:
-        return self._shared.setdefault((self._member.part, number), len(self._shared))
+        return self._shared.setdefault((self._member, number), len(self._shared))
 
 
 def _itself(node: Node) -> Node:
