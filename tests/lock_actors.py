@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from ckpipe.lock.lock import StateLock
+from ckpipe import StateLock
 
 T = TypeVar("T")
 

@@ -17,9 +17,8 @@ from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
 from ckpipe.errors import CaptureTooSlow, StateChanged, StateLockTimeout
 from ckpipe.format.keys import LabelFilter
-from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
-from ckpipe.lock.lock import StateLock
+from ckpipe.lock.lock import LockHold, StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.plan.plan import LocalPlanner
@@ -52,25 +51,26 @@ def threads() -> DaemonThreads:
 
 
 def test_a_trainer_takes_the_lock_after_the_grace(lock: StateLock) -> None:
-    token = lock.acquire_capture(thread=-1)
-    lock.defer_capture(token, 0.02)
-    with lock.mutating(), pytest.raises(CaptureTooSlow, match=r"0\.02 s"), lock.reading(token):
+    hold = LockHold(lock, -1, lock.acquire_capture(thread=-1))
+    hold.defer(0.02)
+    with lock.mutating(), pytest.raises(CaptureTooSlow, match=r"0\.02 s"), hold.reading():
         pass
-    lock.release_capture(token)
+    hold.release()
     assert is_free(lock)
 
 
 def test_a_trainer_waits_for_the_piece_that_is_being_read(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
-    token = lock.acquire_capture(thread=-1)
-    lock.defer_capture(token, 0.001)
+    capture = lock.acquire_capture(thread=-1)
+    hold = LockHold(lock, -1, capture)
+    hold.defer(0.001)
     order: list[str] = []
-    with lock.reading(token):
+    with hold.reading():
         trainer = threads.submit(noted, lock.mutating(), order, "trainer")
         pressed = threading.Event()
         while not pressed.wait(0.001):
-            if lock._waiters[token.ticket].revoked:
+            if capture.revoked:
                 pressed.set()
         order.append("read")
     trainer.result(PATIENCE)
@@ -80,17 +80,17 @@ def test_a_trainer_waits_for_the_piece_that_is_being_read(
 def test_a_capture_is_not_broken_where_another_holds_on(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
-    plain, deferred = (lock.acquire_capture(thread=-1) for _ in range(2))
-    lock.defer_capture(deferred, 0.001)
+    plain, deferred = (LockHold(lock, -1, lock.acquire_capture(thread=-1)) for _ in range(2))
+    deferred.defer(0.001)
     trainer = threads.submit(noted, lock.mutating(), [], "")
     until(lock, waiters=1)
     with pytest.raises(StateLockTimeout), lock.mutating(timeout=0.05):
         pass
-    with lock.reading(deferred):
+    with deferred.reading():
         pass
-    lock.release_capture(plain)
+    plain.release()
     trainer.result(PATIENCE)
-    with pytest.raises(CaptureTooSlow), lock.reading(deferred):
+    with pytest.raises(CaptureTooSlow), deferred.reading():
         pass
 
 

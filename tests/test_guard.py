@@ -388,7 +388,7 @@ def test_hooks_are_silent_on_a_thread_that_captures(
         optimizer.step()
         assert [use.side for use in lock.statistics().holders] == ["capturing"]
     token = threads.submit(lock.acquire_capture, thread=-1).result(PATIENCE)
-    with lock.capturing_here(token):
+    with lock._working_for(token):
         optimizer.step()
         assert [use.side for use in lock.statistics().holders] == ["capturing"]
     lock.release_capture(token)

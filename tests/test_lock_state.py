@@ -1,32 +1,48 @@
-"""The state machine of the state lock, under any order of events."""
+"""The state machine of the state lock under any order of events, and holds of loads."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
+import asyncio
+import sys
+import threading
+from collections.abc import Hashable, Iterator
+from typing import Any
 
+import anyio.to_thread
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from lock_actors import PATIENCE as PATIENT
+from lock_actors import DaemonThreads, is_free, noted, until
 
-from ckpipe.lock.lock_state import (
+from ckpipe.errors import StateLockTimeout
+from ckpipe.lock.lock import (
     PATIENCE,
+    FrameMark,
+    Hold,
+    LoadHold,
+    LockHold,
     LockState,
-    Request,
     Side,
-    Transition,
-    arrive,
-    blocks_itself,
-    defer,
-    leave,
-    revocable,
-    stops_a_load,
-    waits_already,
+    StateLock,
 )
+from ckpipe.memory.cuda import StreamFence
 
 TRAINERS = st.integers(0, 4)
 LOOPS = st.integers(10, 11)
 THREADS = TRAINERS | LOOPS
+
+
+NOBODY = Hold(side=Side.CAPTURING)
+
+
+class Before:
+    """A state as it was before an event."""
+
+    def __init__(self, state: LockState) -> None:
+        self.holding, self.waiting = list(state.holding), list(state.waiting)
+        self.mutator, self.passed = state.mutator, state.passed
 
 
 class LockMachine(RuleBasedStateMachine):
@@ -36,14 +52,13 @@ class LockMachine(RuleBasedStateMachine):
     waits does nothing else; one that has an event loop does what the loop's tasks do, too.
     """
 
-    tickets = Bundle("tickets")
+    holds = Bundle("holds")
 
     def __init__(self) -> None:
         super().__init__()
         self.state = LockState()
-        self.next_ticket = 0
-        self.arrived: list[Request] = []
-        self.blocking: dict[int, int] = {}
+        self.arrived: list[Hold] = []
+        self.blocking: dict[Hold, int] = {}
 
     def arrival(
         self,
@@ -55,43 +70,41 @@ class LockMachine(RuleBasedStateMachine):
         home: int | None = None,
         within: int | None = None,
         blocking: bool = True,
-    ) -> int:
-        self.next_ticket += 1
-        owner = f"task {self.next_ticket}" if owner is None else owner
-        request = Request(self.next_ticket, side, owner, saver, home, within=within)
-        if blocks_itself(self.state, request) or {caller, home} & self.stopped():
-            return self.next_ticket
-        before = self.state
+    ) -> Hold:
+        request = Hold(side=side, owner=owner, saver=saver, home=home, within=within)
+        if self.state.deadlock(request) or {caller, home} & self.stopped():
+            return request
         self.arrived.append(request)
         if blocking:
-            self.blocking[request.ticket] = caller
-        self.judge(before, arrive(before, request))
-        return self.next_ticket
+            self.blocking[request] = caller
+        before = Before(self.state)
+        self.state.arrive(request)
+        self.judge(before)
+        return request
 
     def stopped(self) -> set[int | None]:
         """The threads that wait."""
-        tickets = {request.ticket for request in self.state.waiting} & self.blocking.keys()
-        return {self.blocking[ticket] for ticket in tickets}
+        return {self.blocking[each] for each in self.state.waiting if each in self.blocking}
 
-    @rule(target=tickets, owner=THREADS)
-    def trainer_comes(self, owner: int) -> int:
+    @rule(target=holds, owner=THREADS)
+    def trainer_comes(self, owner: int) -> Hold:
         # It relies on going before captures, which ends where it must have some patience.
         waits = any(request.home == owner for request in self.state.waiting_for(Side.CAPTURING))
         patient = waits and self.state.passed > PATIENCE // 2
-        return 0 if patient else self.arrival(Side.MUTATING, owner, caller=owner)
+        return NOBODY if patient else self.arrival(Side.MUTATING, owner, caller=owner)
 
-    @rule(target=tickets, owner=THREADS)
-    def capture_comes(self, owner: int) -> int:
+    @rule(target=holds, owner=THREADS)
+    def capture_comes(self, owner: int) -> Hold:
         return self.arrival(Side.CAPTURING, owner, caller=owner)
 
-    @rule(target=tickets, saver=TRAINERS, home=LOOPS, blocking=st.booleans())
-    def save_comes(self, saver: int, home: int, *, blocking: bool) -> int:
+    @rule(target=holds, saver=TRAINERS, home=LOOPS, blocking=st.booleans())
+    def save_comes(self, saver: int, home: int, *, blocking: bool) -> Hold:
         return self.arrival(Side.CAPTURING, caller=saver, saver=saver, home=home, blocking=blocking)
 
-    @rule(target=tickets, caller=THREADS, home=LOOPS, blocking=st.booleans())
-    def load_comes(self, caller: int, home: int, *, blocking: bool) -> int:
+    @rule(target=holds, caller=THREADS, home=LOOPS, blocking=st.booleans())
+    def load_comes(self, caller: int, home: int, *, blocking: bool) -> Hold:
         if blocking and caller == home:
-            return 0  # refused before it gets here
+            return NOBODY  # refused before it gets here
         mutating = [held.owner for held in self.state.holding if held.side is Side.MUTATING]
         return self.arrival(
             Side.MUTATING,
@@ -102,58 +115,48 @@ class LockMachine(RuleBasedStateMachine):
             blocking=blocking,
         )
 
-    @rule(ticket=tickets)
-    def anyone_leaves(self, ticket: int) -> None:
-        before = self.state
-        self.arrived = [request for request in self.arrived if request.ticket != ticket]
-        self.judge(before, leave(before, ticket))
-        everyone = (*self.state.holding, *self.state.waiting)
-        assert all(request.ticket != ticket for request in everyone)
+    @rule(hold=holds)
+    def anyone_leaves(self, hold: Hold) -> None:
+        before = Before(self.state)
+        self.arrived = [each for each in self.arrived if each is not hold]
+        self.state.leave(hold)
+        self.judge(before)
+        assert hold not in self.state.everyone
 
     @precondition(lambda self: self.state.holding)
     @rule()
     def oldest_holder_leaves(self) -> None:
-        self.anyone_leaves(self.state.holding[0].ticket)
+        self.anyone_leaves(self.state.holding[0])
 
-    @rule(ticket=tickets)
-    def anyone_is_deferred(self, ticket: int) -> None:
-        """Deferring changes who may be pressed, and nothing else."""
-        before, self.state = self.state, defer(self.state, ticket)
-        self.arrived = [self.as_it_is(request) for request in self.arrived]
-        assert self.state.waiting == before.waiting
-        assert [held.ticket for held in self.state.holding] == [h.ticket for h in before.holding]
-        newly = set(self.state.holding) - set(before.holding)
-        assert all(held.ticket == ticket and held.side is Side.CAPTURING for held in newly)
+    @rule(hold=holds)
+    def a_capture_is_deferred(self, hold: Hold) -> None:
+        if hold.side is Side.CAPTURING and hold in self.state.holding:
+            hold.grace = 0.0
 
-    def as_it_is(self, request: Request) -> Request:
-        held = {each.ticket: each for each in self.state.holding}
-        return held.get(request.ticket, request)
-
-    @precondition(lambda self: bool(revocable(self.state)))
+    @precondition(lambda self: bool(self.state.revocable()))
     @rule()
     def a_trainer_presses(self) -> None:
         """Taking the lock from those who may be pressed lets the first trainer in."""
         first = self.state.waiting_for(Side.MUTATING)[0]
-        for capture in revocable(self.state):
+        for capture in self.state.revocable():
             assert capture.deferred
             assert capture.side is Side.CAPTURING
-            assert not self.state.holds(first.ticket)
-            self.anyone_leaves(capture.ticket)
+            assert first not in self.state.holding
+            self.anyone_leaves(capture)
         due = self.state.passed == 0 and self.state.mutator is None and self.state.holding
-        assert self.state.holds(first.ticket) or due
+        assert first in self.state.holding or due
 
     @invariant()
     def only_those_who_can_help_are_pressed(self) -> None:
-        pressed = revocable(self.state)
+        pressed = self.state.revocable()
         trainers = self.state.waiting_for(Side.MUTATING)
         captures = [held for held in self.state.holding if held.side is Side.CAPTURING]
         undisturbed = not trainers or any(not held.deferred for held in captures)
-        assert pressed == (() if undisturbed else tuple(captures))
+        assert pressed == ([] if undisturbed else captures)
 
-    def judge(self, before: LockState, transition: Transition) -> None:
-        self.state, granted = transition
-        newly = set(self.state.holding) - set(before.holding)
-        assert newly == set(granted)
+    def judge(self, before: Before) -> None:
+        """Who was let in just now: nobody past one who came first and could be let in."""
+        granted = [each for each in self.state.holding if each not in before.holding]
         owners_before = {held.owner for held in before.holding}
         entering = [each for each in granted if not {each.owner, each.within} & owners_before]
         homes = {held.home for held in before.holding}
@@ -162,7 +165,7 @@ class LockMachine(RuleBasedStateMachine):
             entering = [
                 each for each in entering if not {each.owner, each.saver} & threads - {None}
             ]
-        waited = before.waiting_for(Side.MUTATING)
+        waited = [each for each in before.waiting if each.side is Side.MUTATING]
         for request in entering:
             if request.side is Side.CAPTURING and waited:
                 left = set(waited) & set(self.state.waiting)
@@ -200,133 +203,185 @@ class LockMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request in list(self.arrived):
-            self.anyone_leaves(request.ticket)
-        assert self.state == LockState()
+            self.anyone_leaves(request)
+        assert (self.state.everyone, self.state.passed) == ([], 0)
 
 
 TestLockMachine = LockMachine.TestCase
 TestLockMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def after(*events: Request | int, state: LockState | None = None) -> LockState:
-    """The state after arrivals (requests) and departures (tickets)."""
+def after(*events: Hold, state: LockState | None = None) -> LockState:
+    """The state after requests have arrived, and left where they were there already."""
     state = state or LockState()
     for event in events:
-        state = (leave(state, event) if isinstance(event, int) else arrive(state, event)).state
+        (state.leave if event in state.everyone else state.arrive)(event)
     return state
 
 
-def trainer(ticket: int, owner: str) -> Request:
-    return Request(ticket, Side.MUTATING, owner)
+def trainer(owner: str) -> Hold:
+    return Hold(side=Side.MUTATING, owner=owner)
 
 
-def capture(ticket: int, owner: str, **threads: str) -> Request:
-    return Request(ticket, Side.CAPTURING, owner, threads.get("saver"), threads.get("home"))
+def capture(owner: str | None = None, **threads: Any) -> Hold:
+    return Hold(side=Side.CAPTURING, owner=owner, **threads)
 
 
-def load(ticket: int, **threads: str) -> Request:
-    within, owner = threads.get("inside"), f"load {ticket}"
-    saver, home = threads.get("saver"), threads.get("home")
-    return Request(ticket, Side.MUTATING, owner, saver, home, within=within)
-
-
-def held(state: LockState) -> list[int]:
-    return [request.ticket for request in state.holding]
-
-
-def test_captures_share_and_a_trainer_waits_for_those_that_run_only() -> None:
-    state = after(capture(1, "a"), capture(2, "b"), trainer(3, "t"), capture(4, "c"))
-    assert held(state) == [1, 2]
-    assert held(after(1, state=state)) == [2]
-    assert held(after(1, 2, state=state)) == [3]
-    assert held(after(1, 2, 3, state=state)) == [4]
-
-
-def test_a_trainer_that_gives_up_lets_the_captures_behind_it_in() -> None:
-    state = after(capture(1, "a"), trainer(2, "t"), capture(3, "b"))
-    assert held(after(2, state=state)) == [1, 3]
-
-
-def test_an_owner_enters_again_past_those_who_wait() -> None:
-    assert held(after(trainer(1, "t"), trainer(2, "u"), trainer(3, "t"))) == [1, 3]
-    assert held(after(capture(1, "a"), trainer(2, "t"), capture(3, "a"))) == [1, 3]
-    assert held(after(capture(1, "a"), trainer(2, "t"), capture(3, "task", saver="a"))) == [1, 3]
-    assert held(after(capture(1, "task", home="a"), trainer(2, "t"), capture(3, "a"))) == [1, 3]
+def load(**threads: Any) -> Hold:
+    return Hold(side=Side.MUTATING, **threads)
 
 
 def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:
-    state = after(trainer(1, "t1"), capture(1000, "a"))
-    turns = 0
-    while not state.holds(1000):
-        current = state.holding[0].ticket
-        state = after(trainer(current + 1, f"t{current + 1}"), current, state=state)
-        turns += 1
-        assert turns <= PATIENCE + 1
-    assert turns == PATIENCE + 1
-    waiting = state.waiting_for(Side.MUTATING)
-    after_capture = after(capture(1001, "b"), 1000, state=state)
-    assert after_capture.mutator == waiting[0].owner
-
-
-def test_a_capture_that_cannot_be_hurried_protects_the_others() -> None:
-    state = defer(after(capture(1, "a"), capture(2, "b"), trainer(3, "t")), 1)
-    assert revocable(state) == ()
-    assert [each.ticket for each in revocable(after(2, state=state))] == [1]
-    assert revocable(after(2, 3, state=state)) == ()
-    assert revocable(defer(after(trainer(1, "t"), trainer(2, "u")), 1)) == ()
+    waiting, current = capture("a"), trainer("t0")
+    state = after(current, waiting)
+    for turn in range(1, PATIENCE + 2):
+        assert state.holding == [current]
+        before, current = current, trainer(f"t{turn}")
+        after(current, before, state=state)
+    assert state.holding == [waiting]
+    assert after(capture("b"), waiting, state=state).holding == [current]
 
 
 def test_waiting_for_oneself_is_seen() -> None:
-    mutating = after(trainer(1, "t"))
-    assert blocks_itself(mutating, capture(2, "t"))
-    assert blocks_itself(mutating, capture(2, "worker", saver="t"))
-    assert blocks_itself(mutating, capture(2, "task", home="t"))
-    assert not blocks_itself(mutating, replace(capture(2, "worker", saver="t"), awaited=False))
-    assert not blocks_itself(mutating, capture(2, "worker", saver="u"))
-    assert not blocks_itself(mutating, trainer(2, "t"))
-    capturing = after(capture(1, "worker", saver="t", home="loop"))
-    assert blocks_itself(capturing, trainer(2, "worker"))
-    assert blocks_itself(capturing, trainer(2, "loop"))
-    assert not blocks_itself(capturing, trainer(2, "t"))
-
-
-def test_a_load_is_a_mutation_of_its_own_or_of_its_caller() -> None:
-    loading = after(load(1, saver="t", home="loop"))
-    assert held(after(capture(2, "a"), trainer(3, "t"), load(4), state=loading)) == [1]
-    inside = after(trainer(1, "t"), capture(2, "a"), load(3, inside="t"))
-    assert held(inside) == [1, 3]
-    assert held(after(trainer(4, "t"), trainer(5, "load 3"), state=inside)) == [1, 3, 4, 5]
-    assert held(after(1, trainer(4, "t"), trainer(5, "load 3"), state=inside)) == [3, 5]
-    assert not blocks_itself(after(1, state=inside), capture(4, "task", saver="t"))
+    mutating = after(trainer("t"))
+    assert mutating.deadlock(capture("t")) == "hold"
+    assert mutating.deadlock(capture("worker", saver="t")) == "hold"
+    assert mutating.deadlock(capture(home="t")) == "hold"
+    assert not mutating.deadlock(capture("worker", saver="t", awaited=False))
+    assert not mutating.deadlock(capture("worker", saver="u"))
+    assert not mutating.deadlock(trainer("t"))
+    capturing = after(capture("worker", saver="t", home="loop"))
+    assert capturing.deadlock(trainer("worker")) == "hold"
+    assert capturing.deadlock(trainer("loop")) == "hold"
+    assert not capturing.deadlock(trainer("t"))
+    keeping = after(capture(home="t"))
+    assert keeping.deadlock(load(saver="t", home="loop")) == "hold"
+    assert not keeping.deadlock(load(home="loop"))
 
 
 def test_waiting_for_a_load_on_its_own_loop_is_seen() -> None:
-    holding = after(load(1, home="loop"))
-    for state in (holding, after(trainer(1, "u"), load(2, home="loop"))):
-        for request in (trainer(9, "loop"), capture(9, "loop"), load(9, saver="loop", home="b")):
-            assert blocks_itself(state, request)
-            assert stops_a_load(state, request)
-        for request in (
-            trainer(9, "t"),
-            load(9, saver="t", home="loop"),
-            capture(9, "task", saver="loop", home="loop"),  # which waits without its thread
-        ):
-            assert not blocks_itself(state, request)
-    assert not blocks_itself(after(trainer(1, "loop"), load(2, home="loop")), trainer(3, "loop"))
+    for state in (after(load(home="loop")), after(trainer("u"), load(home="loop"))):
+        for request in (trainer("loop"), capture("loop"), load(saver="loop", home="b")):
+            assert state.deadlock(request) == "load"
+        for request in (trainer("t"), load(saver="t", home="loop")):
+            assert not state.deadlock(request)
+        # This one waits without its thread.
+        assert not state.deadlock(capture(saver="loop", home="loop"))
+    assert not after(trainer("loop"), load(home="loop")).deadlock(trainer("loop"))
 
 
 def test_waiting_behind_oneself_is_seen() -> None:
-    waiting = after(capture(1, "a"), trainer(2, "t"))
-    for request in (trainer(3, "t"), load(3, saver="t", home="loop")):
-        assert blocks_itself(waiting, request)
-        assert waits_already(waiting, request)
-        assert not blocks_itself(after(1, state=waiting), load(3, inside="t", saver="t"))
-    assert not blocks_itself(waiting, load(3, home="loop"))
-    assert not blocks_itself(waiting, capture(3, "task", saver="t"))
+    running = capture("a")
+    waiting = after(running, trainer("t"))
+    for request in (trainer("t"), load(saver="t", home="loop")):
+        assert waiting.deadlock(request) == "nested"
+    assert not waiting.deadlock(load(home="loop"))
+    assert not waiting.deadlock(capture(saver="t"))
+    assert not after(running, state=waiting).deadlock(load(within="t", saver="t"))
 
 
-def test_a_load_whose_blocked_caller_keeps_a_capture_is_seen() -> None:
-    capturing = after(capture(1, "task", home="t"))
-    assert blocks_itself(capturing, load(2, saver="t", home="loop"))
-    assert not blocks_itself(capturing, load(2, home="loop"))
-    assert not stops_a_load(capturing, load(2, saver="t", home="loop"))
+# ---- holds of loads ----
+
+
+@pytest.fixture
+def lock() -> StateLock:
+    return StateLock()
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    return DaemonThreads()
+
+
+def test_a_load_outlives_the_thread_that_asked_for_it(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    holds: list[LoadHold] = []
+    asker = threading.Thread(target=lambda: holds.append(LoadHold(lock, None)))
+    asker.start()
+    asker.join(PATIENT)
+    asyncio.run(holds[0].take())
+    with pytest.raises(StateLockTimeout):
+        threads.submit(lock.acquire_capture, 0, thread=-1).result(PATIENT)
+    holds[0].end()
+    assert is_free(lock)
+
+
+class Reads(StreamFence):
+    """Reads of a device, which a test ends."""
+
+    def __init__(self) -> None:
+        super().__init__("", None)
+        self.asked, self.over = threading.Event(), threading.Event()
+
+    def passed(self) -> bool:
+        self.asked.set()
+        return self.over.is_set()
+
+    def hold_back(self) -> None:
+        raise AssertionError("it is not one thread's device that a load writes by")
+
+
+async def test_a_load_waits_for_what_devices_still_read(lock: StateLock) -> None:
+    for cancelled in (True, False):
+        reads, hold = Reads(), LoadHold(lock, None)
+        lock.release_capture(lock.acquire_capture(thread=-1), fences=[reads])
+        task = asyncio.create_task(hold.take())
+        assert await anyio.to_thread.run_sync(reads.asked.wait, PATIENT)
+        assert not task.done()
+        if cancelled:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert is_free(lock)
+        reads.over.set()
+    await task
+    hold.end()
+    assert is_free(lock)
+
+
+async def test_a_step_behind_a_load_breaks_a_deferred_capture_as_ever(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    capture = LockHold(lock, -1, lock.acquire_capture(thread=-1))
+    hold = LoadHold(lock, None)
+    task = asyncio.create_task(hold.take())
+    await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+    step = threads.submit(noted, lock.mutating(), [], "")
+    await anyio.to_thread.run_sync(lambda: until(lock, waiters=2))
+    capture.defer(0.001)
+    await task
+    hold.end()
+    await asyncio.wrap_future(step)
+    assert is_free(lock)
+
+
+# ---- frames of steps ----
+
+
+def mark_of_a_frame_that_ended() -> FrameMark:
+    return FrameMark.of(sys._getframe())
+
+
+def test_a_frame_is_seen_from_the_calls_below_it_until_it_ends() -> None:
+    mark = FrameMark.of(sys._getframe())
+    assert not (lambda: mark.is_gone(sys._getframe()))()
+    assert mark_of_a_frame_that_ended().is_gone(sys._getframe())
+    assert mark.is_gone(None)
+
+
+def test_another_function_at_the_same_address_is_not_the_frame() -> None:
+    reused = FrameMark(id(sys._getframe()), mark_of_a_frame_that_ended.__code__)
+    assert reused.is_gone(sys._getframe())
+
+
+def test_a_stack_that_ends_in_a_generator_proves_nothing() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    generator = numbers()
+    next(generator)
+    # This is what is seen of a stack whose top yields while it is being looked at.
+    suspended = generator.gi_frame  # type: ignore[attr-defined]
+    assert suspended.f_back is None
+    assert not FrameMark.of(sys._getframe()).is_gone(suspended)

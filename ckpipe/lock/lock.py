@@ -1,411 +1,367 @@
 """The readers-writer lock that keeps trainers' threads and captures of the state apart.
 
-The rules stand in :mod:`ckpipe.lock.lock_state`. Here is the waiting: one condition, under
-which the pure state is replaced, and which every waiter looks at again after each change. There is
-no polling, with one exception. A hold can be left behind by a thread that ended, or by an
-optimizer step that raised, since hooks after the step do not run then. Nothing announces either,
-so a waiter takes a look every :data:`LOOK_SECONDS` while there is a mutation.
+:class:`LockState` decides who may hold the lock, and knows neither threads nor waiting.
+:class:`StateLock` waits: one condition guards that state, and each waiter looks at it again after
+each change. There is no polling, with one exception. A hold can be left behind by a thread that
+ended, or by an optimizer step that raised, since hooks after the step do not run then. Nothing
+announces either, so a waiter looks every :data:`LOOK_SECONDS` while there is a mutation.
 
 A *deferred* capture reads on while the trainer is in its forward and backward pass. What is left
-of it is what only a holder of the mutating side changes, so nothing but such a holder waits, and
-not for ever: after the capture's grace it takes the lock, and the capture is worthless.
+of it is what only a holder of the mutating side changes, so only such a holder waits, and not for
+ever: after the capture's grace it takes the lock, and the capture is worthless.
 
 A load writes from many threads and ends on a loop, so its hold belongs to no thread. Only if its
 caller is changing the state already is it part of that. It waits for as long as it takes, also for
 deferred captures, which it does not break: a load can wait, where a step cannot.
+
+The theory of :class:`FrameMark`. A frame cannot be referred to weakly, and a strong reference
+would keep its locals, and those of all its callers, alive. So a frame is remembered by its address
+and its code. An address is given out again once its frame is gone, and walking a stack allocates
+frame objects itself, so the address alone would sooner or later be found again in a frame that has
+nothing to do with the old one. Together with the code it can only be confused with another run of
+the same function at the same address, which passes as soon as that run ends.
+
+The walk looks at a thread that goes on running. What it starts from is the top of the stack at one
+instant; a function that returns in the meantime keeps its link to the caller, so the walk still
+meets everything below. Only a generator drops that link when it yields. A walk that ends in the
+frame of a generator has therefore proved nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import enum
+import inspect
 import math
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from ckpipe.errors import SettingsError, UsageError
-from ckpipe.lock.lock_state import (
-    LockState,
-    Request,
-    Side,
-    Transition,
-    arrive,
-    blocks_itself,
-    defer,
-    leave,
-    revocable,
-    stops_a_load,
-    waits_already,
+from ckpipe.errors import (
+    CaptureTooSlow,
+    LockMisuse,
+    SettingsError,
+    StateLockTimeout,
+    UsageError,
 )
-from ckpipe.lock.waiters import (
-    CaptureToken,
-    Deadline,
-    Fence,
-    FrameMark,
-    LockStatistics,
-    LockUse,
-    Waiter,
-    capture_misused,
-    loop_misused,
-    mutation_misused,
-    nested_misused,
-    revoked,
-    thread_of,
-    timed_out,
-)
+from ckpipe.loop_thread import Caller
+
+if TYPE_CHECKING:
+    from ckpipe.memory.cuda import StreamFence
 
 LOOK_SECONDS = 0.05
 """How often one who waits looks for holds that were left behind."""
 
-
-class LockQueue:
-    """Lets requests in as :mod:`ckpipe.lock.lock_state` decides, and keeps who made them."""
-
-    def __init__(self) -> None:
-        self._begin()
-        _queues.add(self)
-
-    def _begin(self) -> None:
-        self._changed = threading.Condition()
-        self._state = LockState()
-        self._waiters: dict[int, Waiter] = {}
-        self._wakers: dict[int, Callable[[], object]] = {}
-        self._tickets = itertools.count(1)
-        self._here = threading.local()
-        self._fences: list[Fence] = []
-
-    def captures_here(self) -> bool:
-        """Tell whether the calling thread is doing a capture at this moment."""
-        with self._changed:
-            owners = (threading.current_thread(), self._capture_owner())
-            held = (held for held in self._state.holding if held.side is Side.CAPTURING)
-            return any(request.owner in owners for request in held)
-
-    # ---- requests ----
-
-    def _trainer(
-        self, purpose: str, *, key: object = None, mark: FrameMark | None = None
-    ) -> Waiter:
-        thread = threading.current_thread()
-        owner = self._mutation_owner() or thread
-        request = Request(next(self._tickets), Side.MUTATING, owner)
-        return Waiter(request, purpose, thread, thread.ident, mark, key)
-
-    def _capture(
-        self,
-        owner: object,
-        thread: int | None,
-        home: threading.Thread | None = None,
-        *,
-        awaited: bool = True,
-    ) -> Waiter:
-        saver = threading.current_thread() if thread is None else thread_of(thread)
-        waits = (self._mutation_owner() if thread is None else None) or saver
-        request = Request(next(self._tickets), Side.CAPTURING, owner, waits, home, awaited=awaited)
-        return Waiter(request, "capture", saver, saver.ident if saver else thread)
-
-    def _capture_owner(self) -> object | None:
-        """Whose capture the calling thread works for, of those begun elsewhere."""
-        owners = getattr(self._here, "owners", None)
-        return owners[-1] if owners else None
-
-    def _mutation_owner(self) -> object | None:
-        """Whose mutation the calling thread works for, of those begun elsewhere."""
-        mutators = getattr(self._here, "mutators", None)
-        return mutators[-1] if mutators else None
-
-    # ---- waiting ----
-
-    def _acquire(self, waiter: Waiter, timeout: float | None) -> None:
-        deadline = Deadline(timeout)
-        try:
-            with self._changed:
-                self._enter(waiter)
-            while not self._waited(waiter, deadline):
-                # A save or load that holds the lock may need this thread for its user code.
-                for serve in self._wanted_here():
-                    serve()
-            if waiter.request.side is Side.MUTATING:
-                self._pass_fences()
-        except BaseException:
-            self._leave(waiter.request.ticket)
-            raise
-
-    def _waited(self, waiter: Waiter, deadline: Deadline) -> bool:
-        """Wait for a change; returns whether the request was granted."""
-        with self._changed:
-            seconds = self._look(waiter, deadline)
-            if seconds is not None:
-                seconds = min(seconds, LOOK_SECONDS) if self._wanted_here() else seconds
-                self._changed.wait(None if seconds == math.inf else seconds)
-            return seconds is None
-
-    def _wanted_here(self) -> list[Callable[[], object]]:
-        me = threading.current_thread()
-        with self._changed:
-            waiters = tuple(self._waiters.values())
-        return [each.serve for each in waiters if each.serve is not None and each.thread is me]
-
-    async def _acquire_async(self, make: Callable[[], Waiter], timeout: float | None) -> Waiter:
-        """Waits without a thread; a call that is cancelled waits for nothing afterwards.
-
-        Args:
-            make: Makes the request, at the moment at which it comes in.
-            timeout: Seconds to wait; None waits for as long as it takes.
-        """
-        ticket, deadline = 0, Deadline(timeout)
-        wake, loop = asyncio.Event(), asyncio.get_running_loop()
-        try:
-            with self._changed:
-                waiter = make()
-                ticket = waiter.request.ticket
-                self._wakers[ticket] = partial(loop.call_soon_threadsafe, wake.set)
-                self._enter(waiter)
-            while (seconds := self._look(waiter, deadline)) is not None:
-                with anyio.move_on_after(seconds):
-                    await wake.wait()
-                wake.clear()
-        except BaseException:
-            self._leave(ticket)
-            raise
-        finally:
-            with self._changed:
-                self._wakers.pop(ticket, None)
-        return waiter
-
-    def _enter(self, waiter: Waiter) -> None:
-        self._collect()
-        self._refuse_deadlock(waiter)
-        self._waiters[waiter.request.ticket] = waiter
-        self._apply(arrive(self._state, waiter.request))
-
-    def _look(self, waiter: Waiter, deadline: Deadline) -> float | None:
-        """For how many seconds to wait before the next look; None once the request is granted.
-
-        Raises:
-            StateLockTimeout: If the deadline has passed.
-        """
-        ticket, grace_left = waiter.request.ticket, math.inf
-        with self._changed:
-            if not self._state.holds(ticket):
-                self._collect()
-                if waiter.request.side is Side.MUTATING and waiter.keeper is None:
-                    grace_left = self._preempt(waiter)
-            if self._state.holds(ticket):
-                return None
-            if deadline.seconds_left <= 0:
-                holders = [self._waiters[held.ticket] for held in self._state.holding]
-                raise timed_out(waiter, deadline.timeout, holders)
-            look = math.inf if self._state.mutator is None else LOOK_SECONDS
-            return min(look, grace_left, deadline.seconds_left)
-
-    def _preempt(self, trainer: Waiter) -> float:
-        """Takes the lock from deferred captures that a trainer has waited for long enough.
-
-        Threads that are reading for them finish the piece they are at: what they read might be
-        freed otherwise.
-
-        Returns:
-            For how many seconds to wait before that may be done; infinite if it need not.
-        """
-        captures = [self._waiters[held.ticket] for held in revocable(self._state)]
-        left = max((capture.grace_left(trainer) for capture in captures), default=math.inf)
-        if left > 0:
-            return left
-        for capture in captures:
-            capture.revoked = True
-            if not capture.readers:
-                self._leave(capture.request.ticket)
-        return math.inf
-
-    def _pass_fences(self) -> None:
-        """Has the calling thread's devices wait for the reads that were left to them."""
-        with self._changed:
-            if not self._fences_passed():
-                for fence in self._fences:
-                    fence.hold_back()
-
-    def _fences_passed(self) -> bool:
-        with self._changed:
-            self._fences = [fence for fence in self._fences if not fence.passed()]
-            return not self._fences
-
-    def _refuse_deadlock(self, waiter: Waiter) -> None:
-        capturing = waiter.request.side is Side.CAPTURING
-        if not capturing and waiter.keeper is None and self.captures_here():
-            raise mutation_misused(waiter.name, waiter.purpose)
-        if blocks_itself(self._state, waiter.request):
-            if stops_a_load(self._state, waiter.request):
-                raise loop_misused(waiter.name, waiter.purpose)
-            if waits_already(self._state, waiter.request):
-                raise nested_misused(waiter.name, waiter.purpose)
-            if not capturing:
-                raise mutation_misused(waiter.name, waiter.purpose)
-            held = self._waiters[self._state.holding[-1].ticket]
-            raise capture_misused(held.name, held.purpose)
-
-    def _collect(self) -> None:
-        """Lets go of what was left behind by threads that ended and by steps that raised."""
-        if self._state.mutator is None:
-            return
-        for held in self._state.holding:
-            if self._waiters[held.ticket].is_over():
-                self._leave(held.ticket)
-
-    def _leave(self, ticket: int) -> None:
-        with self._changed:
-            if self._waiters.pop(ticket, None) is not None:
-                self._apply(leave(self._state, ticket))
-
-    def _apply(self, transition: Transition) -> None:
-        self._state = transition.state
-        for request in transition.granted:
-            self._waiters[request.ticket].since = time.monotonic()
-        # Everybody looks again, not only those who were let in: one who waits for captures
-        # must begin to look for dead holds once a trainer has taken their place.
-        self._changed.notify_all()
-        for ticket, wake in tuple(self._wakers.items()):
-            try:
-                wake()
-            except RuntimeError:
-                # The loop of one who waits was closed. That must not fail the one who lets go,
-                # and nothing may be granted to a task that will never run again.
-                del self._wakers[ticket]
-                self._leave(ticket)
-
-
-_queues: weakref.WeakSet[LockQueue] = weakref.WeakSet()
-
-
-def _begin_in_child() -> None:
-    """Frees all locks in a child that was forked: it has none of the threads that used them."""
-    for queue in _queues:
-        queue._begin()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)
-
+PATIENCE = 16
+"""How many mutations may be granted over the head of a waiting capture."""
 
 _FENCE_SECONDS = 0.001
-"""How often one who waits for devices asks them."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCaller:
-    """The caller of a load.
-
-    Args:
-        thread: The thread.
-        blocking: Whether it does nothing else until the load has ended.
-        owner: On whose behalf the thread changes the state, if it does.
-        inside: The holds that it does so in.
-        serve: Does what the load wants of the thread, where that comes to wait for the lock.
-    """
-
-    thread: threading.Thread
-    blocking: bool
-    owner: object
-    inside: frozenset[int]
-    serve: Callable[[], object] | None = None
-
-
-class LoadsSide(LockQueue):
-    """The operations of loads on the lock."""
-
-    def load_caller(
-        self, *, blocking: bool, serve: Callable[[], object] | None = None
-    ) -> LoadCaller:
-        """The calling thread as one that asks for a load.
-
-        Args:
-            blocking: Whether it does nothing else until the load has ended.
-            serve: Does what the load wants of it, where it comes to wait for the lock.
-
-        Raises:
-            LockMisuse: If the load would wait for this thread, which is capturing the state.
-        """
-        thread = threading.current_thread()
-        owner = self._mutation_owner() or thread
-        with self._changed:
-            self._collect()
-            mutations = [each for each in self._state.holding if each.side is Side.MUTATING]
-            inside = frozenset(each.ticket for each in mutations if each.owner == owner)
-            caller = LoadCaller(thread, blocking, owner, inside, serve)
-            self._refuse_deadlock(self._load(caller))
-        return caller
-
-    async def acquire_load(self, caller: LoadCaller) -> Request:
-        """Takes the mutating side for a load, and waits for it without a thread.
-
-        A call that is cancelled holds nothing and waits for nothing afterwards. What devices
-        still read of the state is waited for as well.
-
-        Args:
-            caller: Who asked for the load.
-
-        Returns:
-            What :meth:`release_load` ends, on any thread.
-
-        Raises:
-            LockMisuse: If the lock would wait for the caller.
-        """
-        here = threading.current_thread()
-        request = (await self._acquire_async(lambda: self._load(caller, here), None)).request
-        try:
-            while True:
-                if self._fences_passed():
-                    return request
-                await anyio.sleep(_FENCE_SECONDS)
-        except BaseException:
-            self._leave(request.ticket)
-            raise
-
-    def _load(self, caller: LoadCaller, keeper: threading.Thread | None = None) -> Waiter:
-        held = any(self._state.holds(ticket) for ticket in caller.inside)
-        thread = caller.thread
-        request = Request(
-            next(self._tickets),
-            Side.MUTATING,
-            owner=object(),
-            saver=thread if caller.blocking else None,
-            home=keeper,
-            within=caller.owner if held else None,
-        )
-        return Waiter(request, "load()", thread, thread.ident, keeper=keeper, serve=caller.serve)
-
-    def release_load(self, request: Request) -> None:
-        """Ends what :meth:`acquire_load` began. Does nothing if it has ended already."""
-        self._leave(request.ticket)
-
-    @contextmanager
-    def loading_here(self, request: Request) -> Iterator[None]:
-        """Says that the calling thread does the work of a load.
-
-        What the state's own methods do on this thread is then part of the load: guarded
-        optimizers, :meth:`StateLock.mutating` and :meth:`StateLock.capturing` do not wait for
-        it, and saves raise.
-        """
-        mutators: list[object] = self._here.__dict__.setdefault("mutators", [])
-        mutators.append(request.owner)
-        try:
-            yield
-        finally:
-            mutators.pop()
-
+"""How often a load that waits for devices asks them."""
 
 _BRACKET = "disallow_state_dict_read()"
 
 
-class StateLock(LoadsSide):
+# ---- who holds the lock, and who waits ----
+
+
+class Side(enum.Enum):
+    """The side of the lock that a request is for."""
+
+    MUTATING = "mutating"
+    """To change the state; excludes everybody else."""
+
+    CAPTURING = "capturing"
+    """To read the state; shared with other captures."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockUse:
+    """One holder of a state lock, or one who waits for it, as plain data.
+
+    Args:
+        side: ``"mutating"`` or ``"capturing"``.
+        thread: The name of the thread that asked for it; of a capture, the saver's thread; of a
+            load, its caller's.
+        ident: That thread's identifier.
+        purpose: What the thread called.
+        seconds: For how long it has held the lock, or waited.
+    """
+
+    side: str
+    thread: str
+    ident: int | None
+    purpose: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.side} by {self.thread!r} for {self.seconds:.1f} s ({self.purpose})"
+
+
+@dataclass(frozen=True, slots=True)
+class LockStatistics:
+    """The users of a state lock at one instant, oldest first."""
+
+    holders: tuple[LockUse, ...]
+    waiters: tuple[LockUse, ...]
+
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+@dataclass(frozen=True, slots=True)
+class FrameMark:
+    """Recognizes one frame without keeping it alive."""
+
+    address: int
+    code: CodeType
+
+    @classmethod
+    def of(cls, frame: FrameType) -> FrameMark:
+        """The mark of a frame that is running now."""
+        return cls(id(frame), frame.f_code)
+
+    def is_gone(self, top: FrameType | None) -> bool:
+        """Tell whether the frame is proved to be off a stack.
+
+        Args:
+            top: The innermost frame of the stack; None for a thread that runs no Python.
+        """
+        last = None
+        for last in callers(top):
+            if id(last) == self.address and last.f_code is self.code:
+                return False
+        return last is None or not last.f_code.co_flags & _SUSPENDABLE
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and the frames that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Hold:
+    """One request for the lock, from its arrival to its end.
+
+    Args:
+        side: What it is for.
+        purpose: What was called, for messages.
+        thread: The thread concerned, None where it is not known to Python's threading.
+        ident: Its identifier.
+        owner: Who holds the lock once it is granted, and may hold a side repeatedly; None for
+            the request alone.
+        saver: The thread that asked for it and may be waiting for its end, if that is not the
+            owner; of a load, only if it waits without an event loop.
+        home: Of a capture or a load, the thread without which it cannot be released.
+        awaited: Of a capture, whether the saver does nothing else until it is granted. The others
+            are coroutines, whose thread goes on and ends what it is at.
+        within: Of a load, the owner of a mutation that it is part of. It may outlive that one, and
+            then its owner waits for it like any other.
+        mark: Of an optimizer step, the frame that holds on while it runs.
+        key: Of an optimizer step, the hook that brackets it.
+        serve: Of a load or a capture, does what it wants of ``thread``, where that waits itself.
+        wake: Wakes the task that waits for it.
+        since: When it came, or was granted, by the monotonic clock.
+        grace: Of a deferred capture, for how many seconds a trainer waits for it.
+        deferred_at: When it was deferred, by the monotonic clock.
+        readers: Of a deferred capture, how many threads are reading just now.
+        revoked: Whether a trainer has taken the lock from it, or is about to.
+    """
+
+    side: Side
+    purpose: str = "capture"
+    thread: threading.Thread | None = None
+    ident: int | None = None
+    owner: Hashable = None
+    saver: Hashable = None
+    home: Hashable = None
+    awaited: bool = True
+    within: Hashable = None
+    mark: FrameMark | None = None
+    key: object = None
+    serve: Callable[[], object] | None = None
+    wake: Callable[[], object] | None = None
+    since: float = field(default_factory=time.monotonic)
+    grace: float = math.inf
+    deferred_at: float = 0.0
+    readers: int = 0
+    revoked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.owner is None:
+            self.owner = self
+
+    @property
+    def name(self) -> str:
+        """The thread's name for messages."""
+        return self.thread.name if self.thread is not None else f"thread {self.ident}"
+
+    @property
+    def deferred(self) -> bool:
+        """Tell whether a trainer may take the lock from it."""
+        return self.grace < math.inf
+
+    def is_over(self) -> bool:
+        """Tell whether a mutation was left behind: its thread ended, or its step raised."""
+        keeper = self.home or self.thread
+        if not isinstance(keeper, threading.Thread) or self.ident is None:
+            return False
+        if not keeper.is_alive():
+            return True
+        # The frame goes straight into the call: kept in a variable here it could close a cycle.
+        return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
+
+    def grace_left(self, trainer: Hold) -> float:
+        """For how many more seconds a trainer waits for this deferred capture."""
+        return max(self.deferred_at, trainer.since) + self.grace - time.monotonic()
+
+    def use(self) -> LockUse:
+        """Plain data about it, as of now."""
+        seconds = time.monotonic() - self.since
+        return LockUse(self.side.value, self.name, self.ident, self.purpose, seconds)
+
+
+class LockState:
+    """Decide who may hold the lock: a state machine without threads and waiting.
+
+    A request arrives, is granted at once or later, and leaves. It leaves in the same way whether
+    it was released, timed out or was cancelled, so that none of these can leave something behind
+    that another would not. Who may hold what:
+
+    * Any number of captures, or any number of mutations of one owner and of loads within them,
+      never both.
+    * A waiting mutation goes before every capture that is not granted yet, so that a step waits
+      for the captures that are already running and for no other.
+    * Mutations are granted in the order in which they came.
+    * An owner who holds a side gets it again at once, before all waiters, since those who wait
+      cannot be served before that owner is done. So does a capture for which a thread waits that
+      itself captures, or lets go of a capture.
+    * Where several trainers hand the lock to each other without a gap, a capture would wait for
+      ever; after :data:`PATIENCE` of them have gone first, the waiting captures go once.
+    * A trainer that has waited for *deferred* captures for too long may take the lock from them,
+      but only if that lets the trainer in: where another capture holds on, nothing is won by
+      breaking these.
+    * The thread that is the *home* of a load may not wait for the lock while such a load holds it
+      or waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.holding: list[Hold] = []
+        """The granted requests, oldest first; all of one side."""
+        self.waiting: list[Hold] = []
+        """The other requests, in the order in which they came."""
+        self.passed = 0
+        """How many mutations were granted while a capture waited, since one was granted."""
+
+    @property
+    def everyone(self) -> list[Hold]:
+        """The holders, and after them the waiters."""
+        return [*self.holding, *self.waiting]
+
+    @property
+    def mutator(self) -> Hashable | None:
+        """The owner of the mutating side, or None without one."""
+        first = self.holding[0] if self.holding else None
+        return first.owner if first is not None and first.side is Side.MUTATING else None
+
+    def waiting_for(self, side: Side) -> list[Hold]:
+        """The requests that wait for one side, in the order in which they came."""
+        return [each for each in self.waiting if each.side is side]
+
+    def arrive(self, hold: Hold) -> None:
+        """Take a request in, which must cause no deadlock: grant it if possible, else it waits."""
+        if self._enters_again(hold):
+            self._grant([hold])
+        else:
+            self.waiting.append(hold)
+            self._settle()
+
+    def leave(self, hold: Hold) -> None:
+        """End a request; does nothing if it is not known (any more)."""
+        for requests in (self.holding, self.waiting):
+            if hold in requests:
+                requests.remove(hold)
+        self._settle()
+
+    def deadlock(self, hold: Hold) -> Literal["load", "nested", "hold"] | None:
+        """Tell whether a new request would wait for a thread that waits for the request.
+
+        Returns:
+            ``"load"`` if it would stop the thread without which a load cannot end, ``"nested"``
+            if a mutation would wait behind one that its thread, interrupted, waits for, ``"hold"``
+            if it would wait for a hold of its own; None if it causes no deadlock.
+        """
+        if self._enters_again(hold):
+            return None
+        mutating = hold.side is Side.MUTATING
+        threads = {hold.owner, hold.saver} - {None}
+        stopped = threads if mutating else {hold.owner}
+        trainers = self.waiting_for(Side.MUTATING)
+        holders = [held for held in self.holding if held.side is Side.MUTATING]
+        if any(each.home in stopped for each in (*holders, *trainers)):
+            return "load"
+        if mutating and any(each.owner in threads for each in trainers):
+            return "nested"
+        if mutating:
+            captures = [held for held in self.holding if held.side is Side.CAPTURING]
+            blocked = any(held.owner in threads or held.home in threads for held in captures)
+        else:
+            waits = {hold.owner, hold.saver if hold.awaited else None, hold.home} - {None}
+            blocked = any(held.owner in waits for held in holders)
+        return "hold" if blocked else None
+
+    def revocable(self) -> list[Hold]:
+        """The captures that a trainer would have to take the lock from to be let in.
+
+        Returns:
+            All that hold the lock; none if trainers hold it, no trainer waits, or one of the
+            captures is not deferred.
+        """
+        hurried = self.waiting_for(Side.MUTATING) and all(each.deferred for each in self.holding)
+        return list(self.holding) if hurried else []
+
+    def _enters_again(self, hold: Hold) -> bool:
+        again = [held for held in self.holding if held.side is hold.side]
+        if hold.side is Side.MUTATING:
+            return any(held.owner in (hold.owner, hold.within) for held in again)
+        waits = {hold.owner, hold.saver} - {None}
+        return any(held.owner in waits or held.home == hold.owner for held in again)
+
+    def _settle(self) -> None:
+        """Grant all requests that may be granted now. One look is enough: letting one side in bars
+        the other."""
+        trainers, captures = self.waiting_for(Side.MUTATING), self.waiting_for(Side.CAPTURING)
+        if not captures:
+            self.passed = 0
+        if captures and self.mutator is None and (not trainers or self.passed >= PATIENCE):
+            self.passed = 0
+            self._grant(captures)
+        elif trainers and not self.holding:
+            self.passed += bool(captures)
+            self._grant(trainers[:1])
+
+    def _grant(self, granted: list[Hold]) -> None:
+        self.waiting = [each for each in self.waiting if each not in granted]
+        for hold in granted:
+            hold.since = time.monotonic()
+            self.holding.append(hold)
+
+
+# ---- the lock ----
+
+
+class StateLock:
     """A readers-writer lock: trainers change the state, captures read it, never at the same time.
 
     Several captures share the lock. A waiting trainer goes before new captures, those that run
@@ -415,6 +371,16 @@ class StateLock(LoadsSide):
     that raises, leaves nothing held. Any number of pipelines and other readers may share one
     lock. All methods may be called from any thread.
     """
+
+    def __init__(self) -> None:
+        self._begin()
+        _locks.add(self)
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._state = LockState()
+        self._here = threading.local()
+        self._fences: list[StreamFence] = []
 
     # ---- the trainer's side ----
 
@@ -433,12 +399,12 @@ class StateLock(LoadsSide):
             LockMisuse: If this thread is capturing the state itself.
             StateLockTimeout: If a timeout was given and has passed; nothing is held then.
         """
-        waiter = self._trainer("mutating()")
+        hold = self._mutation("mutating()")
         try:
-            self._acquire(waiter, timeout)  # inside: an interrupt may come the moment it returns
+            self._acquire(hold, timeout)  # inside: an interrupt may come the moment it returns
             yield
         finally:
-            self._leave(waiter.request.ticket)
+            self._leave(hold)
 
     def disallow_state_dict_read(self, timeout: float | None = None) -> None:
         """Takes the mutating side for the calling thread, until it allows reading again.
@@ -456,20 +422,30 @@ class StateLock(LoadsSide):
                 then, and the call may be repeated.
         """
         if self._bracket() is None:
-            self._acquire(self._trainer(_BRACKET), timeout)
+            self._acquire(self._mutation(_BRACKET), timeout)
 
     def allow_state_dict_read(self) -> None:
         """Ends what :meth:`disallow_state_dict_read` began on the calling thread, if it did."""
-        ticket = self._bracket()
-        if ticket is not None:
-            self._leave(ticket)
+        hold = self._bracket()
+        if hold is not None:
+            self._leave(hold)
 
     @property
     def state_dict_read_allowed(self) -> bool:
         """Tell whether the calling thread allows reading: it has no bracket of its own open."""
         return self._bracket() is None
 
-    # ---- the pipeline's side ----
+    def _bracket(self) -> Hold | None:
+        """The calling thread's bracket: the hold itself is the only record of it."""
+        return next((each for each in self._mine() if each.purpose == _BRACKET), None)
+
+    def _mine(self) -> list[Hold]:
+        """The requests that concern the calling thread."""
+        me = threading.current_thread()
+        with self._changed:
+            return [each for each in self._state.everyone if each.thread is me]
+
+    # ---- captures ----
 
     @contextmanager
     def capturing(self, timeout: float | None = None) -> Iterator[None]:
@@ -484,19 +460,17 @@ class StateLock(LoadsSide):
             LockMisuse: If this thread is changing the state itself.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        if self._mutation_owner() is not None:
+        if self._works_for(Side.MUTATING) is not None:
             yield
             return
-        waiter = self._capture_for(None)
+        hold = self._thread_capture(None)
         try:
-            self._acquire(waiter, timeout)  # inside: an interrupt may come the moment it returns
+            self._acquire(hold, timeout)  # inside: an interrupt may come the moment it returns
             yield
         finally:
-            self._leave(waiter.request.ticket)
+            self._leave(hold)
 
-    def acquire_capture(
-        self, timeout: float | None = None, *, thread: int | None = None
-    ) -> CaptureToken:
+    def acquire_capture(self, timeout: float | None = None, *, thread: int | None = None) -> Hold:
         """Begins a capture and blocks until it may read the state.
 
         Args:
@@ -511,42 +485,9 @@ class StateLock(LoadsSide):
             LockMisuse: If the thread concerned is changing the state.
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
-        waiter = self._capture_for(thread)
-        self._acquire(waiter, timeout)
-        return CaptureToken(waiter.request)
-
-    def _capture_for(self, thread: int | None) -> Waiter:
-        fresh = threading.current_thread() if thread is None else object()
-        return self._capture(self._capture_owner() or fresh, thread)
-
-    def acquire_capture_nowait(
-        self,
-        *,
-        thread: int | None = None,
-        home: threading.Thread | None = None,
-        awaited: bool = True,
-    ) -> CaptureToken | None:
-        """Begins a capture if it may read the state this very moment, as no thread's own.
-
-        Args:
-            thread: The identifier of the thread that asked for the save; None: this thread.
-            home: The thread whose event loop releases it; None: this thread.
-            awaited: See :meth:`acquire_capture_async`.
-
-        Returns:
-            What ends the capture, from any thread; None if it would have to wait.
-
-        Raises:
-            LockMisuse: If the thread concerned is changing the state.
-        """
-        home = home or threading.current_thread()
-        waiter = self._capture(object(), thread, home=home, awaited=awaited)
-        with self._changed:
-            self._enter(waiter)
-            if self._state.holds(waiter.request.ticket):
-                return CaptureToken(waiter.request)
-            self._leave(waiter.request.ticket)
-        return None
+        hold = self._thread_capture(thread)
+        self._acquire(hold, timeout)
+        return hold
 
     async def acquire_capture_async(
         self,
@@ -555,7 +496,7 @@ class StateLock(LoadsSide):
         thread: int | None = None,
         awaited: bool = True,
         serve: Callable[[], object] | None = None,
-    ) -> CaptureToken:
+    ) -> Hold:
         """Begins a capture, and waits for it without a thread.
 
         A call that is cancelled holds nothing and waits for nothing afterwards. The capture
@@ -579,101 +520,33 @@ class StateLock(LoadsSide):
             StateLockTimeout: If the timeout has passed; says who holds the lock since when.
         """
         here = threading.current_thread()
-        waiter = self._capture(object(), thread, home=here, awaited=awaited)
-        waiter.serve = serve
-        return CaptureToken((await self._acquire_async(lambda: waiter, timeout)).request)
+        hold = self._capture(thread, home=here, awaited=awaited, serve=serve)
+        await self._acquire_async(hold, timeout)
+        return hold
 
     @asynccontextmanager
     async def capturing_async(
         self, timeout: float | None = None, *, thread: int | None = None
-    ) -> AsyncIterator[CaptureToken]:
+    ) -> AsyncIterator[Hold]:
         """Holds trainers off while a task reads the state; see :meth:`acquire_capture_async`."""
-        token = await self.acquire_capture_async(timeout, thread=thread)
+        hold = await self.acquire_capture_async(timeout, thread=thread)
         try:
-            yield token
+            yield hold
         finally:
-            self.release_capture(token)
+            self.release_capture(hold)
 
-    def release_capture(self, token: CaptureToken, *, fences: Iterable[Fence] = ()) -> None:
+    def release_capture(self, hold: Hold, *, fences: Iterable[StreamFence] = ()) -> None:
         """Ends a capture. Does nothing if it has ended already.
 
         Args:
-            token: The capture.
+            hold: The capture.
             fences: Reads that devices have not done yet. Trainers are let in at once, and their
                 devices wait for these.
         """
         with self._changed:
-            if token.ticket in self._waiters:
+            if hold in self._state.holding:
                 self._fences.extend(fences)
-                self._leave(token.ticket)
-
-    # ---- captures that trainers need not wait for, up to a point ----
-
-    def defer_capture(self, token: CaptureToken, grace: float) -> None:
-        """Mark a capture as one that from now on reads only what does not change without the lock.
-
-        A trainer that has waited for it for the grace takes the lock from it, unless another
-        capture would keep the trainer waiting all the same. Does nothing if it has ended.
-
-        Args:
-            token: The capture.
-            grace: Seconds that a trainer waits from now on.
-        """
-        with self._changed:
-            waiter = self._waiters.get(token.ticket)
-            if waiter is not None:
-                waiter.deferred_at, waiter.grace = time.monotonic(), grace
-                token.grace = grace
-                self._state = defer(self._state, token.ticket)
-                self._changed.notify_all()
-
-    def begin_capture(self, token: CaptureToken) -> bool:
-        """End the deferral of a capture; return False if it does not hold the lock any more."""
-        with self._changed:
-            waiter = self._waiters.get(token.ticket)
-            if waiter is None or waiter.revoked:
-                return False
-            waiter.grace = token.grace = math.inf
-            self._state = defer(self._state, token.ticket, deferred=False)
-            return True
-
-    @contextmanager
-    def reading(self, token: CaptureToken) -> Iterator[None]:
-        """Reads a piece of the state for a deferred capture; trainers wait for its end.
-
-        Args:
-            token: The capture.
-
-        Raises:
-            CaptureTooSlow: If a trainer has taken the lock from the capture, or it has ended.
-        """
-        with self._changed:
-            waiter = self._waiters.get(token.ticket)
-            if waiter is None or waiter.revoked:
-                raise revoked(token.grace)
-            waiter.readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                waiter.readers -= 1
-                if waiter.revoked and not waiter.readers:
-                    self._leave(token.ticket)
-
-    @contextmanager
-    def capturing_here(self, token: CaptureToken) -> Iterator[None]:
-        """Says that the calling thread does the work of a capture that was begun elsewhere.
-
-        What the state's own methods do on this thread then counts as part of the capture:
-        guarded optimizers do not lock, further captures are granted at once, and
-        :meth:`mutating` raises instead of waiting for ever. Does not release the capture.
-        """
-        owners: list[object] = self._here.__dict__.setdefault("owners", [])
-        owners.append(token.owner)
-        try:
-            yield
-        finally:
-            owners.pop()
+                self._leave(hold)
 
     def check_capture_allowed(self, thread: int | None = None) -> None:
         """Raises if a thread could not wait for a capture now because it would wait for itself.
@@ -686,7 +559,7 @@ class StateLock(LoadsSide):
         """
         with self._changed:
             self._collect()
-            self._refuse_deadlock(self._capture(object(), thread))
+            self._refuse_deadlock(self._capture(thread))
 
     # ---- optimizer steps ----
 
@@ -701,33 +574,42 @@ class StateLock(LoadsSide):
         Raises:
             LockMisuse: If the loop of this thread holds a capture.
         """
-        with self._changed:
-            for waiter in self._steps(key):
-                # A frame begins its step once; a known mark is that of a dead frame at the
-                # same address.
-                if waiter.mark == mark:
-                    self._leave(waiter.request.ticket)
-        self._acquire(self._trainer(purpose, key=key, mark=mark), None)
+        for each in self._mine():
+            # A frame begins its step once; a known mark is that of a dead frame at the same
+            # address.
+            if each.key is key and each.mark == mark:
+                self._leave(each)
+        hold = self._mutation(purpose)
+        hold.key, hold.mark = key, mark
+        self._acquire(hold, None)
 
     def leave_step(self, key: object) -> None:
         """Ends the innermost step of this key on the calling thread, if there is one."""
         with self._changed:
             self._collect()
-            for waiter in self._steps(key)[-1:]:
-                self._leave(waiter.request.ticket)
+            for hold in [each for each in self._mine() if each.key is key][-1:]:
+                self._leave(hold)
 
     def step_in_progress(self, key: object) -> bool:
         """Tell whether a step of this key runs or waits to begin on any thread."""
         with self._changed:
             self._collect()
-            return any(waiter.key is key for waiter in self._waiters.values())
+            return any(each.key is key for each in self._state.everyone)
+
+    def captures_here(self) -> bool:
+        """Tell whether the calling thread is doing a capture at this moment."""
+        with self._changed:
+            owners = (threading.current_thread(), self._works_for(Side.CAPTURING))
+            held = (held for held in self._state.holding if held.side is Side.CAPTURING)
+            return any(each.owner in owners for each in held)
 
     # ---- what a person can see ----
 
     def statistics(self) -> LockStatistics:
         """The holders of the lock and the waiters for it, as plain data."""
         with self._changed:
-            return LockStatistics(self._uses(self._state.holding), self._uses(self._state.waiting))
+            holders = tuple(each.use() for each in self._state.holding)
+            return LockStatistics(holders, tuple(each.use() for each in self._state.waiting))
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -735,19 +617,463 @@ class StateLock(LoadsSide):
         waiting = f" | {len(now.waiters)} waiting" if now.waiters else ""
         return f"<StateLock [{text or 'free'}{waiting}]>"
 
-    def _uses(self, requests: tuple[Request, ...]) -> tuple[LockUse, ...]:
-        return tuple(self._waiters[request.ticket].use() for request in requests)
+    # ---- requests ----
 
-    def _bracket(self) -> int | None:
-        """The ticket of the calling thread's bracket: the hold itself is the only record of it."""
-        me = threading.current_thread()
+    def _mutation(self, purpose: str) -> Hold:
+        thread = threading.current_thread()
+        owner = self._works_for(Side.MUTATING) or thread
+        return Hold(
+            side=Side.MUTATING, purpose=purpose, thread=thread, ident=thread.ident, owner=owner
+        )
+
+    def _thread_capture(self, ident: int | None) -> Hold:
+        hold = self._capture(ident)
+        me = threading.current_thread() if ident is None else hold
+        hold.owner = self._works_for(Side.CAPTURING) or me
+        return hold
+
+    def _capture(self, ident: int | None, **fields: Any) -> Hold:
+        """A capture that belongs to no thread; ``ident`` asked for it, None for this thread."""
+        saver = threading.current_thread() if ident is None else thread_of(ident)
+        waits = self._works_for(Side.MUTATING) if ident is None else None
+        return Hold(
+            side=Side.CAPTURING,
+            thread=saver,
+            ident=saver.ident if saver else ident,
+            saver=waits or saver,
+            **fields,
+        )
+
+    def _works_for(self, side: Side) -> Hashable | None:
+        """The owner of the hold, begun elsewhere, that the calling thread does the work of."""
+        holds: list[Hold] = getattr(self._here, "holds", [])
+        return next((each.owner for each in reversed(holds) if each.side is side), None)
+
+    @contextmanager
+    def _working_for(self, hold: Hold) -> Iterator[None]:
+        """Says that the calling thread does the work of a hold that was begun elsewhere."""
+        holds: list[Hold] = self._here.__dict__.setdefault("holds", [])
+        holds.append(hold)
+        try:
+            yield
+        finally:
+            holds.pop()
+
+    def _refuse_deadlock(self, hold: Hold) -> None:
+        name, purpose = hold.name, hold.purpose
+        reason = self._state.deadlock(hold)
+        mutating = hold.side is Side.MUTATING
+        if mutating and hold.home is None and self.captures_here():
+            reason = "hold"
+        if reason == "load":
+            raise LockMisuse(
+                f"Thread {name!r} cannot wait for the state lock ({purpose}) while a load on its "
+                "event loop fills the state: each would wait for the other",
+                hint="Do it in another thread; a hook that is a plain function has one of its own",
+            )
+        if reason == "nested":
+            raise LockMisuse(
+                f"Thread {name!r} cannot wait for the state lock ({purpose}) while it waits to "
+                "change the state already: its turn would come after its own",
+                hint="Have the signal handler set a flag, and do it after the step or mutating()",
+            )
+        if reason == "hold" and mutating:
+            raise LockMisuse(
+                f"Thread {name!r} cannot change the state ({purpose}) while it is capturing it "
+                "itself: it would wait for its own capture",
+                hint="End the capture first; a state_dict method must not change the state",
+            )
+        if reason == "hold":
+            held = self._state.holding[-1]
+            raise LockMisuse(
+                f"The state cannot be captured for thread {held.name!r} while this thread itself "
+                f"is changing it ({held.purpose}): each would wait for the other",
+                hint="Save after leaving mutating(), after the step, or after "
+                "allow_state_dict_read()",
+            )
+
+    # ---- waiting ----
+
+    def _acquire(self, hold: Hold, timeout: float | None) -> None:
+        try:
+            self._enter(hold)
+            while not self._waited(hold, timeout):
+                # A save or load that holds the lock may need this thread for its user code.
+                for serve in self._wanted_here():
+                    serve()
+            if hold.side is Side.MUTATING and not self._fences_passed():
+                with self._changed:
+                    for fence in self._fences:
+                        fence.hold_back()
+        except BaseException:
+            self._leave(hold)
+            raise
+
+    def _waited(self, hold: Hold, timeout: float | None) -> bool:
+        """Wait for a change; returns whether the request was granted."""
         with self._changed:
-            mine = (t for t, p in self._waiters.items() if p.purpose == _BRACKET and p.thread is me)
-            return next(mine, None)
+            seconds = self._look(hold, timeout)
+            if seconds is not None:
+                seconds = min(seconds, LOOK_SECONDS) if self._wanted_here() else seconds
+                self._changed.wait(None if seconds == math.inf else seconds)
+            return seconds is None
 
-    def _steps(self, key: object) -> list[Waiter]:
-        me = threading.current_thread()
-        return [p for p in self._waiters.values() if p.key is key and p.thread is me]
+    def _wanted_here(self) -> list[Callable[[], object]]:
+        return [each.serve for each in self._mine() if each.serve is not None]
+
+    async def _acquire_async(self, hold: Hold, timeout: float | None) -> None:
+        """Waits without a thread; a call that is cancelled waits for nothing afterwards."""
+        wake, loop = asyncio.Event(), asyncio.get_running_loop()
+        hold.wake = partial(loop.call_soon_threadsafe, wake.set)
+        try:
+            self._enter(hold)
+            while (seconds := self._look(hold, timeout)) is not None:
+                with anyio.move_on_after(seconds):
+                    await wake.wait()
+                wake.clear()
+        except BaseException:
+            self._leave(hold)
+            raise
+        finally:
+            hold.wake = None
+
+    def _enter(self, hold: Hold) -> None:
+        with self._changed:
+            self._collect()
+            self._refuse_deadlock(hold)
+            self._state.arrive(hold)
+            self._tell_all()
+
+    def _look(self, hold: Hold, timeout: float | None) -> float | None:
+        """For how many seconds to wait before the next look; None once the request is granted.
+
+        Raises:
+            StateLockTimeout: If the time is over.
+        """
+        grace_left = math.inf
+        with self._changed:
+            if hold in self._state.waiting:
+                self._collect()
+                if hold.side is Side.MUTATING and hold.home is None:
+                    grace_left = self._preempt(hold)
+            if hold in self._state.holding:
+                return None
+            limit = math.inf if timeout is None else timeout
+            left = hold.since + limit - time.monotonic()
+            if left <= 0:
+                raise self._timed_out(hold, limit)
+            look = math.inf if self._state.mutator is None else LOOK_SECONDS
+            return min(look, grace_left, left)
+
+    def _preempt(self, trainer: Hold) -> float:
+        """Takes the lock from deferred captures that a trainer has waited for long enough.
+
+        Threads that are reading for them finish the piece they are at: what they read might be
+        freed otherwise.
+
+        Returns:
+            For how many seconds to wait before that may be done; infinite if it need not.
+        """
+        captures = self._state.revocable()
+        left = max((capture.grace_left(trainer) for capture in captures), default=math.inf)
+        if left > 0:
+            return left
+        for capture in captures:
+            capture.revoked = True
+            if not capture.readers:
+                self._leave(capture)
+        return math.inf
+
+    def _timed_out(self, hold: Hold, timeout: float) -> StateLockTimeout:
+        held = "; ".join(
+            f"thread {use.thread!r} has been {use.side} for {use.seconds:.1f} s ({use.purpose})"
+            for use in self.statistics().holders
+        )
+        who = held or "nobody holds it, and others wait in front"
+        if hold.side is Side.CAPTURING:
+            hint = (
+                "End the mutation sooner (leave mutating(), finish the step or call "
+                "allow_state_dict_read()), or allow the capture more time"
+            )
+        else:
+            hint = "Wait for longer, or without a limit; captures end when their copies are done"
+        wanted = hold.side.value
+        return StateLockTimeout(
+            f"The state lock was not free for {wanted} within {timeout:g} s: {who}", hint=hint
+        )
+
+    def _fences_passed(self) -> bool:
+        """Tell whether devices have done all reads that were left to them."""
+        with self._changed:
+            self._fences = [fence for fence in self._fences if not fence.passed()]
+            return not self._fences
+
+    def _collect(self) -> None:
+        """Lets go of what was left behind by threads that ended and by steps that raised."""
+        if self._state.mutator is not None:
+            for held in [each for each in self._state.holding if each.is_over()]:
+                self._leave(held)
+
+    def _leave(self, hold: Hold) -> None:
+        with self._changed:
+            if hold in self._state.everyone:
+                self._state.leave(hold)
+                self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Has all look again, not only those who were let in: one who waits for captures must
+        begin to look for dead holds once a trainer has taken their place.
+        """
+        self._changed.notify_all()
+        for hold in self._state.everyone:
+            try:
+                if hold.wake is not None:
+                    hold.wake()
+            except RuntimeError:
+                # The loop of one who waits was closed. That must not fail the one who lets go,
+                # and nothing may be granted to a task that will never run again.
+                hold.wake = None
+                self._leave(hold)
+
+
+_locks: weakref.WeakSet[StateLock] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    """Frees all locks in a child that was forked: it has none of the threads that used them."""
+    for lock in _locks:
+        lock._begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+
+
+# ---- the holds of saves and loads ----
+
+
+class LockHold:
+    """One hold of the state lock, from the walk to the last copy or to a change of mind.
+
+    A turn that is released but has not ended keeps the next one from beginning: no other thread is
+    held off while a plan is made or memory is waited for.
+
+    To be made on the event loop that ends it.
+
+    Args:
+        lock: The lock.
+        thread: The identifier of the thread that asked for the save.
+        hold: The capture, if it was acquired already; None if the walk begins it.
+    """
+
+    def __init__(self, lock: StateLock, thread: int, hold: Hold | None = None) -> None:
+        self._lock, self._thread, self._hold = lock, thread, hold
+        self._home = threading.current_thread()
+        self.ended = anyio.Event()
+        self.released = self.copied = False
+        self._users = 0
+        self._ending = False
+
+    def begin(self) -> bool:
+        """Begin the walk on the calling thread; return False if the lock must be waited for.
+
+        Raises:
+            LockMisuse: If the thread that asked for the save is changing the state.
+        """
+        lock, state = self._lock, self._lock._state
+        with lock._changed:
+            hold = self._hold
+            if hold is not None and hold in state.holding and not hold.revoked:
+                hold.grace = math.inf
+                return True
+            self._hold = lock._capture(self._thread, home=self._home, awaited=False)
+            lock._enter(self._hold)
+            if self._hold in state.holding:
+                return True
+            lock._leave(self._hold)
+            self._hold = None
+            return False
+
+    async def wait(self, timeout: float, grace: float, serve: Callable[[], object]) -> None:
+        """Wait for the lock and keep it for a walk that another thread has still to begin.
+
+        Args:
+            timeout: Seconds to wait.
+            grace: Seconds that a trainer waits for the walk to begin; it takes the lock then.
+            serve: Begins the walk, if the thread that is to walk waits for the lock itself.
+
+        Raises:
+            StateLockTimeout: If trainers held the lock for too long.
+        """
+        self._hold = await self._lock.acquire_capture_async(
+            timeout, thread=self._thread, awaited=False, serve=serve
+        )
+        self.defer(grace)
+
+    def release(self) -> None:
+        """Lets trainers go on; for when no thread reads the state. May be called twice."""
+        self.released = True
+        if self._hold is not None:
+            self._lock.release_capture(self._hold)
+
+    def end(self, *, copied: bool = False) -> None:
+        """Lets trainers and the next turn begin, once no thread reads; may be called twice."""
+        self._ending = True
+        self.copied |= copied
+        if not self._users and not self.ended.is_set():
+            self.release()
+            self.ended.set()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keeps the hold although the turn may end: a worker thread is at the state."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._ending:
+                self.end()
+
+    def defer(self, grace: float) -> None:
+        """Read from now on only what does not change without the lock.
+
+        A trainer that has waited for it for the grace takes the lock from it, unless another
+        capture would keep the trainer waiting all the same. Does nothing if it has ended.
+
+        Args:
+            grace: Seconds that a trainer waits from now on.
+        """
+        with self._lock._changed:
+            if self._hold is not None and self._hold in self._lock._state.holding:
+                self._hold.deferred_at, self._hold.grace = time.monotonic(), grace
+                self._lock._changed.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Reads a piece of a state that was deferred; trainers wait for its end.
+
+        Raises:
+            CaptureTooSlow: If a trainer has taken the lock from the capture, or it has ended.
+        """
+        hold, lock = self._hold, self._lock
+        with lock._changed:
+            if hold is None or hold not in lock._state.holding or hold.revoked:
+                grace = math.inf if hold is None else hold.grace
+                raise CaptureTooSlow(
+                    f"A step waited {grace:g} s for the copy of what it changes, and went on "
+                    "without it",
+                    hint='Save with until="staged", raise lock.max_step_wait_seconds, or save '
+                    "less often",
+                )
+            hold.readers += 1
+        try:
+            yield
+        finally:
+            with lock._changed:
+                hold.readers -= 1
+                if hold.revoked and not hold.readers:
+                    lock._leave(hold)
+
+    def let_go(self, fences: Iterable[StreamFence]) -> None:
+        """Lets trainers go on from any thread, their devices after these fences."""
+        assert self._hold is not None
+        self._lock.release_capture(self._hold, fences=fences)
+
+    def here(self) -> AbstractContextManager[None]:
+        """Says that the calling thread does the work of the capture.
+
+        What the state's own methods do on this thread then counts as part of it: guarded
+        optimizers do not lock, further captures are granted at once, and
+        :meth:`StateLock.mutating` raises instead of waiting for ever.
+        """
+        assert self._hold is not None
+        return self._lock._working_for(self._hold)
+
+
+class LoadHold:
+    """The hold of one load that fills a state; to be made on its caller's thread.
+
+    Args:
+        lock: The lock of the state.
+        caller: Runs user code on that thread; None if another does.
+
+    Raises:
+        LockMisuse: If the load would wait for that thread, which is capturing the state.
+    """
+
+    def __init__(self, lock: StateLock, caller: Caller | None) -> None:
+        self._lock, self._thread = lock, threading.current_thread()
+        self._saver = self._thread if caller is not None and caller.blocks else None
+        self._serve = None if caller is None else caller.do_pending
+        self._owner = lock._works_for(Side.MUTATING) or self._thread
+        with lock._changed:
+            lock._collect()
+            mutations = [held for held in lock._state.holding if held.side is Side.MUTATING]
+            self._inside = [held for held in mutations if held.owner == self._owner]
+            lock._refuse_deadlock(self._request(None))
+        self._hold: Hold | None = None
+
+    def _request(self, home: threading.Thread | None) -> Hold:
+        inside = any(each in self._lock._state.holding for each in self._inside)
+        return Hold(
+            side=Side.MUTATING,
+            purpose="load()",
+            thread=self._thread,
+            ident=self._thread.ident,
+            saver=self._saver,
+            home=home,
+            within=self._owner if inside else None,
+            serve=self._serve,
+        )
+
+    @property
+    def is_pending(self) -> bool:
+        """True until it is taken, and after it has ended."""
+        return self._hold is None
+
+    async def take(self) -> None:
+        """Wait until no other thread changes or reads the state; may be called again.
+
+        A call that is cancelled holds nothing and waits for nothing afterwards. What devices
+        still read of the state is waited for as well.
+
+        Raises:
+            LockMisuse: If the lock would wait for the caller.
+        """
+        if self._hold is not None:
+            return
+        hold = self._request(threading.current_thread())
+        await self._lock._acquire_async(hold, None)
+        try:
+            while True:
+                if self._lock._fences_passed():
+                    break
+                await anyio.sleep(_FENCE_SECONDS)
+        except BaseException:
+            self._lock._leave(hold)
+            raise
+        self._hold = hold
+
+    def here(self) -> AbstractContextManager[None]:
+        """Says that the calling thread does the work of the load, whose hold is taken.
+
+        What the state's own methods do on this thread is then part of the load: guarded
+        optimizers, :meth:`StateLock.mutating` and :meth:`StateLock.capturing` do not wait for
+        it, and saves raise.
+        """
+        assert self._hold is not None
+        return self._lock._working_for(self._hold)
+
+    def end(self) -> None:
+        """Lets trainers and captures go on; may be called twice, and if it was never taken."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            self._lock._leave(hold)
+
+
+def thread_of(ident: int) -> threading.Thread | None:
+    """The living thread with this identifier, if there is one that Python knows of."""
+    return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
 
 
 def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLock:
@@ -767,17 +1093,3 @@ def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLoc
             hint="Pass the lock of another pipeline, or a new ckpipe.StateLock()",
         )
     return StateLock() if state_lock is None else state_lock
-
-
-__all__ = [
-    "LOOK_SECONDS",
-    "CaptureToken",
-    "Fence",
-    "LoadCaller",
-    "LoadsSide",
-    "LockQueue",
-    "LockStatistics",
-    "LockUse",
-    "StateLock",
-    "lock_of",
-]

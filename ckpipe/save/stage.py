@@ -28,9 +28,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe.errors import StateChanged
 from ckpipe.events import Staged
 from ckpipe.interpreter import available_cpus
-from ckpipe.lock.holds import LockHold
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
-from ckpipe.lock.lock import Fence
+from ckpipe.lock.lock import LockHold
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.save.context import SaveContext
 from ckpipe.save.program import BlockPlan, EarlyLateSplit, devices_of, divide, fill_blocks
@@ -255,7 +254,7 @@ class BlockCopiers:
         self._watch = watch
         self._hold.defer(grace)
 
-    def let_go(self, ends: Sequence[Fence] = ()) -> None:
+    def let_go(self, ends: Sequence[StreamFence] = ()) -> None:
         """Lets trainers go on after the deferred pieces, if all have been true to the lock.
 
         Does nothing if it was done before.
