@@ -36,7 +36,7 @@ from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.loading.load import LoadRequest, match_all
 from ckpipe.loading.read_plan import ReadLimits, plan_reads
-from ckpipe.plan.plan import LocalPlanner, fingerprint
+from ckpipe.planning import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import OpenedState, capture, flatten
 from ckpipe.store.registry import register_backend
@@ -106,7 +106,7 @@ def walked(ranks: int) -> Figures:
     cache, known = capture_cache_of(first), fingerprint(first.captured)
 
     def again() -> None:
-        captured = None if cache is None else cache.follow(OpenedState(state), select)
+        captured = None if cache is None else cache.capture(OpenedState(state), select)
         captured = captured or capture(state)
         assert captured.derived(fingerprint) == known
 

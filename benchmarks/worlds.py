@@ -12,8 +12,7 @@ import torch
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
-from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.state.flatten import Captured
+from ckpipe.planning import Captured, LocalPlanner, RankPlan
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId

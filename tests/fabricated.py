@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpipe.plan.plan import LocalPlanner, RankPlan
-from ckpipe.state.flatten import Captured
+from ckpipe.planning import Captured, LocalPlanner, RankPlan
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fabricated import Tensor, held_by
 
+from ckpipe import GlobalPlanner
 from ckpipe.format.boxes import Box
 from ckpipe.plan.assignment import RankDescription, assign, offered_shares, private_bytes
-from ckpipe.plan.global_plan import GlobalPlanner, PlanRounds, divide, shared_plan
-from ckpipe.plan.plan import RankPlan, assemble
-from ckpipe.state.flatten import Captured
+from ckpipe.plan.global_plan import PlanRounds, divide, shared_plan
+from ckpipe.planning import Captured, RankPlan, assemble
 
 State = Callable[[int], Sequence[Tensor]]
 """The tensors of each rank."""

@@ -23,8 +23,7 @@ from ckpipe.plan.assignment import (
     water_fill,
 )
 from ckpipe.plan.division import MIN_PIECE_BYTES
-from ckpipe.plan.plan import RankPlan
-from ckpipe.state.flatten import Captured
+from ckpipe.planning import Captured, RankPlan
 from ckpipe.state.placements import Mesh, Sharding, sharding
 
 ALIKE = ("alike", "scalar", "some")

@@ -197,8 +197,8 @@ def test_all_that_lies_in_host_memory_is_summed_while_it_is_copied(block_bytes: 
 def test_a_gather_finds_tensors_that_have_moved() -> None:
     state = {f"{number}": torch.full((3,), number, dtype=torch.float32) for number in range(5)}
     walked = flatten(OpenedState(state), ALL, pickling=False)
-    captured, trail = walked.captured, capture_cache_of(walked)
-    assert trail is not None
+    captured, cache = walked.captured, capture_cache_of(walked)
+    assert cache is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     for _ in range(2):  # what was worked out for a place is not taken for another
         (image,) = images(captured, plan, 4096)
@@ -207,7 +207,7 @@ def test_a_gather_finds_tensors_that_have_moved() -> None:
             name: each.tolist() for name, each in state.items()
         }
         state["2"] = state["2"] + 10
-        followed = trail.follow(OpenedState(state), ALL)
+        followed = cache.capture(OpenedState(state), ALL)
         assert followed is not None
         captured = followed
 

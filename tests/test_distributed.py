@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 import torch
 from gang import Gang, gang, told
 from safetensors import safe_open
-from sampling import EVERY, SEED
+from sampling import EVERY
 from wrapped_models import Net, trained
 
 from ckpipe import SyncPipeline
@@ -25,28 +23,20 @@ def world() -> Iterator[Gang]:
         yield made
 
 
-PAIRS = [
-    ("fsdp", 2, "none", 1),
-    ("none", 1, "fsdp", 2),
-    ("ddp", 2, "fsdp", 2),
-    ("tp", 2, "plain", 1),
-]
-# Worlds of four take long: one pair of them in each run.
-LARGE = [
-    ("hsdp", 4, "fsdp", 3),
-    ("fsdp", 3, "hsdp", 4),
-    ("2d", 4, "tp", 2),
-    ("tp", 2, "2d", 4),
-    ("2d", 4, "plain", 1),
-    ("hsdp", 4, "ddp", 2),
-]
-HUGE = [("3d", 8, "2d", 4), ("tp", 2, "3d", 8), ("3d", 8, "plain", 1)] if EVERY else []
-"""HSDP over tensor parallel."""
+WORLDS = [("fsdp", 3, "hsdp", 4)]
+"""Worlds that the matrix of ``training_state`` has not; HSDP over tensor parallel takes long."""
+if EVERY:
+    WORLDS += [
+        ("hsdp", 4, "fsdp", 3),
+        ("3d", 8, "2d", 4),
+        ("tp", 2, "3d", 8),
+        ("3d", 8, "plain", 1),
+    ]
 
 
 @pytest.mark.parametrize(
     ("saved", "ranks", "loaded", "again"),
-    PAIRS + HUGE + (LARGE if EVERY else random.Random(SEED).sample(LARGE, 1)),
+    WORLDS,
 )
 def test_training_goes_on_in_another_wrapper(
     world: Gang, tmp_path: Path, saved: str, ranks: int, loaded: str, again: int
@@ -83,22 +73,6 @@ def entry_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def test_optimizer_that_never_stepped_stays_so(world: Gang, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert world.run("train", root, 2, kind="fsdp", first=0, save=True, step=0) == [0, 0]
-    assert world.run("train", root, 2, kind="fsdp", first=0, save=False, step=0) == [0, 0]
-    losses = [loss for values in told(root, "loss").values() for loss in values]
-    assert losses == pytest.approx([untouched(0, 3)] * 4, rel=1e-5)
-
-
-def untouched(first: int, steps: int) -> float:
-    """The loss of a run that knows nothing of checkpoints."""
-    torch.manual_seed(3)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
-    return trained(net, optimizer, range(first, first + steps))
-
-
 def made(optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Net, Any]:
     torch.manual_seed(3)
     net = Net()
@@ -127,18 +101,6 @@ def test_looking_at_the_state_changes_no_training(
     assert [parameter.grad for parameter in net.parameters()] == gradients
     assert trained(net, optimizer, range(steps, 5)) == expected
     assert bool(state["optimizer"]["state"]) == bool(steps and any(optimizer.state.values()))
-
-
-def test_an_optimizer_loads_as_fresh_what_had_not_stepped() -> None:
-    net, optimizer = made(torch.optim.Adam)
-    fresh = copy.deepcopy(training_state(net, optimizer).state_dict())
-    assert fresh["optimizer"]["state"] == {}
-    expected = trained(net, optimizer, range(2))
-    other, its = made(torch.optim.Adam)
-    trained(other, its, range(5))
-    training_state(other, its).load_state_dict(fresh)
-    assert not its.state
-    assert trained(other, its, range(2)) == expected
 
 
 def stepped(pipeline: SyncPipeline) -> dict[str, Any]:

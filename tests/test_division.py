@@ -19,8 +19,8 @@ from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.manifest import Chunk
 from ckpipe.plan import division
-from ckpipe.plan.plan import LocalPlanner, RankPlan, fingerprint
-from ckpipe.state.flatten import Captured, capture
+from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
+from ckpipe.state.flatten import capture
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 
 WORLD = 12

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ckpipe.format.keys import LabelFilter
+from ckpipe.planning import Captured
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import Captured, OpenedState, capture, flatten
+from ckpipe.state.flatten import OpenedState, capture, flatten
 from ckpipe.state.kinds import live_state_dict
 
 ALL = LabelFilter()
@@ -134,23 +135,23 @@ def test_a_module_is_what_its_state_dict_says(
 
 @pytest.mark.parametrize("before", CHANGES)
 @pytest.mark.parametrize("after", CHANGES)
-def test_a_trail_through_a_module_leads_where_a_walk_would(
+def test_the_cache_of_a_module_finds_what_a_walk_would(
     before: Callable[[Layers], None], after: Callable[[Layers], None]
 ) -> None:
     model = Layers()
     before(model)
     select = LabelFilter(exclude=["*.two.*"])
     state = {"model": model, "one": model.one.weight}
-    trails = [
+    caches = [
         capture_cache_of(flatten(OpenedState(state), chosen, pickling=False))
         for chosen in (ALL, select)
     ]
     after(model)
-    for trail, chosen in zip(trails, (ALL, select), strict=True):
-        if trail is None:  # a tensor in the state itself has an attribute
+    for cache, chosen in zip(caches, (ALL, select), strict=True):
+        if cache is None:  # a tensor in the state itself has an attribute
             assert before is marked
             continue
-        found = trail.follow(OpenedState(state), chosen)
+        found = cache.capture(OpenedState(state), chosen)
         if found is not None:
             assert facts(found) == facts(capture(state, select=chosen))
         elif after is nothing:

@@ -13,7 +13,7 @@ from torch import nn
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import OwnedFacts, OwnedMemory, owned_leaves, owned_tensors
-from ckpipe.plan.plan import LocalPlanner
+from ckpipe.planning import LocalPlanner
 from ckpipe.save.program import BlockPlan, CopyProgram, divide, plan_blocks
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import OpenedState, capture, flatten
@@ -208,14 +208,14 @@ def test_a_division_serves_until_something_changes(
     model, optimizer = trained
     state = {"model": model, "optimizer": optimizer}
     walked = flatten(OpenedState(state), LabelFilter(), pickling=False)
-    trail, captured = capture_cache_of(walked), walked.captured
-    assert trail is not None
+    cache, captured = capture_cache_of(walked), walked.captured
+    assert cache is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     program = CopyProgram(plan, (), DataFiles(plan.files, plan.layout, ()), "")
     division = divide(captured, program, [optimizer])
-    again = trail.follow(OpenedState(state), LabelFilter())
+    again = cache.capture(OpenedState(state), LabelFilter())
     assert again is not None
     assert division.serves(again, program, [optimizer])
     change(model, optimizer)
-    now = trail.follow(OpenedState(state), LabelFilter())
+    now = cache.capture(OpenedState(state), LabelFilter())
     assert now is None or not division.serves(now, program, [optimizer])

@@ -17,10 +17,10 @@ from planning_ranks import Ranks, captured_by, hurried, unwritten, written
 from sampling import SEED
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
+from ckpipe import GlobalPlanner
 from ckpipe.errors import PlanTimeout, SaveError, UnsupportedState, UnsupportedTopology
 from ckpipe.plan import global_plan
-from ckpipe.plan.global_plan import GlobalPlanner
-from ckpipe.plan.plan import RankPlan
+from ckpipe.planning import RankPlan
 from ckpipe.state.placements import Mesh
 from ckpipe.types import JointPlanner
 

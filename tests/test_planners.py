@@ -16,13 +16,20 @@ from ranks import ranks
 from torch._C._distributed_c10d import HashStore
 
 import ckpipe
+from ckpipe import GlobalPlanner
 from ckpipe.catalog.find import read_index
 from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.format.manifest import Layout
-from ckpipe.plan.division import Unit, shares
-from ckpipe.plan.global_plan import GlobalPlanner
-from ckpipe.plan.plan import LocalPlanner, RankPlan, ReplicatedMarks, assemble, fingerprint
-from ckpipe.state.flatten import Captured
+from ckpipe.planning import (
+    Captured,
+    LocalPlanner,
+    RankPlan,
+    ReplicatedMarks,
+    Unit,
+    assemble,
+    fingerprint,
+    shares,
+)
 
 
 class LastWrites:

@@ -14,8 +14,8 @@ from tensor_states import SPECS, Spec, build
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
-from ckpipe.plan.plan import LocalPlanner, RankPlan, fingerprint
-from ckpipe.state.flatten import Captured, capture
+from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
+from ckpipe.state.flatten import capture
 from ckpipe.state.tensors import TensorLeaf, alias_groups
 
 

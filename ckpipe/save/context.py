@@ -167,7 +167,7 @@ class SaveContext(StoreContext):
     attempt: str
     uploader: Uploader | None = None
     program: CopyProgram | None = None
-    trail: CaptureCache | None = None
+    capture_cache: CaptureCache | None = None
     division: EarlyLateSplit | None = None
     recent_blocks: list[int] = field(default_factory=list)
     lent: dict[Save, Lending] = field(default_factory=dict)

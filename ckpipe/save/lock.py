@@ -103,11 +103,12 @@ def _walk(save: Save, site: SaveContext, hold: LockHold) -> CapturedState | None
     state, select = save.request.state, save.request.select
     with hold.here(), torch.no_grad(), gc_paused():
         opened = OpenedState(state)
-        captured = None if site.trail is None else site.trail.follow(opened, select)
+        cache = site.capture_cache
+        captured = None if cache is None else cache.capture(opened, select)
         if captured is None:
             flattened = flatten(opened, select, pickling=site.settings.pickle == "allow")
             _check_selection(save, site, flattened)
-            site.trail = capture_cache_of(flattened)
+            site.capture_cache = capture_cache_of(flattened)
             captured = flattened.captured
     if not save.request.owners:
         captured.objects = []  # only a copy beside training is planned by them

@@ -91,7 +91,7 @@ class CaptureCache:
         # Numbers that are distinct, whatever lies at these addresses by now.
         self._distinct_ids = _ids(captured.objects, self._bound)
 
-    def follow(self, opened: OpenedState, select: LabelFilter) -> Captured | None:
+    def capture(self, opened: OpenedState, select: LabelFilter) -> Captured | None:
         """Capture a state like the last one; None if its tree has to be made anew.
 
         Args:
@@ -104,11 +104,11 @@ class CaptureCache:
         if select.patterns != self._patterns or opened.repeated:
             return None
         try:
-            return self._followed(opened)
+            return self._captured(opened)
         except (CacheMiss, NotInline):
             return None
 
-    def _followed(self, opened: OpenedState) -> Captured:
+    def _captured(self, opened: OpenedState) -> Captured:
         check(_Containers(opened) == self._containers)
         like, met = self._like, opened.met
         objects = list(map(met.__getitem__, self._tensors))

@@ -1,7 +1,6 @@
 """The kinds of containers of a state: how each is told from the others, and what lies in one.
 
-The walk that takes a state apart and the trail that checks whether a later state is like it both
-read containers by these rules.
+Every save opens all containers of its state by these rules, whether its tree is new or not.
 
 Modules. ``torch.nn.Module.state_dict`` detaches each parameter and buffer, and changes nothing
 else. For a DTensor that costs more than all else that a walk does for it, and the walk looks at

@@ -1,7 +1,7 @@
-"""A trail finds what a walk would find, and refuses where it would find something else.
+"""A cache finds what a walk would find, and refuses where it would find something else.
 
-Whatever changes from one save to the next, following the trail of the first state through the
-second has to give exactly what a walk over the second gives, or nothing.
+Whatever changes from one save to the next, the cache of the first state has to find in the
+second exactly what a walk over the second gives, or nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import nn
 import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter
-from ckpipe.plan.plan import fingerprint
+from ckpipe.planning import Captured, fingerprint
 from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
-from ckpipe.state.flatten import Captured, OpenedState, capture, flatten
+from ckpipe.state.flatten import OpenedState, capture, flatten
 from ckpipe.state.tensors import TensorLeaf
 
 ALL = LabelFilter()
@@ -74,16 +74,16 @@ class Tagged(torch.Tensor):
     """A subclass of tensors."""
 
 
-def trail_through(state: Any, select: LabelFilter = ALL) -> CaptureCache:
+def cache_of(state: Any, select: LabelFilter = ALL) -> CaptureCache:
     with torch.no_grad():
-        trail = capture_cache_of(flatten(OpenedState(state), select, pickling=False))
-    assert trail is not None
-    return trail
+        cache = capture_cache_of(flatten(OpenedState(state), select, pickling=False))
+    assert cache is not None
+    return cache
 
 
-def followed(trail: CaptureCache, state: Any, select: LabelFilter = ALL) -> Captured | None:
+def followed(cache: CaptureCache, state: Any, select: LabelFilter = ALL) -> Captured | None:
     with torch.no_grad():
-        return trail.follow(OpenedState(state), select)
+        return cache.capture(OpenedState(state), select)
 
 
 def told(captured: Captured) -> Any:
@@ -127,18 +127,18 @@ def train(state: dict[str, Any]) -> None:
 
 def test_a_state_that_goes_on_training_is_followed() -> None:
     state = training()
-    trail = trail_through(state)
+    cache = cache_of(state)
     for _ in range(3):
         train(state)
-        found = followed(trail, state)
+        found = followed(cache, state)
         assert found is not None
         assert_alike(found, state)
 
 
 def test_what_does_not_change_is_shared() -> None:
     state = training()
-    trail = trail_through(state)
-    first, second = followed(trail, state), followed(trail, state)
+    cache = cache_of(state)
+    first, second = followed(cache, state), followed(cache, state)
     assert first is not None
     assert second is not None
     assert first.tensors is second.tensors
@@ -150,18 +150,18 @@ def test_what_does_not_change_is_shared() -> None:
 def test_no_tensor_is_kept_alive() -> None:
     state: dict[str, Any] = {"a": torch.zeros(3), "b": np.ones(2), "c": nn.Parameter(torch.ones(2))}
     alive = [weakref.ref(each) for each in state.values()]
-    trail = trail_through(state)
-    assert followed(trail, state) is not None
+    cache = cache_of(state)
+    assert followed(cache, state) is not None
     state.clear()
     assert [each() for each in alive] == [None, None, None]
 
 
 def test_tensors_that_have_moved_are_found_where_they_are() -> None:
     state: dict[str, Any] = {"a": torch.arange(6.0), "b": torch.ones(2), "c": np.ones(3)}
-    trail = trail_through(state)
+    cache = cache_of(state)
     state["a"] = state["a"].clone()
     state["c"] = state["c"].copy()
-    found = followed(trail, state)
+    found = followed(cache, state)
     assert found is not None
     assert_alike(found, state)
 
@@ -169,10 +169,10 @@ def test_tensors_that_have_moved_are_found_where_they_are() -> None:
 def test_tensors_that_have_come_to_share_memory_have_another_fingerprint() -> None:
     flat = torch.zeros(12)
     state = {"a": flat[:4], "b": flat[6:10]}
-    trail = trail_through(state)
+    cache = cache_of(state)
     before = fingerprint(capture(state))
     state["b"] = flat[2:6]
-    found = followed(trail, state)
+    found = followed(cache, state)
     assert found is not None
     assert_alike(found, state)
     assert fingerprint(found) != before
@@ -234,9 +234,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_change_of_a_tensor_is_seen(name: str) -> None:
     state = tensors()
-    trail = trail_through(state)
+    cache = cache_of(state)
     state = CHANGES[name](state)
-    found = followed(trail, state)
+    found = followed(cache, state)
     if found is not None:
         assert_alike(found, state)
 
@@ -244,16 +244,16 @@ def test_every_change_of_a_tensor_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", ["replaced", "set to other memory"])
 def test_a_change_of_nothing_but_memory_is_followed(name: str) -> None:
     state = {"b": torch.ones(4), "c": torch.ones(1)}
-    trail = trail_through(state)
-    assert followed(trail, CHANGES[name](state)) is not None
+    cache = cache_of(state)
+    assert followed(cache, CHANGES[name](state)) is not None
 
 
 @pytest.mark.parametrize(
     "odd", [torch.zeros(3, 3).to_sparse(), torch.zeros(3, 3, device="meta")], ids=["sparse", "meta"]
 )
 def test_what_cannot_be_saved_is_refused(odd: torch.Tensor) -> None:
-    trail = trail_through({"b": torch.zeros(3, 3)})
-    assert followed(trail, {"b": odd}) is None
+    cache = cache_of({"b": torch.zeros(3, 3)})
+    assert followed(cache, {"b": odd}) is None
     with pytest.raises(UnsupportedState):
         capture({"b": odd})
 
@@ -274,32 +274,32 @@ def test_odd_states_are_walked_each_time(what: str) -> None:
 
 def test_a_container_that_comes_to_stand_in_two_places_is_seen() -> None:
     shared = [torch.zeros(2)]
-    trail = trail_through([shared, [torch.zeros(2)]])
-    assert followed(trail, [shared, shared]) is None
+    cache = cache_of([shared, [torch.zeros(2)]])
+    assert followed(cache, [shared, shared]) is None
 
 
-def test_the_selection_belongs_to_the_trail() -> None:
+def test_the_selection_belongs_to_the_cache() -> None:
     state: dict[str, Any] = {"a": torch.zeros(2), "b": {"c": torch.zeros(3)}, "n": 1}
     only = LabelFilter(["a", "n"])
-    trail = trail_through(state, only)
-    assert followed(trail, state) is None
+    cache = cache_of(state, only)
+    assert followed(cache, state) is None
     state["n"] = 2
-    found = followed(trail, state, LabelFilter(["a", "n"]))
+    found = followed(cache, state, LabelFilter(["a", "n"]))
     assert found is not None
     assert_alike(found, state, only)
     state["b"]["c"] = state["a"]  # now it is met where it was selected before
-    found = followed(trail, state, only)
+    found = followed(cache, state, only)
     assert found is None
 
 
 def test_what_is_said_of_replicas_is_asked_again() -> None:
     holder = Vouching([torch.zeros(1), torch.ones(2)])
-    trail = trail_through(holder)
-    found = followed(trail, holder)
+    cache = cache_of(holder)
+    found = followed(cache, holder)
     assert found is not None
     assert found.replicated == {1}
     holder.endings = ("0",)
-    assert followed(trail, holder) is None
+    assert followed(cache, holder) is None
 
 
 def test_errors_of_the_users_code_pass() -> None:
@@ -310,10 +310,10 @@ def test_errors_of_the_users_code_pass() -> None:
             return super().state_dict()
 
     holder = Failing(1)
-    trail = trail_through(holder)
+    cache = cache_of(holder)
     holder.inside = None
     with pytest.raises(KeyError, match="lost"):
-        followed(trail, holder)
+        followed(cache, holder)
 
 
 # ---- containers ----
@@ -344,9 +344,9 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("what", PAIRS)
 def test_every_change_of_a_container_is_seen(what: str) -> None:
     before, after = PAIRS[what]
-    trail = trail_through(before)
-    assert followed(trail, before) is not None
-    assert followed(trail, after) is None
+    cache = cache_of(before)
+    assert followed(cache, before) is not None
+    assert followed(cache, after) is None
     assert told(capture(before)) != told(capture(after))
 
 
@@ -378,19 +378,19 @@ def test_every_change_of_one_of_many_dicts_is_seen(what: str) -> None:
     rows: list[Any] = [{"a": n, "b": torch.full((2,), n)} for n in range(4)]
     rows += [{"a": 4, "b": 4.5}, {"a": 5, "b": 5.5}, [0]]
     rows[0]["c"] = rows[3][1] = 0
-    trail = trail_through(rows)
-    found = followed(trail, rows)
+    cache = cache_of(rows)
+    found = followed(cache, rows)
     assert found is not None
     assert_alike(found, rows)
     ROWS[what](rows)
-    assert followed(trail, rows) is None
+    assert followed(cache, rows) is None
 
 
 def test_equal_keys_of_many_dicts_need_not_be_the_same_objects() -> None:
     rows = [{f"key {n}": torch.ones(1), "n": n} for n in range(6)]
-    trail = trail_through(rows)
+    cache = cache_of(rows)
     others = [{f"key {n}": torch.ones(1), "n": n + 1} for n in range(6)]
-    found = followed(trail, others)
+    found = followed(cache, others)
     assert found is not None
     assert_alike(found, others)
 
@@ -405,10 +405,10 @@ def test_a_type_that_is_registered_meanwhile_is_seen() -> None:
         pass
 
     for state in (Late(1), Where("/x")):
-        trail = trail_through([state])
-        assert followed(trail, [state]) is not None
+        cache = cache_of([state])
+        assert followed(cache, [state]) is not None
         ckpipe.register_type(type(state), to_state=str, from_state=type(state))
-        assert followed(trail, [state]) is None
+        assert followed(cache, [state]) is None
 
 
 # ---- anything that may become anything ----
@@ -463,15 +463,15 @@ def two_states(draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 @given(two_states(), st.sampled_from([ALL, LabelFilter(exclude=["*a*"]), LabelFilter(["*1"])]))
-def test_a_trail_leads_where_a_walk_would(states: tuple[Any, Any], select: LabelFilter) -> None:
+def test_a_cache_finds_what_a_walk_would(states: tuple[Any, Any], select: LabelFilter) -> None:
     one, other = states
     with torch.no_grad():
-        trail = capture_cache_of(flatten(OpenedState(one), select, pickling=False))
-    if trail is None:
+        cache = capture_cache_of(flatten(OpenedState(one), select, pickling=False))
+    if cache is None:
         return
     # One tensor in a place that is selected and in one that is not leads nowhere.
-    assert select is not ALL or followed(trail, one) is not None
+    assert select is not ALL or followed(cache, one) is not None
     for state in (one, other):
-        found = followed(trail, state, select)
+        found = followed(cache, state, select)
         if found is not None:
             assert_alike(found, state, select)
