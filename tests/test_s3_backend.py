@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,63 +16,28 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from fault_proxy import Fault, FaultProxy, Request, fault_proxy
+from fault_proxy import Fault, fault_proxy
 from s3_servers import KEY, S3Server
+from seen_buckets import BLOCK, BUCKET, Seen, watched
 
 from ckpipe import errors
-from ckpipe.backend import PutMode
+from ckpipe.backend import Backend, PutMode
 from ckpipe_s3 import S3Backend
 
-BUCKET = "backend"
-BLOCK = 5 << 20
 
-_numbers = itertools.count()
-
-
-# A server behind a proxy that sees every request
-
-
-class Seen:
-    """Requests as they passed."""
-
-    def __init__(self, server: S3Server, proxy: FaultProxy) -> None:
-        self.server, self.proxy = server, proxy
-        self.url = f"s3://{BUCKET}/root-{next(_numbers)}"
-        self.requests: list[Request] = []
-        self.fault: dict[str, Fault] = {}
-        proxy.rule = self._rule
-
-    def _rule(self, request: Request) -> Fault | None:
-        self.requests.append(request)
-        return self.fault.pop(request.operation, None)
-
-    def backend(self, **options: Any) -> S3Backend:
-        return S3Backend(self.url, endpoint_url=self.proxy.url, **options)
-
-    def headers(self, operation: str) -> list[dict[str, str]]:
-        """The headers of each request of an operation."""
-        return [each.headers for each in self.requests if each.operation == operation]
-
-
-@pytest.fixture(scope="module")
-def server(moto_server: S3Server) -> S3Server:
-    moto_server.make_bucket(BUCKET)
-    return moto_server
+@pytest.fixture
+def seen(moto_server: S3Server) -> Iterator[Seen]:
+    with watched(moto_server) as made:
+        yield made
 
 
 @pytest.fixture
-def seen(server: S3Server) -> Iterator[Seen]:
-    with fault_proxy(server.port) as proxy:
-        yield Seen(server, proxy)
-
-
-@pytest.fixture
-async def backend(seen: Seen) -> AsyncIterator[S3Backend]:
+async def backend(seen: Seen) -> AsyncIterator[Backend]:
     async with seen.backend() as backend:
         yield backend
 
 
-async def upload_two_blocks(backend: S3Backend, key: str = "data") -> bytes:
+async def upload_two_blocks(backend: Backend, key: str = "data") -> bytes:
     """Uploads an object of two parts."""
     data = bytes(range(256)) * (BLOCK // 128)
     upload = await backend.open_upload(key, size=len(data), block_bytes=BLOCK)
@@ -81,11 +45,6 @@ async def upload_two_blocks(backend: S3Backend, key: str = "data") -> bytes:
         await upload.write(offset, memoryview(data)[offset : offset + BLOCK])
     await upload.complete()
     return data
-
-
-async def open_uploads(seen: Seen) -> list[str]:
-    found = await anyio.to_thread.run_sync(seen.server.open_uploads, BUCKET)
-    return [name for name in found if name.startswith(seen.url.removeprefix(f"s3://{BUCKET}/"))]
 
 
 async def test_options_reach_the_requests_that_they_are_for(seen: Seen) -> None:
@@ -171,11 +130,11 @@ async def test_a_proxy_that_is_not_there(seen: Seen) -> None:
     assert "hunter2" not in str(caught.value)
 
 
-async def test_a_bundle_of_certificates_is_trusted(server: S3Server, tmp_path: Path) -> None:
+async def test_a_bundle_of_certificates_is_trusted(seen: Seen, tmp_path: Path) -> None:
     certificate, key = self_signed(tmp_path)
     shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shown.load_cert_chain(certificate, key)
-    with fault_proxy(server.port, tls=shown) as proxy:
+    with fault_proxy(seen.server.port, tls=shown) as proxy:
         url, endpoint = f"s3://{BUCKET}/tls", proxy.url.replace("http:", "https:")
         async with S3Backend(url, endpoint_url=endpoint, ca_bundle=str(certificate)) as backend:
             await backend.put("a", b"x", PutMode.OVERWRITE)
@@ -222,56 +181,13 @@ async def test_no_credentials(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
-async def test_a_missing_bucket_is_told_by_the_first_write(seen: Seen) -> None:
-    async with S3Backend("s3://no-such-bucket/a", endpoint_url=seen.proxy.url) as backend:
-        with pytest.raises(errors.StoreError, match=r"NoSuchBucket.*Create the bucket"):
-            await backend.put("a", b"x", PutMode.CREATE)
-
-
-@pytest.mark.parametrize("options", [{"max_connections": 0}, {"request_timeout": -1.0}])
-def test_options_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(errors.UsageError, match="more than 0"):
-        S3Backend("s3://bucket", **options)
-
-
-async def test_a_store_is_probed_once_and_only_by_who_saves(seen: Seen) -> None:
-    async with seen.backend() as backend:
-        assert [info async for info in backend.list()] == []
-        await backend.put_volatile("lease", b"{}")
-        await backend.delete(["lease"])
-    assert [each.operation for each in seen.requests] == ["List", "Put", "Delete"]
-    for number in range(2):
-        async with seen.backend() as backend:
-            await backend.put(f"{number}", b"x", PutMode.CREATE)
-    assert [each.operation for each in seen.requests] == [
-        *["List", "Put", "Delete"],
-        *["Put", "Put", "List"],
-        *["Put"] * 2,
-    ]
-
-
-async def test_a_large_upload_and_ranges(seen: Seen, backend: S3Backend) -> None:
+async def test_a_large_upload_and_ranges(seen: Seen, backend: Backend) -> None:
     data = await upload_two_blocks(backend)
     assert len(seen.headers("UploadPart")) == 2
     buffer = bytearray(BLOCK)
     await backend.read_into("data", BLOCK - 7, memoryview(buffer))
     assert buffer == data[BLOCK - 7 : 2 * BLOCK - 7]
-    assert await open_uploads(seen) == []
-
-
-async def test_a_large_upload_finds_its_key_taken(seen: Seen, backend: S3Backend) -> None:
-    await backend.put("data", b"first", PutMode.CREATE)
-    with pytest.raises(errors.ObjectExists):
-        await upload_two_blocks(backend)
-    assert await backend.get("data", max_bytes=5) == b"first"
-
-
-async def test_leaving_ends_what_nobody_ended(seen: Seen) -> None:
-    async with seen.backend() as backend:
-        upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
-        await upload.write(0, memoryview(bytes(BLOCK)))
-        assert len(await open_uploads(seen)) == 1
-    assert await open_uploads(seen) == []
+    assert await seen.leftovers() == []
 
 
 async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
@@ -279,9 +195,9 @@ async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
         seen.fault["CreateUpload"] = Fault.LOST
         with pytest.raises(errors.StoreUnavailable):
             await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
-        assert len(await open_uploads(seen)) == 1
+        assert len(await seen.leftovers()) == 1
         await upload_two_blocks(backend)
-        assert await open_uploads(seen) == []
+        assert await seen.leftovers() == []
 
 
 async def test_uploads_that_a_crash_left_are_removed(weed_server: S3Server) -> None:
@@ -300,7 +216,7 @@ async def test_uploads_that_a_crash_left_are_removed(weed_server: S3Server) -> N
     assert left == ["other/data"]
 
 
-async def test_an_upload_that_a_sweep_removed_says_so(seen: Seen, backend: S3Backend) -> None:
+async def test_an_upload_that_a_sweep_removed_says_so(seen: Seen, backend: Backend) -> None:
     upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
     await backend.remove_stale_uploads("", before=datetime.now(UTC) + timedelta(minutes=5))
     with pytest.raises(errors.StoreError):
@@ -308,36 +224,12 @@ async def test_an_upload_that_a_sweep_removed_says_so(seen: Seen, backend: S3Bac
     await upload.abort()
 
 
-async def test_blocks_that_s3_cannot_take(seen: Seen, backend: S3Backend) -> None:
-    with pytest.raises(errors.UsageError, match=r"staging.block_bytes to \"\d+ MiB\""):
-        await backend.open_upload("data", size=10_001 * BLOCK, block_bytes=BLOCK)
-    upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
-    with pytest.raises(errors.UsageError):
-        await upload.write(1, memoryview(bytes(BLOCK)))
-    with pytest.raises(errors.UsageError, match="0 of its 2 parts"):
-        await upload.complete()
-
-
-async def test_many_objects_are_deleted_by_few_requests(seen: Seen, backend: S3Backend) -> None:
+async def test_many_objects_are_deleted_by_few_requests(seen: Seen, backend: Backend) -> None:
     await backend.put("0001", b"x", PutMode.CREATE)
     await backend.delete([f"{number:04}" for number in range(1001)])
     assert len(seen.headers("Delete")) == 2
     assert [info async for info in backend.list()] == []
 
 
-async def test_a_server_that_goes_silent_is_given_up(seen: Seen) -> None:
-    async with seen.backend(request_timeout=0.2) as backend:
-        calls: dict[str, Callable[[], Awaitable[object]]] = {
-            "Put": lambda: backend.put("a", b"x", PutMode.CREATE),
-            "Get": lambda: backend.get("a", max_bytes=1),
-            "List": lambda: backend.children(),
-            "Head": lambda: backend.stat("a"),
-        }
-        for operation, call in calls.items():
-            seen.fault[operation] = Fault.HANG
-            with anyio.fail_after(20), pytest.raises(errors.StoreUnavailable):
-                await call()
-
-
-def test_the_tests_hide_the_credentials_of_the_user(server: S3Server) -> None:
+def test_the_tests_hide_the_credentials_of_the_user(moto_server: S3Server) -> None:
     assert os.environ["AWS_ACCESS_KEY_ID"] == KEY
