@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import AsyncExitStack
-from datetime import datetime
 from typing import Self
 
 from ckpipe.backend import Upload, UploadLimits
-from ckpipe.errors import UsageError
 from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
 from ckpipe_gcs.bucket import Address, GcsBucket
-from ckpipe_gcs.upload import MAX_PARTS, CompositeUpload, Leftovers
-from ckpipe_http.buckets import BucketBackend, BufferedUpload
+from ckpipe_gcs.upload import MAX_PARTS, CompositeUpload, TemporaryObjects
+from ckpipe_http.buckets import BucketBackend
 from ckpipe_http.requests import check_proxy, flag, positive
-
-BUFFERED_BYTES = 2 << 20
-"""Files of at most this size are kept in memory and sent whole."""
 
 
 class GcsBackend(BucketBackend):
@@ -65,8 +60,10 @@ class GcsBackend(BucketBackend):
 
     limits = UploadLimits(max_blocks=MAX_PARTS)
     condition = "ifGenerationMatch"
+    buffered_bytes = 2 << 20
     _address: Address
     _bucket: GcsBucket
+    _leftovers: TemporaryObjects
 
     def __init__(
         self,
@@ -115,25 +112,11 @@ class GcsBackend(BucketBackend):
                 session, tokens, self._address, access.endpoint, access.request_timeout,
                 self._common, self._writing,
             )  # fmt: skip
-            self._leftovers = Leftovers(self._bucket)
+            self._leftovers = TemporaryObjects(self._bucket)
             self._stack = stack.pop_all()
         return self
 
-    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        self._address.name(key)
-        if size > MAX_PARTS * block_bytes:
-            message = f"{size} bytes in blocks of {block_bytes} bytes are more than {MAX_PARTS}"
-            hint = f'Set staging.block_bytes to "{size // MAX_PARTS // (1 << 20) + 1} MiB" or more'
-            raise UsageError(message, key=key, hint=hint)
-        await self._probe()
-        if size <= min(block_bytes, BUFFERED_BYTES):
-            return BufferedUpload(self._bucket, key, size)
+    async def _begin(self, key: str, size: int, block_bytes: int) -> Upload:
         return CompositeUpload(
             self._bucket, self._leftovers, key, size, block_bytes, self._resumable_bytes
         )
-
-    async def _give_up(self) -> None:
-        await self._leftovers.close()
-
-    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        return await self._leftovers.remove_stale(self._address.below(prefix), before)

@@ -38,7 +38,7 @@ from ckpipe_gcs.bucket import (
     owner_of,
     upload_of,
 )
-from ckpipe_http.buckets import BlockUpload
+from ckpipe_http.buckets import BlockUpload, Leftovers
 from ckpipe_http.requests import checksum_text
 
 logger = logging.getLogger("ckpipe")
@@ -231,7 +231,7 @@ class CompositeUpload(BlockUpload[Part]):
     def __init__(
         self,
         bucket: GcsBucket,
-        leftovers: Leftovers,
+        leftovers: TemporaryObjects,
         key: str,
         size: int,
         block_bytes: int,
@@ -374,7 +374,7 @@ class CompositeUpload(BlockUpload[Part]):
             await self._end()
 
 
-class Leftovers:
+class TemporaryObjects(Leftovers):
     """Keep account of temporary objects and sessions, so that none of ours stays on the store.
 
     A name is noted before the request that may make the object, and forgotten once it is known
@@ -390,9 +390,6 @@ class Leftovers:
         """Objects that may be there, with the generation once that is known."""
         self.sessions: set[Session] = set()
         """Sessions that may be open."""
-
-    def __len__(self) -> int:
-        return len(self.names) + len(self.sessions)
 
     async def end(self, names: Iterable[str], sessions: Iterable[Session] = ()) -> None:
         """End sessions and delete temporary objects, as far as they were noted.
@@ -414,29 +411,9 @@ class Leftovers:
             self.names.pop(name, None)
 
     async def close(self) -> None:
-        """End what was left open, as far as the store can be reached in the time of one request."""
-        with anyio.move_on_after(self._bucket.timeout) as scope:
-            try:
-                await self.end(tuple(self.names), tuple(self.sessions))
-            except StoreError as error:
-                logger.warning("Temporary objects may be left behind: %s", error)
-        if scope.cancelled_caught:
-            where = self._bucket.address
-            logger.warning("Temporary objects may be left behind below %s", where)
+        await self.end(tuple(self.names), tuple(self.sessions))
 
     async def remove_stale(self, prefix: str, before: datetime) -> int:
-        """Delete the temporary objects of uploads that have written nothing since a time.
-
-        Args:
-            prefix: The whole prefix below which to look.
-            before: By the store's own clock.
-
-        Returns:
-            How many uploads they belonged to.
-
-        Raises:
-            StoreError: If the store failed.
-        """
         found: dict[str, dict[str, str | None]] = {}
         latest: dict[str, datetime] = {}
         async for page in self._bucket.pages(prefix):

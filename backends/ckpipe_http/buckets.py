@@ -8,6 +8,7 @@ and :class:`BucketBackend` with its options.
 from __future__ import annotations
 
 import abc
+import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -36,6 +37,8 @@ from ckpipe.errors import (
 from ckpipe_http.bodies import fill
 from ckpipe_http.failures import Refused, Table, broken, refused
 from ckpipe_http.requests import checksum_of
+
+logger = logging.getLogger("ckpipe")
 
 OWNER = "ckpipe-upload"
 """The custom metadata of an object that names the upload that made it."""
@@ -312,6 +315,33 @@ class Bucket(abc.ABC):
         """Do :meth:`ckpipe.Backend.delete`."""
 
 
+class Leftovers(abc.ABC):
+    """Keep account of unfinished uploads, so that none of ours stays on the store."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """End the uploads that were neither completed nor aborted.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+
+    @abc.abstractmethod
+    async def remove_stale(self, prefix: str, before: datetime) -> int:
+        """End the uploads below a prefix that have written nothing since a time.
+
+        Args:
+            prefix: The beginning of the whole names.
+            before: By the store's own clock.
+
+        Returns:
+            How many uploads they were.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+
+
 _honours: dict[tuple[str, str | None, str], bool] = {}
 """Whether stores honour the condition of a create-only put, by scheme, endpoint and bucket."""
 
@@ -322,8 +352,8 @@ class BucketBackend(Backend, abc.ABC):
     Before its first write to a bucket a process probes by one object below the root whether the
     store honours the condition of a create-only put. A process that only reads writes nothing.
 
-    ``__aenter__`` is the subclass's: it makes :attr:`_bucket`, and enters what has to be closed
-    into :attr:`_stack`.
+    ``__aenter__`` is the subclass's: it makes :attr:`_bucket` and :attr:`_leftovers`, and enters
+    what has to be closed into :attr:`_stack`.
 
     Args:
         address: Bucket and prefix.
@@ -334,8 +364,11 @@ class BucketBackend(Backend, abc.ABC):
     prefers_worker = True
     condition: ClassVar[str]
     """The store's name for the condition of a create-only put."""
+    buffered_bytes: ClassVar[int]
+    """Large objects of at most this size are kept in memory and sent whole."""
 
     _bucket: Bucket
+    _leftovers: Leftovers
 
     def __init__(
         self, address: BucketAddress, endpoint: str | None, *, require_create_only: bool
@@ -349,8 +382,8 @@ class BucketBackend(Backend, abc.ABC):
         return f"<{type(self).__name__} {self._address}>"
 
     @abc.abstractmethod
-    async def _give_up(self) -> None:
-        """End the uploads that were neither completed nor aborted."""
+    async def _begin(self, key: str, size: int, block_bytes: int) -> Upload:
+        """Begin an upload in blocks that the store takes."""
 
     async def __aexit__(
         self,
@@ -358,9 +391,15 @@ class BucketBackend(Backend, abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give up unfinished uploads, and close the connections."""
+        """End unfinished uploads in the time of one request, and close the connections."""
         with anyio.CancelScope(shield=True):
-            await self._give_up()
+            with anyio.move_on_after(self._bucket.timeout) as scope:
+                try:
+                    await self._leftovers.close()
+                except StoreError as error:
+                    logger.warning("Unfinished uploads may be left behind: %s", error)
+            if scope.cancelled_caught:
+                logger.warning("Unfinished uploads may be left behind below %s", self._address)
             await self._stack.aclose()
 
     async def _probe(self) -> None:
@@ -417,6 +456,22 @@ class BucketBackend(Backend, abc.ABC):
     async def put_volatile(self, key: str, data: bytes) -> None:
         # No probe: a lease of a load has a random name, and leaves nothing.
         await self._bucket.put(key, data, PutMode.CREATE)
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        self._address.name(key)
+        least, most = self.limits.min_block_bytes, self.limits.max_blocks or size
+        if size > block_bytes and (block_bytes < least or size > most * block_bytes):
+            message = f"The store cannot take {size} bytes in {most} blocks of {block_bytes} bytes"
+            mebibytes = -(-max(size // most, least) // (1 << 20)) + 1
+            hint = f'Set staging.block_bytes to "{mebibytes} MiB" or more'
+            raise UsageError(message, key=key, hint=hint)
+        await self._probe()
+        if size <= min(block_bytes, self.buffered_bytes):
+            return BufferedUpload(self._bucket, key, size)
+        return await self._begin(key, size, block_bytes)
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        return await self._leftovers.remove_stale(self._address.below(prefix), before)
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         data = bytearray()

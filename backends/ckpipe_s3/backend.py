@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from datetime import datetime
 from typing import Literal, Self
 
 from ckpipe.backend import Upload, UploadLimits
-from ckpipe.errors import UsageError
-from ckpipe_http.buckets import BucketBackend, BufferedUpload
+from ckpipe_http.buckets import BucketBackend
 from ckpipe_http.requests import check_endpoint, check_proxy, flag, positive
 from ckpipe_s3.bucket import Address, S3Bucket
 from ckpipe_s3.client import Access, AddressingStyle, open_client
@@ -62,7 +60,9 @@ class S3Backend(BucketBackend):
 
     limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
     condition = "If-None-Match"
+    buffered_bytes = MIN_PART_BYTES
     _bucket: S3Bucket
+    _leftovers: OpenUploads
 
     def __init__(
         self,
@@ -107,30 +107,14 @@ class S3Backend(BucketBackend):
             self._bucket = S3Bucket(
                 client, self._address, self._access.request_timeout, self._common, self._writing
             )
-            self._uploads = OpenUploads(self._bucket, {**self._writing, **self._storage_class})
+            self._leftovers = OpenUploads(self._bucket, {**self._writing, **self._storage_class})
             self._stack = stack.pop_all()
         return self
 
-    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        self._address.name(key)
-        await self._probe()
-        if size <= min(block_bytes, MIN_PART_BYTES):
-            return BufferedUpload(self._bucket, key, size)
-        if size > block_bytes and (block_bytes < MIN_PART_BYTES or size > MAX_PARTS * block_bytes):
-            message = f"S3 cannot take {size} bytes in {MAX_PARTS} blocks of {block_bytes} bytes"
-            mebibytes = -(-max(size // MAX_PARTS, MIN_PART_BYTES) // (1 << 20)) + 1
-            hint = f'Set staging.block_bytes to "{mebibytes} MiB" or more'
-            raise UsageError(message, key=key, hint=hint)
-        upload = MultipartUpload(self._bucket, self._uploads, key, size, block_bytes)
+    async def _begin(self, key: str, size: int, block_bytes: int) -> Upload:
+        upload = MultipartUpload(self._bucket, self._leftovers, key, size, block_bytes)
         await upload.begin()
         return upload
-
-    async def _give_up(self) -> None:
-        await self._uploads.close()
-
-    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        self._address.below(prefix)
-        return await self._uploads.remove_stale(prefix, before)
 
 
 def _given(**parameters: str | None) -> dict[str, str]:

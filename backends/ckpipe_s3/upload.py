@@ -7,7 +7,6 @@ until its upload is completed.
 from __future__ import annotations
 
 import io
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,11 +15,9 @@ from typing import Any
 import anyio
 
 from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe_http.buckets import BlockUpload
+from ckpipe_http.buckets import BlockUpload, Leftovers
 from ckpipe_http.requests import checksum_text
 from ckpipe_s3.bucket import Parameters, S3Bucket, owned_by
-
-logger = logging.getLogger("ckpipe")
 
 PIECE_BYTES = 1 << 20
 """The bytes of a body that are handed to the socket at a time. Each piece costs a switch to a
@@ -94,7 +91,7 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
             await self._open_uploads.settle(self._key)
 
 
-class OpenUploads:
+class OpenUploads(Leftovers):
     """Begin and end multipart uploads, so that none of ours stays open on the store.
 
     If the answer to a request that begins an upload is lost, the upload may be open under an id
@@ -111,9 +108,6 @@ class OpenUploads:
         self._bucket, self._writing = bucket, writing
         self._open: dict[str, str] = {}
         self._doubtful: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     async def begin(self, key: str, more: Parameters) -> str:
         """Begin an upload.
@@ -181,35 +175,22 @@ class OpenUploads:
                 await self.abort(key, upload_id)
         del self._doubtful[key]
 
-    async def _listed(self, key: str) -> dict[str, datetime]:
-        return {
-            upload_id: begun
-            for upload_id, (found, begun) in (await self._found(key)).items()
-            if found == key
-        }
+    async def _listed(self, key: str) -> list[str]:
+        found = await self._found(self._bucket.address.name(key))
+        return [upload_id for upload_id, (of, _) in found.items() if of == key]
 
     async def _found(self, prefix: str) -> dict[str, tuple[str, datetime]]:
-        address = self._bucket.address
-        pages = self._bucket.answers("list_multipart_uploads", Prefix=address.prefix + prefix)
         found = {}
-        async for page in pages:
+        async for page in self._bucket.answers("list_multipart_uploads", Prefix=prefix):
             for entry in page.get("Uploads", ()):
                 # Not every store looks at the prefix.
-                if entry["Key"].startswith(address.prefix + prefix):
-                    key = address.key(entry["Key"])
+                if entry["Key"].startswith(prefix):
+                    key = self._bucket.address.key(entry["Key"])
                     if key is not None:
                         found[entry["UploadId"]] = (key, entry["Initiated"].astimezone(UTC))
         return found
 
     async def remove_stale(self, prefix: str, before: datetime) -> int:
-        """Abort the uploads below a prefix that were begun before a time.
-
-        Returns:
-            How many.
-
-        Raises:
-            StoreError: If the store failed.
-        """
         found = await self._found(prefix)
         stale = [(key, id) for id, (key, begun) in found.items() if begun < before]
         for key, upload_id in stale:
@@ -217,14 +198,10 @@ class OpenUploads:
         return len(stale)
 
     async def close(self) -> None:
-        """Abort what was neither completed nor aborted, as far as the store can be reached."""
-        try:
-            for upload_id, key in list(self._open.items()):
-                await self.abort(key, upload_id)
-            for key in list(self._doubtful):
-                await self.settle(key)
-        except StoreError as error:
-            logger.warning("An upload may be left behind: %s", error)
+        for upload_id, key in list(self._open.items()):
+            await self.abort(key, upload_id)
+        for key in list(self._doubtful):
+            await self.settle(key)
 
 
 class MemoryBody(io.RawIOBase):
