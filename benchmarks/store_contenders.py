@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 from store_sockets import Lanes, Sockets
 
-from ckpipe_s3.bucket import Address
-from ckpipe_s3.client import Access
+from ckpipe_s3.bucket import Access, Address
 
 
 class Contender(Protocol):

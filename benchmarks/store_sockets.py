@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 
-from ckpipe_s3.bucket import Address
-from ckpipe_s3.client import Access
+from ckpipe_s3.bucket import Access, Address
 
 HEAD_BYTES = 1 << 16
 

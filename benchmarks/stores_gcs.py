@@ -109,13 +109,14 @@ async def measure(
     state = {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
     memory = memoryview(raw.touched(plan.mib * raw.MIB))[: plan.mib * raw.MIB]
     endpoint = options.get("endpoint_url")
-    access = Access(find_endpoint(endpoint, {})[0], anonymous=endpoint is not None)
+    where, _ = find_endpoint(endpoint, {})
+    access = Access(where, anonymous=endpoint is not None, request_timeout=600.0)
     async with (
         open_session(access) as session,
         open_tokens(access) as tokens,
         ckpipe.Pipeline(f"{url}/ours", backends={"gs": options}, **plan.fields) as pipeline,
     ):
-        requests = GcsBucket(session, tokens, Address.parse(url), access.endpoint, 600.0, {}, {})
+        requests = GcsBucket(session, tokens, Address.parse(url), access)
         bare = Bare(requests, memory)
 
         async def save() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe import errors
+from ckpipe_gcs.access import Access as GcsAccess
 from ckpipe_gcs.access import Tokens
 from ckpipe_gcs.bucket import Address as GcsAddress
 from ckpipe_gcs.bucket import GcsBucket
@@ -21,6 +22,7 @@ from ckpipe_gcs.upload import received
 from ckpipe_http.buckets import Bucket
 from ckpipe_http.failures import MAX_RETRY_AFTER_SECONDS, Refused, retry_after
 from ckpipe_http.requests import checksum_text, read_checksum
+from ckpipe_s3.bucket import Access as S3Access
 from ckpipe_s3.bucket import Address as S3Address
 from ckpipe_s3.bucket import S3Bucket
 from ckpipe_s3.upload import MemoryBody as S3Body
@@ -45,10 +47,10 @@ def refused(status: int, reason: str = "", text: str = "secret", **more: Any) ->
 def make(scheme: str) -> Bucket:
     """A bucket that no request is sent to."""
     if scheme == "s3":
-        return S3Bucket(None, S3Address("bucket", ""), 60.0, {}, {})
+        return S3Bucket(None, S3Address("bucket", ""), S3Access())
     session: Any = None
     address = GcsAddress("bucket", "")
-    return GcsBucket(session, Tokens(None), address, "http://host", 60.0, {}, {})
+    return GcsBucket(session, Tokens(None), address, GcsAccess("http://host"))
 
 
 CASES: dict[str, list[tuple[Exception, type[errors.CkpipeError]]]] = {

@@ -60,6 +60,8 @@ class Access:
 
     Args:
         endpoint: Scheme, host and port of the JSON API.
+        common: Parameters of every request.
+        writing: Parameters of every request that makes an object.
     """
 
     endpoint: str
@@ -69,6 +71,8 @@ class Access:
     ca_bundle: str | None = None
     max_connections: int = 32
     request_timeout: float = 60.0
+    common: Mapping[str, str] = field(default_factory=dict)
+    writing: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[str, bool]:

@@ -93,9 +93,9 @@ class GcsBackend(BucketBackend):
             endpoint, unknown, credentials_file, check_proxy(proxy), ca_bundle,
             positive("max_connections", max_connections),
             positive("request_timeout", request_timeout),
+            {"userProject": user_project} if user_project else {},
+            {"kmsKeyName": kms_key_name} if kms_key_name else {},
         )  # fmt: skip
-        self._common = {"userProject": user_project} if user_project else {}
-        self._writing = {"kmsKeyName": kms_key_name} if kms_key_name else {}
         self._resumable_bytes = positive("resumable_bytes", resumable_bytes)
 
     async def __aenter__(self) -> Self:
@@ -108,10 +108,7 @@ class GcsBackend(BucketBackend):
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session(access))
             tokens = await stack.enter_async_context(open_tokens(access))
-            self._bucket = GcsBucket(
-                session, tokens, self._address, access.endpoint, access.request_timeout,
-                self._common, self._writing,
-            )  # fmt: skip
+            self._bucket = GcsBucket(session, tokens, self._address, access)
             self._leftovers = TemporaryObjects(self._bucket)
             self._stack = stack.pop_all()
         return self

@@ -32,7 +32,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     Throttled,
 )
-from ckpipe_gcs.access import CREDENTIALS, Tokens
+from ckpipe_gcs.access import CREDENTIALS, Access, Tokens
 from ckpipe_http.buckets import OWNER, Bucket, BucketAddress, Page, Stored
 from ckpipe_http.failures import (
     BUCKET,
@@ -221,29 +221,19 @@ class GcsBucket(Bucket):
         session: Sends them.
         tokens: Gives the tokens that they carry.
         address: Bucket and prefix.
-        endpoint: Scheme, host and port of the API.
-        timeout: Seconds for a request without a body.
-        common: Parameters of every request.
-        writing: Parameters of every request that makes an object.
+        access: The options of requests.
     """
 
     foreign = FOREIGN
     address: Address
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        tokens: Tokens,
-        address: Address,
-        endpoint: str,
-        timeout: float,
-        common: Query,
-        writing: Query,
+        self, session: aiohttp.ClientSession, tokens: Tokens, address: Address, access: Access
     ) -> None:
-        super().__init__(address, timeout)
+        super().__init__(address, access.request_timeout)
         self._session, self._tokens = session, tokens
-        self._common, self.writing = common, writing
-        self._endpoint, self._origin = endpoint, URL(endpoint).origin()
+        self._common, self.writing = access.common, access.writing
+        self._endpoint, self._origin = access.endpoint, URL(access.endpoint).origin()
         self._pins: OrderedDict[str, str] = OrderedDict()
 
     def url(self, path: str, **query: str) -> URL:

@@ -8,8 +8,8 @@ from typing import Literal, Self
 from ckpipe.backend import Upload, UploadLimits
 from ckpipe_http.buckets import BucketBackend
 from ckpipe_http.requests import check_endpoint, check_proxy, flag, positive
-from ckpipe_s3.bucket import Address, S3Bucket
-from ckpipe_s3.client import Access, AddressingStyle, open_client
+from ckpipe_s3.bucket import Access, Address, AddressingStyle, S3Bucket
+from ckpipe_s3.client import open_client
 from ckpipe_s3.upload import MultipartUpload, OpenUploads
 
 MIN_PART_BYTES = 5 << 20
@@ -91,9 +91,9 @@ class S3Backend(BucketBackend):
             endpoint_url, region, profile, addressing_style, check_proxy(proxy), ca_bundle,
             positive("max_connections", max_connections),
             positive("request_timeout", request_timeout),
+            _given(RequestPayer=request_payer),
+            _given(ServerSideEncryption=sse, SSEKMSKeyId=sse_kms_key_id),
         )  # fmt: skip
-        self._common = _given(RequestPayer=request_payer)
-        self._writing = _given(ServerSideEncryption=sse, SSEKMSKeyId=sse_kms_key_id)
         self._storage_class = _given(StorageClass=storage_class)
 
     async def __aenter__(self) -> Self:
@@ -104,10 +104,10 @@ class S3Backend(BucketBackend):
         """
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(open_client(self._access))
-            self._bucket = S3Bucket(
-                client, self._address, self._access.request_timeout, self._common, self._writing
+            self._bucket = S3Bucket(client, self._address, self._access)
+            self._leftovers = OpenUploads(
+                self._bucket, {**self._access.writing, **self._storage_class}
             )
-            self._leftovers = OpenUploads(self._bucket, {**self._writing, **self._storage_class})
             self._stack = stack.pop_all()
         return self
 

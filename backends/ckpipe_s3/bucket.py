@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import aiohttp
 import botocore.exceptions as client_errors
@@ -43,6 +43,7 @@ from ckpipe_http.requests import checksum_of, checksum_text
 DELETE_BATCH = 1000
 """The most objects that one request deletes; a limit of S3 itself."""
 
+AddressingStyle = Literal["auto", "path", "virtual"]
 Parameters = Mapping[str, Any]
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
@@ -129,6 +130,27 @@ class Address(BucketAddress):
     scheme: ClassVar[str] = "s3"
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Options of the client, with the meaning that they have in :class:`S3Backend`.
+
+    Args:
+        common: Parameters of every request.
+        writing: Parameters of every request that makes an object.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: AddressingStyle | None = None
+    proxy: str | None = field(default=None, repr=False)
+    ca_bundle: str | None = None
+    max_connections: int = 32
+    request_timeout: float = 60.0
+    common: Parameters = field(default_factory=dict)
+    writing: Parameters = field(default_factory=dict)
+
+
 class S3Bucket(Bucket):
     """Send requests for one bucket.
 
@@ -138,24 +160,15 @@ class S3Bucket(Bucket):
     Args:
         client: The client.
         address: Bucket and prefix.
-        timeout: Seconds for a request without a body.
-        common: Parameters of every request.
-        writing: Parameters of every request that makes an object.
+        access: The options of requests.
     """
 
     foreign = FOREIGN
 
-    def __init__(
-        self,
-        client: Any,
-        address: BucketAddress,
-        timeout: float,
-        common: Parameters,
-        writing: Parameters,
-    ) -> None:
-        super().__init__(address, timeout)
-        self._client, self._writing = client, writing
-        self._common = {"Bucket": address.bucket, **common}
+    def __init__(self, client: Any, address: BucketAddress, access: Access) -> None:
+        super().__init__(address, access.request_timeout)
+        self._client, self._writing = client, access.writing
+        self._common = {"Bucket": address.bucket, **access.common}
 
     def refusal(self, error: BaseException | None) -> Refused | None:
         if not isinstance(error, client_errors.ClientError):

@@ -7,8 +7,7 @@ import functools
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 from aiobotocore.config import AioConfig
@@ -20,26 +19,10 @@ from ckpipe.backend import run_in_thread
 from ckpipe.errors import PermissionDenied, StoreError
 from ckpipe_http.failures import broken
 from ckpipe_http.requests import CONNECT_SECONDS
-from ckpipe_s3.bucket import FOREIGN
-
-AddressingStyle = Literal["auto", "path", "virtual"]
+from ckpipe_s3.bucket import FOREIGN, Access
 
 PAGED = ("list_objects_v2", "list_multipart_uploads")
 """The operations whose answers come in pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Options of the client, with the meaning that they have in :class:`S3Backend`."""
-
-    endpoint_url: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    addressing_style: AddressingStyle | None = None
-    proxy: str | None = field(default=None, repr=False)
-    ca_bundle: str | None = None
-    max_connections: int = 32
-    request_timeout: float = 60.0
 
 
 @asynccontextmanager
