@@ -10,7 +10,14 @@ import torch
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.checksummed_json import seal, unseal
 from ckpipe.format.data_file import encode_header, file_rows
-from ckpipe.format.manifest import Chunk, ManifestDocument, RankManifest, Structure, TensorRow
+from ckpipe.format.manifest import (
+    Chunk,
+    Layout,
+    ManifestDocument,
+    RankManifest,
+    Structure,
+    TensorRow,
+)
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
 from ckpipe.state.flatten import Captured, capture
 from ckpipe.types import CheckpointId
@@ -71,7 +78,7 @@ def manifest_of(
     plan = LocalPlanner().plan(written, rank=rank, world_size=planned_for)
     numbers = {row.label: number for number, row in enumerate(structure.tensors)}
     chunks = [
-        replace(chunk, tensor=numbers[written.tensors[chunk.tensor].label])
+        chunk._replace(tensor=numbers[written.tensors[chunk.tensor].label])
         for chunk in plan.layout.chunks
     ]
     chunks += [
@@ -90,7 +97,7 @@ def manifest_of(
         writer=WRITER,
         **fields,
     )
-    layout = replace(plan.layout, chunks=tuple(chunks))
+    layout = Layout(plan.layout.entries, chunks)
     return ManifestDocument("manifest", ID, world_size, (structure,), (layout,), (part,)), images
 
 
@@ -109,11 +116,11 @@ def as_shard(
         for row in structure.tensors
     ]
     entries = [
-        replace(row, name=f"{label}@{bounds}") if row.name == label else row
+        row._replace(name=f"{label}@{bounds}") if row.name == label else row
         for row in layout.entries
     ]
     chunks = [
-        replace(chunk, box=(lower, upper)) if chunk.tensor == number else chunk
+        chunk._replace(box=(lower, upper)) if chunk.tensor == number else chunk
         for chunk in layout.chunks
     ]
     header = encode_header([(r.name, r.dtype, r.shape, r.offset, r.nbytes) for r in entries])
@@ -123,7 +130,7 @@ def as_shard(
     return replace(
         bundle,
         structures=(replace(structure, tensors=tuple(rows)),),
-        layouts=(replace(layout, entries=tuple(entries), chunks=tuple(chunks)),),
+        layouts=(Layout(entries, chunks),),
         parts=(replace(part, files=(replace(file, header_crc32c=crc32c(header)),)),),
     )
 

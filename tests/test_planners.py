@@ -104,12 +104,12 @@ Spoil = Callable[[RankPlan], Any]
 
 
 def _without_a_tensor(plan: RankPlan) -> RankPlan:
-    return replace(plan, layout=replace(plan.layout, chunks=plan.layout.chunks[1:]))
+    return replace(plan, layout=Layout(plan.layout.entries, plan.layout.chunks[1:]))
 
 
 def _twice(plan: RankPlan) -> RankPlan:
     chunks = plan.layout.chunks
-    return replace(plan, layout=replace(plan.layout, chunks=(*chunks, chunks[-1])))
+    return replace(plan, layout=Layout(plan.layout.entries, (*chunks, chunks[-1])))
 
 
 def _swapped(plan: RankPlan) -> RankPlan:
@@ -119,8 +119,8 @@ def _swapped(plan: RankPlan) -> RankPlan:
 
 def _other_bytes(plan: RankPlan) -> RankPlan:
     first, second, *others = plan.layout.chunks
-    mixed = (replace(first, entry=second.entry), replace(second, entry=first.entry))
-    return replace(plan, layout=replace(plan.layout, chunks=(*mixed, *others)))
+    mixed = (first._replace(entry=second.entry), second._replace(entry=first.entry))
+    return replace(plan, layout=Layout(plan.layout.entries, (*mixed, *others)))
 
 
 def _hole(plan: RankPlan) -> RankPlan:
@@ -133,7 +133,7 @@ def _unfilled(plan: RankPlan) -> RankPlan:
 
 
 def _outside(plan: RankPlan) -> RankPlan:
-    chunks = [replace(row, owner=7, entry=None) for row in plan.layout.chunks]
+    chunks = [row._replace(owner=7, entry=None) for row in plan.layout.chunks]
     return replace(plan, layout=Layout(plan.layout.entries, tuple(chunks)))
 
 

@@ -28,7 +28,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.boxes import Box
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.manifest import Layout, ManifestDocument
 from ckpipe.testing import MemoryBackend
 
 
@@ -363,8 +363,8 @@ def _tied(bundle: ManifestDocument) -> ManifestDocument:
     layouts = []
     for layout in bundle.layouts:
         first, second = layout.chunks
-        chunks = (first, dataclasses.replace(second, entry=first.entry))
-        layouts.append(dataclasses.replace(layout, chunks=chunks))
+        chunks = (first, second._replace(entry=first.entry))
+        layouts.append(Layout(layout.entries, chunks))
     return dataclasses.replace(bundle, layouts=tuple(layouts))
 
 

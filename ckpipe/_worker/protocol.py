@@ -29,7 +29,7 @@ from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
 from ckpipe.format.keys import Json
-from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
+from ckpipe.format.manifest import Chunks, Entries, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 T = TypeVar("T")
@@ -106,11 +106,14 @@ TIME: Part = (datetime.isoformat, datetime.fromisoformat)
 ID = Form(CheckpointId)
 INFO = Form(CheckpointInfo, saved_at=optional(TIME))
 STRUCTURE = Form(Structure, tensors=Form(TensorRow).rows)
-LAYOUT = Form(Layout, entries=Form(Entry).rows, chunks=Form(Chunk).rows)
+LAYOUT: Part = (
+    lambda layout: (layout.entries.columns, layout.chunks.columns),
+    lambda packed: Layout(Entries(*packed[0]), Chunks(*packed[1])),
+)
 CARGO = Form(
     DataFiles,
     files=Form(DataFile, entries=ENTRIES).rows,
-    layout=LAYOUT.part,
+    layout=LAYOUT,
     blocks=Form(BlockRange, spans=Form(EntryRange).rows).rows,
 )
 

@@ -45,7 +45,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
 )
 from ckpipe.format import names
-from ckpipe.format.check import check_owners, known_facts
+from ckpipe.format.check import check_owners
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.merge import merge
@@ -268,7 +268,7 @@ def _decoded(
     key: str, id: CheckpointId, kind: BundleKind, data: bytes
 ) -> tuple[ManifestDocument, int]:
     with gc_paused():
-        # Its layouts are merged as they stand, so that no rows are needed.
+        # Its layouts are merged as they stand, so that no columns are needed.
         return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0), len(data)
 
 
@@ -279,7 +279,7 @@ def _merged(
         merged = merge(bundles, "group" if group else "index", group)
         if group is None:
             # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
-            check_owners(merged, known_facts(merged, {}))
+            check_owners(merged)
         return merged, encode_bundle(merged)
 
 

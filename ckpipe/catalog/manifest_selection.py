@@ -124,7 +124,7 @@ async def read_near(
 
 def _others(own: ManifestDocument, rank: int, size: int) -> tuple[Member, ...] | None:
     (layout,) = own.layouts
-    owners = {0, *(chunk.owner for chunk in layout.chunks if chunk.owner is not None)}
+    owners = {0, *(owner for owner in layout.chunks.owner if owner is not None)}
     return nearest(own.world_size, owners - {rank}, size)
 
 

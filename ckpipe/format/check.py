@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import le
 
 from ckpipe.errors import (
     DuplicateName,
@@ -17,15 +19,21 @@ from ckpipe.errors import (
     UnsafePath,
     WrongWorldSize,
 )
+from ckpipe.format.boxes import Box
+from ckpipe.format.checksum import chunk_count
 from ckpipe.format.data_file import ALIGNMENT, MAX_HEADER_BYTES, item_bytes
-from ckpipe.format.layouts import (
+from ckpipe.format.manifest import (
+    MAX_NUMBER,
+    Chunks,
+    Entries,
+    Foreign,
+    Layout,
     LayoutFacts,
-    check_in_entry,
-    chunk_columns,
-    facts_of,
-    own_identities,
+    ManifestDocument,
+    RankManifest,
+    Structure,
+    TensorRow,
 )
-from ckpipe.format.manifest import MAX_NUMBER, ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.format.names import data_file_name, group_ranks
 from ckpipe.format.tree import check_tree
 
@@ -34,16 +42,8 @@ _LAZY = frozenset(("", "c", "n", "cn"))
 _MAX_CRC = 0xFFFFFFFF
 
 
-Facts = Mapping[tuple[int, int], LayoutFacts]
-"""What is known of layouts, by the numbers of a structure and a layout."""
-
-
-def check_bundle(bundle: ManifestDocument, known: Facts | None = None) -> None:
+def check_bundle(bundle: ManifestDocument) -> None:
     """Checks that a bundle agrees with itself and with the format.
-
-    Args:
-        bundle: The bundle.
-        known: What is known of layouts that were checked when they were read.
 
     Raises:
         UnsafePath: If a file's name is not the one that the format gives it.
@@ -57,32 +57,17 @@ def check_bundle(bundle: ManifestDocument, known: Facts | None = None) -> None:
         check_structure(structure)
     for part in bundle.parts:
         _check_part(bundle, part)
-    facts = known_facts(bundle, known or {})
     for part in bundle.parts:
-        layout = facts[part.structure, part.layout]
-        _check_files(part, layout.data_bytes)
-        _check_checksums(part, layout.checksums)
-    _check_foreign(bundle, facts)
-    check_owners(bundle, facts)
+        facts = _facts_of(bundle, part.structure, part.layout)
+        _check_files(part, facts.data_bytes)
+        _check_checksums(part, facts.checksums)
+    _check_foreign(bundle)
+    check_owners(bundle)
     _check_per_rank(bundle)
 
 
-def known_facts(bundle: ManifestDocument, known: Facts) -> Facts:
-    """Collect the facts of a bundle's layouts; each is checked, unless it was when it was read.
-
-    Args:
-        bundle: The bundle.
-        known: What is known already.
-
-    Raises:
-        As :func:`ckpipe.format.layouts.check_layout` does.
-    """
-    return {
-        place: known.get(place)
-        or facts_of(bundle.layouts[layout], bundle.structures[number].tensors)
-        for place in dict.fromkeys((p.structure, p.layout) for p in bundle.parts)
-        for number, layout in (place,)
-    }
+def _facts_of(bundle: ManifestDocument, structure: int, layout: int) -> LayoutFacts:
+    return facts_of(bundle.layouts[layout], bundle.structures[structure].tensors)
 
 
 def check_structure(structure: Structure) -> None:
@@ -185,86 +170,72 @@ def _check_checksums(part: RankManifest, expected: int) -> None:
         )
 
 
-def _check_foreign(bundle: ManifestDocument, facts: Facts) -> None:
+def _check_foreign(bundle: ManifestDocument) -> None:
     """Checks that what ranks say of the entries of others is so, as far as those are here."""
-    layout_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
-    for (structure, number), known in facts.items():
-        foreign = known.foreign
+    place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
+    for structure, layout in dict.fromkeys(place_of.values()):
+        foreign = _facts_of(bundle, structure, layout).foreign
         if foreign.owner and max(foreign.owner) >= bundle.world_size:
             raise WrongWorldSize("A chunk is owned by a rank outside the world")
-        for owner, entry, end, chunk in zip(*foreign[:4], strict=True):
+        for owner, entry, end, tensor, _ in zip(*foreign, strict=True):
             # What a rank of another group wrote is checked when that group is read.
-            place = layout_of.get(owner)
+            place = place_of.get(owner)
             if entry >= 0 and place is not None:
-                tensor = bundle.layouts[number].chunks[chunk].tensor
                 label = bundle.structures[structure].tensors[tensor].label
-                check_in_entry(entry, end, facts[place].sizes, label)
+                _check_in_entry(entry, end, _facts_of(bundle, *place).sizes, label)
 
 
-def check_owners(bundle: ManifestDocument, facts: Facts) -> None:
+def check_owners(bundle: ManifestDocument) -> None:
     """Checks that ranks have written what others, which do not know where, leave to them.
 
     Of ranks that are not in the bundle nothing is asked.
 
     Args:
         bundle: The bundle, checked but for this.
-        facts: What is known of its layouts.
 
     Raises:
         InvalidManifest: If a rank has not. Ranks that hold the same shard have then disagreed
             about its name, dtype or shape, or about what is replicated.
     """
-    places = {part.rank: (part.structure, part.layout) for part in bundle.parts}
-    left: dict[int, list[tuple[array[int], tuple[int, int]]]] = {}
-    for place, known in facts.items():
-        unknown: dict[int, array[int]] = {}
-        for owner, entry, identity in zip(
-            known.foreign.owner, known.foreign.entry, known.foreign.identity, strict=True
-        ):
-            if entry < 0 and owner in places:
-                unknown.setdefault(owner, array("q")).append(identity)
-        for owner, identities in unknown.items():
-            left.setdefault(owner, []).append((identities, place))
-    for owner, wanted in left.items():
-        written = _written(bundle, facts, places[owner])
-        for identities, place in wanted:
+    place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
+    left: dict[int, list[tuple[array[int], array[int], int]]] = {}
+    for structure, layout in dict.fromkeys(place_of.values()):
+        unknown: dict[int, tuple[array[int], array[int], int]] = {}
+        foreign = _facts_of(bundle, structure, layout).foreign
+        for owner, entry, _, tensor, identity in zip(*foreign, strict=True):
+            if entry < 0 and owner in place_of:
+                if owner not in unknown:
+                    unknown[owner] = (array("q"), array("q"), structure)
+                unknown[owner][0].append(identity)
+                unknown[owner][1].append(tensor)
+        for owner, wanted in unknown.items():
+            left.setdefault(owner, []).append(wanted)
+    for owner, wanted_of_others in left.items():
+        written = _written(bundle, *place_of[owner])
+        for identities, tensors, structure in wanted_of_others:
             if not written.issuperset(identities):
-                raise _not_written(bundle, facts[place], place, owner, written)
+                tensor = next(
+                    tensor
+                    for identity, tensor in zip(identities, tensors, strict=True)
+                    if identity not in written
+                )
+                label = bundle.structures[structure].tensors[tensor].label
+                raise InvalidManifest(
+                    "Others leave this tensor or a part of it to a rank that has not written it",
+                    step=bundle.id.step,
+                    rank=owner,
+                    key=label[:200],
+                    hint="Ranks must agree on names, shapes, dtypes and what is replicated; what "
+                    'only some of them have alike needs plan="global"',
+                )
 
 
-def _written(bundle: ManifestDocument, facts: Facts, place: tuple[int, int]) -> set[int]:
-    own = facts[place].own
+def _written(bundle: ManifestDocument, structure: int, layout: int) -> set[int]:
+    own = _facts_of(bundle, structure, layout).own
     if own is None:
-        tensors = bundle.structures[place[0]].tensors
-        return set(own_identities(chunk_columns(bundle.layouts[place[1]]), tensors))
+        tensors = bundle.structures[structure].tensors
+        return set(_own_identities(bundle.layouts[layout].chunks, tensors))
     return set(own)
-
-
-def _not_written(
-    bundle: ManifestDocument,
-    facts: LayoutFacts,
-    place: tuple[int, int],
-    owner: int,
-    written: set[int],
-) -> InvalidManifest:
-    foreign = facts.foreign
-    chunk = next(
-        number
-        for who, entry, number, identity in zip(
-            foreign.owner, foreign.entry, foreign.number, foreign.identity, strict=True
-        )
-        if who == owner and entry < 0 and identity not in written
-    )
-    tensor = bundle.layouts[place[1]].chunks[chunk].tensor
-    label = bundle.structures[place[0]].tensors[tensor].label
-    return InvalidManifest(
-        "Others leave this tensor or a part of it to a rank that has not written it",
-        step=bundle.id.step,
-        rank=owner,
-        key=label[:200],
-        hint="Ranks must agree on names, shapes, dtypes and what is replicated; what only some of "
-        'them have alike needs plan="global"',
-    )
 
 
 def _check_per_rank(bundle: ManifestDocument) -> None:
@@ -276,3 +247,175 @@ def _check_per_rank(bundle: ManifestDocument) -> None:
         too_large = max(each.tensors, default=-1) >= len(structure.tensors)
         if too_large or max(each.values, default=-1) >= structure.values:
             raise InvalidManifest("What differs between ranks names what is not there")
+
+
+def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
+    """Check that a layout agrees with itself and with the tensors of a structure, once.
+
+    What lies in the entries of another rank is not looked for there. The layouts of a large index
+    have a million chunks, so they are checked as columns, without a row being made of them.
+
+    Raises:
+        InvalidExtent: If extents overlap, leave holes or lie outside of what holds them.
+        DuplicateName: If a name stands twice in a data file.
+        InvalidManifest: If anything else contradicts itself.
+    """
+    if layout.checked is not None:
+        known, facts = layout.checked
+        if known is tensors or known == tensors:
+            layout.checked = (tensors, facts)
+            return facts
+    entries, chunks = layout.entries, layout.chunks
+    data_bytes = _check_entries(entries)
+    foreign = _check_chunks(chunks, entries.nbytes, tensors)
+    own = array("q", _own_identities(chunks, tensors)) if foreign.owner else None
+    checksums = sum(map(chunk_count, entries.nbytes))
+    facts = LayoutFacts(array("q", entries.nbytes), data_bytes, checksums, foreign, own)
+    layout.checked = (tensors, facts)
+    return facts
+
+
+def _identity_of(tensor: TensorRow, box: Box | None) -> int:
+    """By this a rank finds among another's chunks what it holds too: label, dtype, shape and box.
+
+    It is a hash, valid in this process. Two things may have the same, which lets a contradiction
+    pass that a load then refuses.
+    """
+    return hash((tensor.label, tensor.dtype, tensor.shape, box))
+
+
+def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> Iterable[int]:
+    """The identities of the chunks that the rank wrote itself."""
+    return [
+        _identity_of(tensors[tensor], box)
+        for tensor, box, owner in zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
+        if owner is None
+    ]
+
+
+def _check_entries(entries: Entries) -> tuple[int, ...]:
+    """Checks that the entries fill their files one after another; returns the files' data bytes."""
+    if entries.file and not any(entries.file):
+        *begins, end = accumulate(entries.nbytes, initial=0)
+        distinct = {"__metadata__", *entries.name}
+        if list(entries.offset) == begins and len(distinct) > len(begins):
+            return (end,)  # All in one file, as nearly always. What is wrong is told below.
+    ends: list[int] = []
+    names: set[str] = set()
+    last, end = -1, 0
+    for name, _, _, file, offset, nbytes in entries:
+        if file != last:
+            if file != last + 1:
+                raise InvalidManifest(f"The entry {name!r:.200} is not in the order of files")
+            if last >= 0:
+                ends.append(end)
+            last, end, names = file, 0, set()
+        if offset != end:
+            what = "overlaps" if offset < end else "leaves a hole behind"
+            raise InvalidExtent(f"The entry {name!r:.200} {what} the one before it")
+        if name in names or name == "__metadata__":
+            raise DuplicateName(f"The name {name!r:.200} stands twice in a data file")
+        names.add(name)
+        end += nbytes
+    return (*ends, end) if last >= 0 else ()
+
+
+def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[TensorRow]) -> Foreign:
+    """Checks all chunks; returns those that other ranks wrote."""
+    if chunks.tensor and max(chunks.tensor) >= len(tensors):
+        raise InvalidManifest("A chunk is of a tensor that is not there")
+    shapes = [row.shape for row in tensors]
+    items = {dtype: item_bytes(dtype) or 1 for dtype in {row.dtype for row in tensors}}
+    wholes = [math.prod(row.shape) * items[row.dtype] for row in tensors]
+    entries = len(sizes)
+    if _are_plain(chunks, wholes, sizes):
+        return Foreign(*(array("q") for _ in Foreign._fields))
+    foreign = Foreign(*(array("q") for _ in Foreign._fields))
+    for tensor, entry, offset, stride, original, box, owner in zip(*chunks.columns, strict=True):
+        if box is None and original is None and stride is None and not offset:
+            end = wholes[tensor]
+            if owner is None and entry is not None and entry < entries and end <= sizes[entry]:
+                continue  # All of a tensor in an entry of its own, as nearly all are.
+        else:
+            shape = (
+                shapes[tensor] if box is None else _box_shape(box, shapes[tensor], tensors[tensor])
+            )
+            end = _end(offset, stride, original, shape, tensors[tensor])
+        if owner is not None:
+            known = -1 if entry is None else entry
+            identity = _identity_of(tensors[tensor], box)
+            for column, cell in zip(foreign, (owner, known, end, tensor, identity), strict=True):
+                column.append(cell)
+        elif entry is None:
+            raise InvalidManifest(
+                f"A chunk of {tensors[tensor].label!r:.200} does not tell which entry it is in"
+            )
+        else:
+            _check_in_entry(entry, end, sizes, tensors[tensor].label)
+        if entry is None and (offset or stride is not None):
+            label = tensors[tensor].label
+            raise InvalidManifest(f"A chunk of {label!r:.200} lies in an unknown entry")
+    return foreign
+
+
+def _are_plain(chunks: Chunks, wholes: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Tell of each whether it is all of a tensor, from the start of an entry of this rank that it
+    fits.
+
+    Nearly always so. What other chunks there are, and what is wrong with them, is found out one
+    by one.
+    """
+    tensor, entry, offset, *others = chunks.columns
+    if any(offset) or any(each.count(None) < len(each) for each in others):
+        return False
+    places = [place for place in entry if place is not None]
+    if len(places) < len(entry) or max(places, default=-1) >= len(sizes):
+        return False
+    return all(map(le, map(wholes.__getitem__, tensor), map(sizes.__getitem__, places)))
+
+
+def _check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:
+    """Checks that a chunk which ends at a byte of an entry lies in it.
+
+    Raises:
+        InvalidManifest: If there is no such entry.
+        InvalidExtent: If it ends before.
+    """
+    if entry >= len(sizes):
+        raise InvalidManifest(f"A chunk of {label!r:.200} is in an entry that is not there")
+    if end > sizes[entry]:
+        raise InvalidExtent(f"A chunk of {label!r:.200} ends behind its entry")
+
+
+def _end(
+    offset: int,
+    stride: tuple[int, ...] | None,
+    original: tuple[int, ...] | None,
+    shape: tuple[int, ...],
+    tensor: TensorRow,
+) -> int:
+    """Behind the last byte of its entry that a chunk touches."""
+    item = item_bytes(tensor.dtype) or 1
+    if offset % item or (original is not None and len(original) != len(shape)):
+        raise InvalidExtent(f"The offset or strides of a chunk of {tensor.label!r:.200} do not fit")
+    if stride is None:
+        return offset + math.prod(shape) * item
+    if len(stride) != len(shape):
+        raise InvalidExtent(f"A chunk of {tensor.label!r:.200} has a wrong number of strides")
+    if 0 in shape:
+        return offset
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return offset + (last + 1) * item
+
+
+def _box_shape(box: Box, shape: tuple[int, ...], tensor: TensorRow) -> tuple[int, ...]:
+    lower, upper = box
+    if len(lower) != len(shape) or len(upper) != len(shape):
+        raise InvalidExtent(f"A box of {tensor.label!r:.200} has a wrong number of dimensions")
+    sizes = []
+    for lo, hi, n in zip(lower, upper, shape, strict=True):
+        # No bound is below zero; that was checked when the column was read.
+        if not lo <= hi <= n:
+            raise InvalidExtent(f"A box of {tensor.label!r:.200} leaves its shape")
+        sizes.append(hi - lo)
+    return tuple(sizes)

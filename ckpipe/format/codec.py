@@ -7,8 +7,10 @@ such values are the same if their JSON is the same text; Python's ``==`` would t
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpipe.errors import (
     CorruptCheckpoint,
@@ -17,24 +19,13 @@ from ckpipe.errors import (
     UnsupportedState,
     UnsupportedVersion,
 )
-from ckpipe.format.check import check_bundle, check_dtypes
+from ckpipe.format.check import check_bundle, check_dtypes, facts_of
 from ckpipe.format.checksummed_json import Element, seal, unseal
+from ckpipe.format.data_file import STORED_ITEM_BYTES
 from ckpipe.format.keys import Json, Numbering, canonical
-from ckpipe.format.layouts import (
-    ChunkColumns,
-    LayoutFacts,
-    LayoutText,
-    check_layout,
-    layout_of_columns,
-    layout_text,
-    lazy_layout,
-    read_entries,
-    with_names,
-    with_structure,
-    without_structure,
-)
 from ckpipe.format.manifest import (
     CHUNKS,
+    ENTRIES,
     FILES,
     FORMAT_VERSION,
     MAX_NUMBER,
@@ -42,6 +33,8 @@ from ckpipe.format.manifest import (
     SHARED,
     TENSORS,
     BundleKind,
+    Chunks,
+    Entries,
     Layout,
     ManifestDocument,
     PerRank,
@@ -57,9 +50,10 @@ MAX_STORED_BYTES = 1 << 30
 """The longest stored form of a bundle that a reader needs to accept, and the longest JSON."""
 
 FORMAT_NAME = "ckpipe"
+_WINDOW = "~window"
 
 MOST_ROWS = 1 << 18
-"""Of how many entries and chunks rows are made at once when a bundle is read."""
+"""So many chunks of a bundle are kept as columns; the other layouts are kept as text."""
 
 
 def encode_bundle(bundle: ManifestDocument) -> bytes:
@@ -115,7 +109,37 @@ def _layout_texts(bundle: ManifestDocument) -> Iterator[str]:
         structure = structure_of.get(number, 0)
         labels = labels_of[structure] if labels_of else ()
         numbers = numbers_of[structure] if numbers_of else {}
-        yield with_structure(layout_text(layout, numbers, labels), structure)
+        yield _structure_head(structure) + layout_text(layout, numbers, labels)
+
+
+def _structure_head(structure: int) -> str:
+    return f'{{"structure":{structure}'
+
+
+def layout_text(layout: Layout, numbers: Mapping[str, int], labels: tuple[str, ...]) -> str:
+    """The JSON of a layout from behind the number of its structure on.
+
+    Args:
+        layout: The layout.
+        numbers: The number of each label of the structure.
+        labels: The labels of the structure, in order.
+    """
+    if isinstance(layout, _TextLayout) and layout.labels == labels:
+        return layout.text
+    entries = ENTRIES.encode(layout.entries)
+    entries["name"] = [_encode_name(name, numbers) for name in entries["name"]]
+    return "," + canonical({"entries": entries, "chunks": CHUNKS.encode(layout.chunks)})[1:]
+
+
+def _encode_name(name: str, labels: Mapping[str, int]) -> Json:
+    number = labels.get(name)
+    if number is not None:
+        return number
+    head, at, tail = name.partition("@")
+    if not at and name.endswith(_WINDOW):
+        head, tail = name.removesuffix(_WINDOW), _WINDOW
+    number = labels.get(head)
+    return name if number is None else [number, at + tail]
 
 
 def _encode_parts(parts: tuple[RankManifest, ...]) -> dict[str, Json]:
@@ -153,8 +177,7 @@ def decode_bundle(
         id: The checkpoint it must be of.
         kind: What it must be.
         max_bytes: The most bytes of JSON to accept, decompressed.
-        most_rows: Of more entries than this no rows are made before they are asked for; their
-            text is kept instead.
+        most_rows: So many chunks are kept as columns; the other layouts are kept as text.
 
     Raises:
         UnsupportedVersion: If it was written in a newer format.
@@ -173,11 +196,84 @@ def decode_bundle(
         _check_version(document)
         _check_identity(document, id, kind)
         bundle = _decode(document, reading, id, kind)
-        check_bundle(bundle, reading.facts)
+        check_bundle(bundle)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         error.key = error.key or key
         raise error.located(step=id.step) from None
     return bundle
+
+
+class _TextLayout(Layout):
+    """A checked layout of a large bundle, kept as it stood there; its columns are read each time.
+
+    Merging needs no more, and the text is a tenth of their size.
+
+    Args:
+        layout: The layout, checked.
+        text: Its JSON from behind the number of its structure on, which other bundles count
+            otherwise.
+        labels: The labels of the structure, which the names of its entries stand for.
+    """
+
+    def __init__(self, layout: Layout, text: str, labels: tuple[str, ...]) -> None:
+        super().__init__((), ())
+        self.checked, self.private = layout.checked, layout.private
+        self.text, self.labels = text, labels
+
+    @property
+    def entries(self) -> Entries:
+        return _with_names(_read_entries(self._parsed("entries")), self.labels)
+
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks(*CHUNKS.columns_of(self._parsed("chunks")))
+
+    def _parsed(self, name: str) -> Json:
+        return json.loads("{" + self.text[1:])[name]
+
+
+def _read_entries(data: Json) -> list[list[Any]]:
+    """The columns of a table of entries, with their sizes; names are still as they were written.
+
+    Raises:
+        InvalidManifest: If it is no such table.
+    """
+    names, dtypes, shapes, files, offsets = ENTRIES.columns_of(data)
+    if not set(dtypes) <= STORED_ITEM_BYTES.keys():
+        unknown = next(dtype for dtype in dtypes if dtype not in STORED_ITEM_BYTES)
+        raise InvalidManifest(f"An entry has the unknown dtype {unknown!r:.100}")
+    nbytes = [
+        math.prod(shape) * STORED_ITEM_BYTES[dtype]
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    if nbytes and max(nbytes) > MAX_NUMBER:
+        raise InvalidManifest("The shape of an entry has more elements than any store can hold")
+    return [names, dtypes, shapes, files, offsets, nbytes]
+
+
+def _with_names(columns: list[list[Any]], labels: Sequence[str]) -> Entries:
+    """The columns with their names in full.
+
+    Raises:
+        InvalidManifest: If a name is of a tensor that is not there.
+    """
+    names, *others = columns
+    if set(map(type, names)) == {int} and min(names) >= 0 and max(names) < len(labels):
+        return Entries([labels[number] for number in names], *others)
+    return Entries(list(_decode_names(names, labels)), *others)
+
+
+def _decode_names(names: Sequence[Json], labels: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if type(name) is str:
+            yield name
+            continue
+        number, suffix = (
+            name if type(name) is list and list(map(type, name)) == [int, str] else (name, "")
+        )
+        if type(number) is not int or not 0 <= number < len(labels):
+            raise InvalidManifest(f"An entry has the name {name!r:.100}, which names no tensor")
+        yield labels[number] + suffix if suffix else labels[number]
 
 
 class _Reading:
@@ -190,18 +286,11 @@ class _Reading:
         self._most_rows, self._rows = most_rows, 0
         self._structures: list[Structure] = []
         self._labels: list[tuple[str, ...]] = []
-        self._layouts = 0
         self._error: CorruptCheckpoint | None = None
-        self.facts: dict[tuple[int, int], LayoutFacts] = {}
         self.elements: dict[str, Element] = {
             "structures": self._guarded(self._structure),
             "layouts": self._guarded(self._layout),
         }
-
-    def check(self) -> None:
-        """Raises what was wrong."""
-        if self._error is not None:
-            raise self._error
 
     def _guarded(self, element: Element) -> Element:
         def guarded(data: Json, text: str) -> Any:
@@ -222,44 +311,37 @@ class _Reading:
         self._labels.append(tuple(row.label for row in tensors))
         return structure
 
-    def _layout(self, data: Json, text: str) -> Layout | _Late:
+    def _layout(self, data: Json, text: str) -> Layout | tuple[Json, str]:
         number = _number(data, "structure")
-        entries = read_entries(data.get("entries"))
-        chunks = ChunkColumns(*CHUNKS.columns_of(data.get("chunks")))
-        self._rows += len(chunks.tensor)
-        place = (number, self._layouts)
-        self._layouts += 1
         if number >= len(self._structures):
-            return _Late(number, entries, chunks)
+            return data, text  # the structure may follow, since members have no order
+        entries = _read_entries(data.get("entries"))
+        chunks = Chunks(*CHUNKS.columns_of(data.get("chunks")))
         tensors, labels = self._structures[number].tensors, self._labels[number]
         check_dtypes(tensors)
-        named = with_names(entries, labels)
-        facts = check_layout(named, chunks, tensors)
-        tail = without_structure(text, number)
-        if self._rows > self._most_rows and tail is not None:
-            facts.forget_columns()
-            return lazy_layout(LayoutText(tail, tensors, labels, facts), len(chunks.tensor))
-        self.facts[place] = facts
-        return layout_of_columns(named, chunks)
+        layout = Layout(_with_names(entries, labels), chunks)
+        facts_of(layout, tensors)
+        self._rows += len(chunks)
+        head = _structure_head(number)
+        if self._rows > self._most_rows and text.startswith(f"{head},"):
+            return _TextLayout(layout, text[len(head) :], labels)
+        return layout
 
     def layouts(self, found: list[Any]) -> tuple[Layout, ...]:
-        """The layouts, now that all structures are known."""
-        return tuple(
-            each.layout(self._labels) if isinstance(each, _Late) else each for each in found
-        )
+        """The layouts, now that all structures are known.
 
-
-class _Late(NamedTuple):
-    """A layout that came before its structure, which it may: members have no order."""
-
-    structure: int
-    entries: list[list[Any]]
-    chunks: ChunkColumns
-
-    def layout(self, labels: Sequence[tuple[str, ...]]) -> Layout:
-        """The layout, with the labels of all structures."""
-        own = labels[self.structure] if self.structure < len(labels) else ()
-        return layout_of_columns(with_names(self.entries, own), self.chunks)
+        Raises:
+            CorruptCheckpoint: If a structure or a layout was malformed.
+        """
+        if self._error is not None:
+            raise self._error
+        layouts = []
+        for each in found:
+            known = self._layout(*each) if isinstance(each, tuple) else each
+            if isinstance(known, tuple):
+                raise InvalidManifest("A layout points to a structure that is not there")
+            layouts.append(known)
+        return tuple(layouts)
 
 
 def _check_version(document: Mapping[str, Json]) -> None:
@@ -285,14 +367,14 @@ def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: Bundle
 def _decode(
     document: Mapping[str, Json], reading: _Reading, id: CheckpointId, kind: BundleKind
 ) -> ManifestDocument:
-    structures, layouts = _list(document, "structures"), _list(document, "layouts")
-    reading.check()
+    structures = _list(document, "structures")
+    layouts = reading.layouts(_list(document, "layouts"))
     return ManifestDocument(
         kind,
         id,
         _number(document, "world_size"),
         tuple(structures),
-        reading.layouts(layouts),
+        layouts,
         _decode_parts(document),
         _decode_group(document) if kind == "group" else None,
         _decode_per_rank(document, len(structures)) if kind == "index" else (),

@@ -351,7 +351,7 @@ class DataFiles:
     @cached_property
     def sum_table(self) -> SumTable:
         """The places of the checksums of its entries."""
-        return SumTable([entry.nbytes for entry in self.layout.entries])
+        return SumTable(self.layout.entries.nbytes)
 
     @cached_property
     def _cuts(self) -> dict[tuple[int, int], BlockCuts]:

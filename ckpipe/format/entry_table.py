@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import accumulate
 
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.layouts import entry_columns
-from ckpipe.format.manifest import Entry, FileRow, ManifestDocument
+from ckpipe.format.manifest import Entries, Entry, FileRow, ManifestDocument
 
 
 class EntryTable:
@@ -41,7 +39,7 @@ class EntryTable:
         self.first_sums: list[int] = [0]
         self._bases: dict[int, int] = {}
         self._firsts: list[int] = []
-        self._rows: list[Sequence[Entry]] = []
+        self._rows: list[Entries] = []
 
     def number(self, part: int, entry: int) -> int:
         """The number in the table of an entry of a part, which exists."""
@@ -59,19 +57,18 @@ class EntryTable:
             return base
         base, file = len(self.sizes), len(self.files)
         manifest = self._bundle.parts[part]
-        layout = self._bundle.layouts[manifest.layout]
-        columns = entry_columns(layout)
+        entries = self._bundle.layouts[manifest.layout].entries
         headers = [each.header_bytes for each in manifest.files]
-        places = zip(columns.file, columns.offset, strict=True)
+        places = zip(entries.file, entries.offset, strict=True)
         self._bases[part] = base
         self._firsts.append(base)
-        self._rows.append(layout.entries)
+        self._rows.append(entries)
         self.files += manifest.files
         self.ranks += [manifest.rank] * len(manifest.files)
-        self.sizes += columns.nbytes
-        self.entry_files += [file + each for each in columns.file]
+        self.sizes += entries.nbytes
+        self.entry_files += [file + each for each in entries.file]
         self.begins += [headers[number] + offset for number, offset in places]
         self.checksums += manifest.checksums
         first = self.first_sums.pop()
-        self.first_sums += accumulate(map(chunk_count, columns.nbytes), initial=first)
+        self.first_sums += accumulate(map(chunk_count, entries.nbytes), initial=first)
         return base

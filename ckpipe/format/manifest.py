@@ -12,15 +12,19 @@ whole columns, before a row is made.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from functools import cached_property
+from itertools import accumulate, chain, repeat
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, cast, overload
 
 from ckpipe.errors import InvalidManifest
+from ckpipe.format.boxes import Box
+from ckpipe.format.checksum import chunk_count
 from ckpipe.format.keys import Json
 from ckpipe.types import CheckpointId
 
@@ -71,8 +75,7 @@ class Structure:
     values: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry of a data file.
 
     Args:
@@ -92,8 +95,7 @@ class Entry:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The place of the bytes of one box of one tensor.
 
     Args:
@@ -114,21 +116,176 @@ class Chunk:
     offset: int = 0
     stride: tuple[int, ...] | None = None
     original_stride: tuple[int, ...] | None = None
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    box: Box | None = None
     owner: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+Row = TypeVar("Row")
+
+
+class Columns(Sequence[Row]):
+    """Rows of one kind as columns, which are attributes; a row is made when it is asked for."""
+
+    __slots__ = ()
+    _names: tuple[str, ...]
+    _row: Callable[[Iterable[Any]], Row]
+
+    def __init__(self, *columns: Sequence[Any]) -> None:
+        for name, column in zip(self._names, columns, strict=True):
+            setattr(self, name, column)
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Self:
+        """Transpose rows, unless they are columns already."""
+        if isinstance(rows, cls):
+            return rows
+        columns = tuple(zip(*cast(Iterable[tuple[Any, ...]], rows), strict=True))
+        return cls(*(columns or ((),) * len(cls._names)))
+
+    @property
+    def columns(self) -> tuple[Sequence[Any], ...]:
+        """All columns, in order."""
+        return tuple(getattr(self, name) for name in self._names)
+
+    def __len__(self) -> int:
+        return len(getattr(self, self._names[0]))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return type(self)(*(column[index] for column in self.columns))
+        return self._row(column[index] for column in self.columns)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, zip(*self.columns, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class Entries(Columns[Entry]):
+    """Entries of data files; see :class:`Entry`."""
+
+    __slots__ = _names = Entry._fields
+    _row = Entry._make
+    name: Sequence[str]
+    dtype: Sequence[str]
+    shape: Sequence[tuple[int, ...]]
+    file: Sequence[int]
+    offset: Sequence[int]
+    nbytes: Sequence[int]
+
+
+class Chunks(Columns[Chunk]):
+    """The chunks that a rank holds; see :class:`Chunk`."""
+
+    __slots__ = _names = Chunk._fields
+    _row = Chunk._make
+    tensor: Sequence[int]
+    entry: Sequence[int | None]
+    offset: Sequence[int]
+    stride: Sequence[tuple[int, ...] | None]
+    original_stride: Sequence[tuple[int, ...] | None]
+    box: Sequence[Box | None]
+    owner: Sequence[int | None]
+
+
+Place = tuple[tuple[Any, ...], slice]
+"""How a tensor lies in its entry, and which of its part's checksums are those of the entry."""
+
+
 class Layout:
     """The places of the bytes of a rank's tensors: what it wrote, and what it holds.
 
     Args:
         entries: What the rank wrote, in the order of files and offsets.
         chunks: The chunks that the rank holds, from whatever writer.
+
+    Attributes:
+        checked: The tensors with which the layout was checked last, and what was found.
     """
 
-    entries: Sequence[Entry]
-    chunks: Sequence[Chunk]
+    def __init__(self, entries: Iterable[Entry], chunks: Iterable[Chunk]) -> None:
+        self._entries, self._chunks = Entries.of(entries), Chunks.of(chunks)
+        self.checked: tuple[Sequence[TensorRow], LayoutFacts] | None = None
+
+    @property
+    def entries(self) -> Entries:
+        """What the rank wrote."""
+        return self._entries
+
+    @property
+    def chunks(self) -> Chunks:
+        """The chunks that the rank holds."""
+        return self._chunks
+
+    @cached_property
+    def private(self) -> Mapping[int, Place]:
+        """The tensors that the rank holds whole and wrote itself, by number."""
+        chunks = self.chunks
+        if None not in chunks.box:
+            return {}
+        entries = self.entries
+        ends = [0, *accumulate(map(chunk_count, entries.nbytes))]
+        return {
+            tensor: (
+                (entries.dtype[entry], entries.shape[entry], offset, stride),
+                slice(ends[entry], ends[entry + 1]),
+            )
+            for tensor, entry, offset, stride, _, box, owner in zip(*chunks.columns, strict=True)
+            if box is None and owner is None and entry is not None
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self.entries == other.entries and self.chunks == other.chunks
+
+    def __repr__(self) -> str:
+        return f"Layout({self.entries!r}, {self.chunks!r})"
+
+
+class Foreign(NamedTuple):
+    """The chunks of a layout that other ranks wrote, column by column.
+
+    Args:
+        owner: Who wrote it.
+        entry: The entry there; -1 if this rank cannot know it.
+        end: Behind the last byte of the entry that it touches.
+        tensor: The number of the tensor.
+        identity: What tells it from other chunks; see :func:`ckpipe.format.check.identity_of`.
+    """
+
+    owner: array[int]
+    entry: array[int]
+    end: array[int]
+    tensor: array[int]
+    identity: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """The facts of a layout that checking a bundle needs.
+
+    Args:
+        sizes: Bytes of each entry.
+        data_bytes: Bytes of each data file behind its header.
+        checksums: How many checksums the entries have.
+        foreign: The chunks that other ranks wrote.
+        own: The identities of those that this one wrote; None if it wrote all.
+    """
+
+    sizes: array[int]
+    data_bytes: tuple[int, ...]
+    checksums: int
+    foreign: Foreign
+    own: array[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +399,6 @@ MAX_DIMENSIONS = 256
 Reader = Callable[[list[Any]], list[Any]]
 """Checks a column that was read and converts its cells; raises ValueError if it is malformed."""
 
-Row = TypeVar("Row")
 REQUIRED: Any = object()
 
 
@@ -279,7 +435,7 @@ class Table(Generic[Row]):
         """The JSON form of rows."""
         data = {}
         for column in self.columns:
-            cells = list(map(attrgetter(column.name), rows))
+            cells = _cells(rows, column.name)
             if column.default is REQUIRED or cells.count(column.default) < len(cells):
                 data[column.name] = cells
         return data
@@ -317,6 +473,11 @@ class Table(Generic[Row]):
             raise InvalidManifest(
                 f"The column {column.name} of the {self.name} holds what it may not: {error}"
             ) from None
+
+
+def _cells(rows: Sequence[Any], name: str) -> list[Any]:
+    found = getattr(rows, name) if isinstance(rows, Columns) else map(attrgetter(name), rows)
+    return list(found)
 
 
 def make_rows(

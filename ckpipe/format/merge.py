@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from ckpipe.errors import InvalidManifest, WrongWorldSize
-from ckpipe.format.check import check_ranks, known_facts
+from ckpipe.format.check import check_ranks, facts_of
+from ckpipe.format.codec import layout_text
 from ckpipe.format.keys import Json, Numbering, canonical
-from ckpipe.format.layouts import Place, digest, facts_of, layout_text
 from ckpipe.format.manifest import (
     BundleKind,
     Layout,
     ManifestDocument,
     PerRank,
+    Place,
     RankManifest,
     Structure,
     structure_form,
@@ -98,7 +100,7 @@ class _Layouts:
         known = self._by_id.get(id(layout))
         if known is None:
             labels = self._labels_of(structure)
-            key = labels.digest + digest(layout_text(layout, labels.numbers, labels.texts))
+            key = labels.digest + _digest(layout_text(layout, labels.numbers, labels.texts))
             number = self._numbers.setdefault(key, len(self.items))
             if number == len(self.items):
                 self.items.append(layout)
@@ -106,12 +108,11 @@ class _Layouts:
         return known[1]
 
     def _labels_of(self, structure: Structure) -> _Labels:
-        known = self._labels.get(id(structure))
-        if known is None:
+        if id(structure) not in self._labels:
             texts = tuple(row.label for row in structure.tensors)
             numbers = {label: number for number, label in enumerate(texts)}
-            known = self._labels[id(structure)] = _Labels(structure, texts, numbers, digest(*texts))
-        return known
+            self._labels[id(structure)] = _Labels(structure, texts, numbers, _digest(*texts))
+        return self._labels[id(structure)]
 
 
 class _Labels(NamedTuple):
@@ -123,11 +124,21 @@ class _Labels(NamedTuple):
     digest: bytes
 
 
+def _digest(*texts: str) -> bytes:
+    """Hash texts to tell them apart safely in few bytes."""
+    state = blake2b(digest_size=16)
+    for text in texts:
+        state.update(len(text).to_bytes(8, "big"))
+        state.update(text.encode())
+    return state.digest()
+
+
 def _per_rank(bundle: ManifestDocument) -> tuple[PerRank, ...]:
     members: list[list[RankManifest]] = [[] for _ in bundle.structures]
     for part in bundle.parts:
         members[part.structure].append(part)
-    private = {layout: facts.private for (_, layout), facts in known_facts(bundle, {}).items()}
+        facts_of(bundle.layouts[part.layout], bundle.structures[part.structure].tensors)
+    private = [layout.private for layout in bundle.layouts]
     return tuple(
         PerRank(_differing_tensors(each, private), _differing_values(each)) for each in members
     )
@@ -145,7 +156,7 @@ def _differing_values(parts: Sequence[RankManifest]) -> tuple[int, ...]:
 
 
 def _differing_tensors(
-    parts: Sequence[RankManifest], private: Mapping[int, Mapping[int, Place]]
+    parts: Sequence[RankManifest], private: Sequence[Mapping[int, Place]]
 ) -> tuple[int, ...]:
     first, *others = parts
     if not others:
@@ -177,8 +188,7 @@ def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]
         part = bundle.parts[number]
         row = bundle.structures[part.structure].tensors[tensor]
         shapes.add((row.shape, row.dtype))
-        rows = bundle.structures[part.structure].tensors
-        place = facts_of(bundle.layouts[part.layout], rows).private.get(tensor)
+        place = bundle.layouts[part.layout].private.get(tensor)
         if place is not None:
             found.append((place[0], part.checksums[place[1]]))
     return len(shapes) > 1 or (len(found) == len(holders) and len(set(found)) > 1)

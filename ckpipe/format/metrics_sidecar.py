@@ -29,7 +29,6 @@ from ckpipe.errors import InvalidManifest
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.data_file import STORED_ITEM_BYTES
 from ckpipe.format.keys import canonical, decode_float, encode_float
-from ckpipe.format.layouts import private_of
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import DIGESTS, LONGEST_NAME
 from ckpipe.types import CheckpointId
@@ -217,7 +216,7 @@ def copied_bytes(index: ManifestDocument) -> int:
     for structure, layouts in ranks.items():
         count = layouts.total()
         if count > 1:
-            first, *others = (private_of(index.layouts[layout]) for layout in layouts)
+            first, *others = (index.layouts[layout].private for layout in layouts)
             alike = set(first).intersection(*others) - set(index.per_rank[structure].tensors)
             # Tensors that share memory lie in one entry.
             places = [first[tensor] for tensor in alike]

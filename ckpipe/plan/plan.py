@@ -57,7 +57,7 @@ class RankPlan:
     @property
     def checksums(self) -> int:
         """The number of checksums in its manifest."""
-        return sum(chunk_count(entry.nbytes) for entry in self.layout.entries)
+        return sum(map(chunk_count, self.layout.entries.nbytes))
 
 
 def fingerprint(captured: Captured) -> Hashable:
@@ -187,7 +187,7 @@ def assemble(
         rank,
         world_size,
         fingerprint(captured),
-        Layout(tuple(entries), tuple(_in_order(chunks))),
+        Layout(entries, _in_order(chunks)),
         tuple(draft.sources for draft in drafts),
         tuple(files),
     )

@@ -145,8 +145,8 @@ def plan_blocks(
     for number, file in enumerate(plan.files):
         cutter = _Cutter(leaves, block_bytes, -(-file.size // block_bytes))
         cutter.fill(0, file.header)
-        for entry_number in file.entries:
-            entry = plan.layout.entries[entry_number]
+        rows = plan.layout.entries[file.entries.start : file.entries.stop]
+        for entry_number, entry in zip(file.entries, rows, strict=True):
             start = len(file.header) + entry.offset
             cutter.span(entry_number, start, entry.nbytes)
             end = 0
