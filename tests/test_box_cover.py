@@ -11,6 +11,7 @@ from ckpipe.format.boxes import (
     Box,
     box_shape,
     flat_index,
+    flat_range_boxes,
     flat_ranges,
     flat_start,
     intersection,
@@ -18,6 +19,7 @@ from ckpipe.format.boxes import (
 )
 
 SHAPE = (6, 5, 4)
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite
@@ -69,6 +71,11 @@ def test_disjoint_means_that_no_element_is_in_two(boxes: list[Box]) -> None:
     assert disjoint(boxes) == bool((count <= 1).all())
 
 
+def test_boxes_without_dimensions_overlap() -> None:
+    assert disjoint([((), ())])
+    assert not disjoint([((), ()), ((), ())])
+
+
 def test_a_pinwheel_that_no_axis_divides_is_disjoint() -> None:
     wheel = [
         ((0, 0), (2, 1)), ((2, 0), (3, 2)), ((1, 2), (3, 3)), ((0, 1), (1, 3)), ((1, 1), (2, 2)),
@@ -107,3 +114,24 @@ def test_intersections_are_those_of_the_elements(a: Box, b: Box) -> None:
     if common is not None:
         assert (mask(common) == expected).all()
         assert box_shape(moved(common, a[0])) == box_shape(common)
+
+
+@given(shapes, st.data())
+def test_the_boxes_of_a_range_flatten_to_the_range(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    array = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    lo = data.draw(st.integers(0, array.size))
+    hi = data.draw(st.integers(lo, array.size))
+    boxes = list(flat_range_boxes(shape, lo, hi))
+    found: list[int] = []
+    for starts, sizes in boxes:
+        where = tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+        assert array[where].shape == sizes
+        found += array[where].ravel().tolist()
+    assert found == list(range(lo, hi))
+    assert len(boxes) <= 2 * len(shape) + 1
+
+
+def test_whole_rows_are_one_box() -> None:
+    assert list(flat_range_boxes((4, 3), 3, 9)) == [((1, 0), (2, 3))]

@@ -34,7 +34,7 @@ def fault_of(image: bytes, block_bytes: int, seed: int = 0) -> str | None:
     offsets = list(range(0, len(image), block_bytes))
     random.Random(seed).shuffle(offsets)
     for offset in offsets:
-        check.add(check.sums_of(offset, memoryview(image)[offset : offset + block_bytes]))
+        check.add(*check.sums_of(offset, memoryview(image)[offset : offset + block_bytes]))
     return check.fault()
 
 

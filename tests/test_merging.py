@@ -221,7 +221,6 @@ def test_names_are_read_back(step: int, count: int) -> None:
     assert names.index_id(names.index_key(id)) == id
     assert names.tombstone_id(names.tombstone_key(id)) == id
     assert names.pin_id(names.pin_key(id)) == id
-    assert names.owner_id(names.manifest_key(id, 5)) == id
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog import manifest_selection
-from ckpipe.catalog.complete import publish_up
-from ckpipe.catalog.manifest_selection import REQUEST_BYTES, Member, nearest
+from ckpipe.catalog.complete import Member, publish_up
+from ckpipe.catalog.manifest_selection import REQUEST_BYTES, nearest
 from ckpipe.errors import StructureMismatch
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle

@@ -15,12 +15,10 @@ One whose manifests are damaged, or that this process may not write to, stays as
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-
-import anyio
 
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode
@@ -31,6 +29,7 @@ from ckpipe.catalog.find import (
     newest_first,
     pick,
     recheck,
+    stat_or_none,
     top,
     write_sidecar_of,
 )
@@ -65,6 +64,9 @@ from ckpipe.interpreter import gc_paused
 from ckpipe.store.retry import read_decoded
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo
+
+Member = tuple[int, int]
+"""Level and number of a manifest or group object."""
 
 _READS = 8
 """Members that are read at the same time."""
@@ -135,7 +137,7 @@ async def complete_from_top(
     absent: list[list[int]] = []
     if await _fill(backend, id, top, 0, world_size, absent, most_holes):
         return await _write_index(backend, id, top, world_size)
-    if await _exists(backend, tombstone_key(id)):
+    if await stat_or_none(backend, tombstone_key(id)):
         return _DELETED
     return Outcome(complete=False, absent=tuple(rank for ranks in absent for rank in ranks))
 
@@ -179,7 +181,7 @@ async def _write_group(
 ) -> None:
     level, number = group
     key = group_key(id, level, number)
-    if await _exists(backend, key):
+    if await stat_or_none(backend, key):
         return
     bundles = await _read(backend, id, level - 1, number, world_size)
     if bundles is None:
@@ -190,16 +192,16 @@ async def _write_group(
 
 async def _write_index(backend: Backend, id: CheckpointId, level: int, world_size: int) -> Outcome:
     key, tombstone = index_key(id), tombstone_key(id)
-    if await _exists(backend, tombstone):
+    if await stat_or_none(backend, tombstone):
         return _DELETED
-    if await _exists(backend, key):
+    if await stat_or_none(backend, key):
         return Outcome(complete=True)
     bundles = await _read(backend, id, level, 0, world_size)
     if bundles is None:
         return _DELETED
     index, data = await threads.run_sync(_merged, bundles, None)
     created = await _create(backend, key, data)
-    if await _exists(backend, tombstone):
+    if await stat_or_none(backend, tombstone):
         # Deleted since the first look: an index must not outlive the tombstone.
         await backend.delete([key])
         return _DELETED
@@ -210,23 +212,32 @@ async def _read(
     backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
 ) -> list[ManifestDocument] | None:
     """The members of a full directory; None if the checkpoint is being deleted."""
-    found: dict[int, ManifestDocument] = {}
-    limiter = anyio.CapacityLimiter(_READS)
-
-    async def read(number: int) -> None:
-        async with limiter:
-            found[number], _ = await read_member(backend, id, level, number, world_size)
-
+    wanted = [(level, number) for number in members(level, directory, world_size)]
     try:
-        async with anyio.create_task_group() as tasks:
-            for number in members(level, directory, world_size):
-                tasks.start_soon(read, number)
-    except ExceptionGroup as group:
-        error = group.exceptions[0]
-        if isinstance(error, MissingObject) and await _exists(backend, tombstone_key(id)):
+        return await read_members(backend, id, wanted, world_size)
+    except MissingObject:
+        if await stat_or_none(backend, tombstone_key(id)):
             return None
-        raise error from None
-    return [found[number] for number in sorted(found)]
+        raise
+
+
+async def read_members(
+    backend: Backend, id: CheckpointId, wanted: Sequence[Member], world_size: int
+) -> list[ManifestDocument]:
+    """Read several members at the same time, as :func:`read_member` does; in the order asked for.
+
+    Raises:
+        As :func:`read_member` does.
+    """
+    found: dict[Member, ManifestDocument] = {}
+    pending = iter(wanted)
+
+    async def lane() -> None:
+        for member in pending:
+            found[member], _ = await read_member(backend, id, *member, world_size)
+
+    await run_lanes(min(_READS, len(wanted)), lane)
+    return [found[member] for member in wanted]
 
 
 async def read_member(
@@ -288,14 +299,6 @@ async def _create(backend: Backend, key: str, data: bytes) -> bool:
     try:
         await backend.put(key, data, PutMode.CREATE)
     except ObjectExists:
-        return False
-    return True
-
-
-async def _exists(backend: Backend, key: str) -> bool:
-    try:
-        await backend.stat(key)
-    except ObjectNotFound:
         return False
     return True
 

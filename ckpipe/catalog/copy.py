@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
-from ckpipe.catalog.find import write_sidecar_of
+from ckpipe.catalog.find import stat_or_none, write_sidecar_of
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
@@ -37,12 +37,13 @@ from ckpipe.errors import (
 )
 from ckpipe.format.checksum import (
     CHUNK_BYTES,
+    BlockCuts,
     ChunkSums,
+    Parts,
     SumTable,
     chunk_count,
-    chunk_spans,
     combine,
-    crc32c,
+    crc32c_of_each,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.entry_table import EntryTable
@@ -142,11 +143,7 @@ def _decoded(id: CheckpointId, data: bytes) -> tuple[ManifestDocument, bytes]:
 
 
 async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None:
-    try:
-        await target.stat(tombstone_key(id))
-    except ObjectNotFound:
-        pass
-    else:
+    if await stat_or_none(target, tombstone_key(id)) is not None:
         raise UsageError(
             "The checkpoint was deleted on the target, whose mark of that is still there",
             step=id.step,
@@ -250,10 +247,8 @@ class _File:
             raise
 
     async def _size_there(self) -> int | None:
-        try:
-            return (await self._target.stat(self._key)).size
-        except ObjectNotFound:
-            return None
+        there = await stat_or_none(self._target, self._key)
+        return None if there is None else there.size
 
     async def _transfer(self, upload: Upload) -> None:
         async def send(offset: int, block: memoryview) -> None:
@@ -301,7 +296,7 @@ class _File:
                 block = buffer[: min(self._block_bytes, check.size - offset)]
                 with _located(self._id, self._rank, self._key):
                     await backend.read_into(self._key, offset, block)
-                check.add(await anyio.to_thread.run_sync(check.sums_of, offset, block))
+                check.add(*await anyio.to_thread.run_sync(check.sums_of, offset, block))
                 await use(offset, block)
 
         blocks = -(-check.size // self._block_bytes)
@@ -343,23 +338,6 @@ def _located(id: CheckpointId, rank: int, key: str) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class PieceSum:
-    """The checksum of bytes ``[lo, hi)`` of a member of a data file.
-
-    Args:
-        member: 0 for the header, 1 and up for the file's entries in the order of their offsets.
-        lo: The first byte, from the member's start.
-        hi: Behind the last byte.
-        value: The CRC-32C.
-    """
-
-    member: int
-    lo: int
-    hi: int
-    value: int
-
-
 class FileCheck:
     """Compares the blocks of a data file with the checksums of its checkpoint.
 
@@ -378,26 +356,27 @@ class FileCheck:
         self._expected = [
             data.checksums[data.first_sums[n] : data.first_sums[n + 1]] for n in numbers
         ]
-        self._sums = ChunkSums(SumTable(self._sizes))
+        self._table = SumTable(self._sizes)
+        self._sums = ChunkSums(self._table)
 
     @property
     def size(self) -> int:
         """The size of the file in bytes."""
         return self._row.size
 
-    def sums_of(self, offset: int, block: memoryview) -> list[PieceSum]:
-        """The checksums of the pieces of a block; changes nothing, so any thread may call it.
+    def sums_of(self, offset: int, block: memoryview) -> tuple[BlockCuts, list[int]]:
+        """Compute the checksums of a block; changes nothing, so any thread may call it.
 
         Args:
             offset: Where the block begins in the file.
             block: Its bytes.
         """
-        return [
-            PieceSum(member, lo, hi, crc32c(block[at : at + hi - lo]))
-            for member, lo, hi, at in self._pieces(offset, offset + len(block))
-        ]
+        cuts = self._table.cuts(self._spans(offset, offset + len(block)))
+        (sums,) = crc32c_of_each([Parts(block, cuts.begins, cuts.ends)])
+        return cuts, sums
 
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """The header, as 0, and the entries that lie in a range of the file."""
         at = begin
         while at < end:
             member = bisect_right(self._begins, at) - 1
@@ -405,14 +384,12 @@ class FileCheck:
             stop = min(end, start + self._sizes[member])
             if stop <= at:
                 return  # behind the last entry: the size of the file tells of such bytes
-            for _, lo, hi in chunk_spans(at - start, stop - start):
-                yield member, lo, hi, start + lo - begin
+            yield member, at - start, stop - start, at - begin
             at = stop
 
-    def add(self, pieces: Sequence[PieceSum]) -> None:
-        """Takes the sums of a block; each byte of the file once."""
-        for piece in pieces:
-            self._sums.add(piece.member, piece.lo, piece.hi, piece.value)
+    def add(self, cuts: BlockCuts, sums: Sequence[int]) -> None:
+        """Take the checksums of a block; each byte of the file once."""
+        self._sums.add_block(cuts, sums)
 
     def fault(self) -> str | None:
         """The first difference to the checksums once every block was taken; None without one."""

@@ -38,9 +38,9 @@ from datetime import datetime, timedelta
 from enum import Enum, auto
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
-from ckpipe.catalog.find import Listing, list_root, owned_sidecars
+from ckpipe.catalog.find import Listing, list_root, owned_sidecars, stat_or_none
 from ckpipe.catalog.leases import is_leased
-from ckpipe.errors import LinkRefused, ObjectExists, ObjectNotFound, StoreFull
+from ckpipe.errors import LinkRefused, ObjectExists, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.types import CheckpointId
 
@@ -76,7 +76,7 @@ async def delete(backend: Backend, id: CheckpointId) -> None:
     """
     digests = await _digests_of(backend, id)
     there = await _keys(backend, id)
-    if await _is_pinned(backend, id):
+    if await stat_or_none(backend, pin_key(id)):
         await backend.delete([pin_key(id)])  # by which others would call the deletion off
     try:
         await _mark(backend, id)
@@ -147,22 +147,14 @@ async def _remove_unless_held(
 ) -> Removal:
     if await is_leased(backend, str(id)):
         return Removal.WAITS
-    if await _is_pinned(backend, id):
+    if await stat_or_none(backend, pin_key(id)):
         # It may be of somebody who has come since and will take it back.
-        if await is_leased(backend, str(id)) or not await _is_pinned(backend, id):
+        if await is_leased(backend, str(id)) or not await stat_or_none(backend, pin_key(id)):
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])
         return Removal.PINNED
     await _remove(backend, id, digests, there)
     return Removal.GONE
-
-
-async def _is_pinned(backend: Backend, id: CheckpointId) -> bool:
-    try:
-        await backend.stat(pin_key(id))
-    except ObjectNotFound:
-        return False
-    return True
 
 
 async def _remove(

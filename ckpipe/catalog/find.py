@@ -158,9 +158,8 @@ async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]
     indexes = _indexes(root)
     ids = sorted(_ids(root, indexes), reverse=True)
     for id in ids[:_LOOKS]:
-        deleted, pinned = await all_of(
-            [partial(_stat, backend, tombstone_key(id)), partial(_stat, backend, pin_key(id))]
-        )
+        keys = (tombstone_key(id), pin_key(id))
+        deleted, pinned = await all_of([partial(stat_or_none, backend, key) for key in keys])
         reason = DELETING if deleted else "" if id in indexes else NO_INDEX
         yield _info(id, reason, pinned=pinned is not None, saved_at=indexes.get(id))
     if len(ids) > _LOOKS:
@@ -219,8 +218,8 @@ async def recheck(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
     Raises:
         StoreError: If the store failed.
     """
-    index = await _stat(backend, index_key(info.key))
-    if await _stat(backend, tombstone_key(info.key)) is not None:
+    index = await stat_or_none(backend, index_key(info.key))
+    if await stat_or_none(backend, tombstone_key(info.key)) is not None:
         return replace(info, complete=False, reason=DELETING)
     if index is None:
         return replace(info, complete=False, reason=NO_INDEX)
@@ -234,13 +233,18 @@ async def look_up(backend: Backend, id: CheckpointId) -> CheckpointInfo | None:
         StoreError: If the store failed.
     """
     keys = (index_key(id), tombstone_key(id), pin_key(id))
-    index, deleted, pinned = await all_of([partial(_stat, backend, key) for key in keys])
+    index, deleted, pinned = await all_of([partial(stat_or_none, backend, key) for key in keys])
     if index is None or deleted is not None:
         return None
     return _info(id, "", pinned=pinned is not None, saved_at=index.modified)
 
 
-async def _stat(backend: Backend, key: str) -> ObjectInfo | None:
+async def stat_or_none(backend: Backend, key: str) -> ObjectInfo | None:
+    """Describe an object; None if there is none.
+
+    Raises:
+        StoreError: If the store failed.
+    """
     try:
         return await backend.stat(key)
     except ObjectNotFound:
@@ -254,11 +258,8 @@ async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:
         CheckpointIncomplete: If it has a tombstone.
         StoreError: If the store failed.
     """
-    try:
-        await backend.stat(tombstone_key(id))
-    except ObjectNotFound:
-        return
-    raise _deleted(id)
+    if await stat_or_none(backend, tombstone_key(id)) is not None:
+        raise _deleted(id)
 
 
 async def check_still_there(backend: Backend, id: CheckpointId) -> None:
@@ -272,7 +273,7 @@ async def check_still_there(backend: Backend, id: CheckpointId) -> None:
         StoreError: If the store failed.
     """
     await check_not_deleted(backend, id)
-    if await _stat(backend, index_key(id)) is None:
+    if await stat_or_none(backend, index_key(id)) is None:
         raise _deleted(id)
 
 

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from functools import partial
-
-import anyio
 
 from ckpipe import threads
 from ckpipe.backend import Backend
-from ckpipe.catalog.complete import read_member
+from ckpipe.catalog.complete import Member, read_member, read_members
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import gathered
 from ckpipe.format.names import GROUP_SIZE, group_ranks, level_sizes
 from ckpipe.interpreter import gc_paused
 from ckpipe.types import CheckpointId
-
-Member = tuple[int, int]
-"""Level and number of a manifest or group object."""
 
 FEWEST_RANKS = 17
 """With fewer ranks the index is small, and one request is the least there can be."""
@@ -84,10 +78,6 @@ def _merged(ranks: int, manifest_bytes: int) -> int:
     return REQUEST_BYTES + manifest_bytes + ranks * manifest_bytes // _MERGED_SHARE
 
 
-_READS = 8
-"""Objects that are read at the same time."""
-
-
 async def read_near(
     backend: Backend, id: CheckpointId, rank: int, world_size: int
 ) -> ManifestDocument | None:
@@ -115,7 +105,7 @@ async def read_near(
         members = await threads.run_sync(_others, own, rank, size)
         if members is None:
             return None
-        others = await _read(backend, id, members, world_size)
+        others = await read_members(backend, id, members, world_size)
         return await threads.run_sync(_gathered, [own, *others])
     except (CorruptCheckpoint, UnsupportedVersion):
         # The index is whole, or says better what is wrong.
@@ -126,25 +116,6 @@ def _others(own: ManifestDocument, rank: int, size: int) -> tuple[Member, ...] |
     (layout,) = own.layouts
     owners = {0, *(owner for owner in layout.chunks.owner if owner is not None)}
     return nearest(own.world_size, owners - {rank}, size)
-
-
-async def _read(
-    backend: Backend, id: CheckpointId, members: tuple[Member, ...], world_size: int
-) -> list[ManifestDocument]:
-    found: dict[Member, ManifestDocument] = {}
-    limiter = anyio.CapacityLimiter(_READS)
-
-    async def read(member: Member) -> None:
-        async with limiter:
-            found[member], _ = await read_member(backend, id, *member, world_size)
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            for member in members:
-                tasks.start_soon(partial(read, member))
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [found[member] for member in members]
 
 
 def _gathered(bundles: list[ManifestDocument]) -> ManifestDocument:

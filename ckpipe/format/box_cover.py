@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -176,20 +175,6 @@ def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
         groups[-1].append(box)
         end = max(end, box[1][axis])
     return groups
-
-
-def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Tell whether boxes cover every element of a shape once: none twice, none left out."""
-    full = tuple(shape)
-    volume = 0
-    for lower, upper in boxes:
-        if not len(lower) == len(upper) == len(full):
-            return False
-        if not all(0 <= low <= high <= n for low, high, n in zip(lower, upper, full, strict=True)):
-            return False
-        volume += box_volume((lower, upper))
-    # Disjoint boxes inside a shape that have its volume leave nothing out.
-    return volume == math.prod(full) and disjoint([box for box in boxes if box_volume(box)])
 
 
 def _any_overlap(boxes: list[Box]) -> bool:

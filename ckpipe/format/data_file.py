@@ -11,21 +11,13 @@ torch for the sizes of its dtypes would cost more memory than all the rest of it
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
-from typing import Any, NamedTuple
 
 from ckpipe.errors import (
-    DuplicateName,
-    InvalidExtent,
-    InvalidManifest,
     OversizedMetadata,
-    TruncatedObject,
 )
 from ckpipe.format.checksum import BlockCuts, SumTable, crc32c
 from ckpipe.format.manifest import FileRow, Layout
@@ -76,39 +68,6 @@ _MAX_BYTES = 1 << 62
 _quoted: Callable[[str], str] = encode_basestring_ascii
 
 
-class HeaderEntry(NamedTuple):
-    """One entry of a header.
-
-    Args:
-        name: Its unique name.
-        dtype: Its safetensors dtype.
-        shape: Its shape.
-        offset: Where it begins, in bytes from the start of the data.
-        nbytes: Its size.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The contents of a data file's header.
-
-    Args:
-        nbytes: Where the data begins.
-        entries: The entries, by offset.
-        metadata: The texts under ``__metadata__``.
-    """
-
-    nbytes: int
-    entries: tuple[HeaderEntry, ...]
-    metadata: Mapping[str, str]
-
-
 def encode_header(
     entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
 ) -> bytes:
@@ -152,123 +111,6 @@ def header_size_bound(entries: Iterable[tuple[str, Sequence[int]]]) -> int:
     A planner opens another data file before this would pass ``MAX_HEADER_BYTES``.
     """
     return _FIXED_BYTES + sum(entry_size_bound(name, shape) for name, shape in entries)
-
-
-def header_bytes(start: bytes, *, size: int, key: str | None = None) -> int:
-    """Compute where the data of a file begins from its first 8 bytes.
-
-    Args:
-        start: At least the first 8 bytes.
-        size: The size of the whole file.
-        key: What to call the file in an error.
-
-    Raises:
-        TruncatedObject: If the file is shorter than its header.
-        OversizedMetadata: If the header is longer than ckpipe ever writes.
-    """
-    if len(start) < LENGTH_BYTES or size < LENGTH_BYTES:
-        raise TruncatedObject("The data file ends before its header", key=key)
-    total = LENGTH_BYTES + int.from_bytes(start[:LENGTH_BYTES], "little")
-    if total > MAX_HEADER_BYTES:
-        raise OversizedMetadata(
-            f"The data file claims a header of {total} bytes of at most {MAX_HEADER_BYTES}", key=key
-        )
-    if total > size:
-        raise TruncatedObject(
-            f"The data file has {size} bytes, its header alone should have {total}", key=key
-        )
-    return total
-
-
-def decode_header(data: bytes, *, size: int, key: str | None = None) -> Header:
-    """Read and validate the header of a data file, which may be hostile.
-
-    Args:
-        data: The file's first bytes; all of the header, more does not matter.
-        size: The size of the whole file.
-        key: What to call the file in an error.
-
-    Raises:
-        TruncatedObject: If the header is cut off.
-        OversizedMetadata: If it is longer than ckpipe ever writes.
-        DuplicateName: If two entries have one name.
-        InvalidExtent: If entries overlap, leave holes, lie outside the file or contradict their
-            dtype and shape.
-        InvalidManifest: If it is no such header.
-    """
-    total = header_bytes(data, size=size, key=key)
-    if len(data) < total:
-        raise TruncatedObject(f"The header has {len(data)} of {total} bytes", key=key)
-    try:
-        table = json.loads(bytes(data[LENGTH_BYTES:total]), object_pairs_hook=_unique)
-        if not isinstance(table, dict):
-            raise InvalidManifest("The header is not a JSON object")
-        metadata = _metadata(table.pop("__metadata__", {}))
-        entries = sorted((_entry(name, row) for name, row in table.items()), key=_by_offset)
-        _check_extents(entries, size - total)
-    except InvalidManifest as error:
-        error.key = key
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InvalidManifest("The header is not valid JSON", key=key) from error
-    return Header(total, tuple(entries), metadata)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise DuplicateName(f"The name {twice!r:.200} stands twice in the header")
-    return found
-
-
-def _metadata(data: Any) -> dict[str, str]:
-    if isinstance(data, dict) and all(isinstance(value, str) for value in data.values()):
-        return data
-    raise InvalidManifest("The header's __metadata__ is not a table of texts")
-
-
-def _entry(name: str, row: Any) -> HeaderEntry:
-    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
-        raise InvalidManifest(f"The entry {name!r:.200} lacks dtype, shape or data_offsets")
-    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in STORED_ITEM_BYTES:
-        raise InvalidManifest(f"The entry {name!r:.200} has the unknown dtype {dtype!r:.100}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise InvalidExtent(f"The entry {name!r:.200} has a shape or offsets that are no sizes")
-    nbytes = math.prod(shape) * STORED_ITEM_BYTES[dtype]
-    if offsets[1] - offsets[0] != nbytes:
-        raise InvalidExtent(
-            f"The entry {name!r:.200} has {offsets[1] - offsets[0]} bytes, "
-            "its dtype and shape need another number"
-        )
-    return HeaderEntry(name, dtype, tuple(shape), offsets[0], nbytes)
-
-
-def _are_sizes(data: Any) -> bool:
-    return (
-        isinstance(data, list)
-        and len(data) <= _MAX_DIMENSIONS
-        and all(type(n) is int and 0 <= n <= _MAX_BYTES for n in data)
-    )
-
-
-def _by_offset(entry: HeaderEntry) -> tuple[int, int]:
-    return entry.offset, entry.nbytes
-
-
-def _check_extents(entries: list[HeaderEntry], data_bytes: int) -> None:
-    end = 0
-    for entry in entries:
-        if entry.offset + entry.nbytes > data_bytes:
-            raise InvalidExtent(f"The entry {entry.name!r:.200} ends behind the file's end")
-        if entry.offset < end:
-            raise InvalidExtent(f"The entry {entry.name!r:.200} overlaps the one before it")
-        if entry.offset > end:
-            raise InvalidExtent(f"There is a hole before the entry {entry.name!r:.200}")
-        end += entry.nbytes
-    if end != data_bytes:
-        raise InvalidExtent(f"{data_bytes - end} bytes follow the last entry")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,3 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 def stored_dtype(dtype: torch.dtype) -> str | None:
     """The safetensors name of a dtype, or None if the format has none."""
     return _SAFETENSORS.get(dtype)
-
-
-def stored_as(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name."""
-    return _TORCH[name]
-
-
-_TORCH = {name: dtype for dtype, name in _SAFETENSORS.items()}

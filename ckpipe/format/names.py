@@ -156,12 +156,6 @@ def pin_id(key: str) -> CheckpointId | None:
     return None if stem == key else _parse(stem)
 
 
-def owner_id(key: str) -> CheckpointId | None:
-    """The checkpoint below whose prefix a key lies; None if it lies below none."""
-    head, slash, _ = key.partition("/")
-    return _parse(head) if slash else None
-
-
 def _parse(name: str) -> CheckpointId | None:
     return CheckpointId.parse(name) if len(name) <= LONGEST_NAME and name.isascii() else None
 
