@@ -113,12 +113,7 @@ class Loads:
         alone, named = self._site.world_size == 1, which is not None and not fallback
         with self._until_closed(request.hold), gc_paused_at_first(), self._numbered(named) as asked:
             agreements = None if alone or named else await self._agreeing()
-            if agreements is None:
-                info = await first_choice(self._site, which)
-            else:
-                info = await common_choice(self._site, which, agreements, asked)
-            if info is None and self._site.rank == 0:
-                logger.info("no complete checkpoint: training starts fresh at %s", self._place)
+            info = await self._choose(which, agreements, asked)
             damaged: dict[str, str] = {}
             first: CorruptCheckpoint | None = None
             while info is not None:
@@ -132,7 +127,7 @@ class Loads:
                     if which is not None or not alone:
                         raise
                     # It was the newest, and is being deleted.
-                    info = await first_choice(self._site, None, again=True)
+                    info = await self._found(None)
                     continue
                 if isinstance(outcome, LoadResult):
                     self._saves.loaded(outcome.step)
@@ -143,6 +138,8 @@ class Loads:
                 info = None if outcome.next is None else _info(outcome.next)
             if damaged:
                 raise _none_is_whole(first, damaged)
+            if self._site.rank == 0:
+                logger.info("no complete checkpoint: training starts fresh at %s", self._place)
             return None
 
     async def _attempt(
@@ -201,8 +198,9 @@ class Loads:
     async def _refuse(
         self, info: CheckpointInfo, error: CkpipeError, ballot: _Ballot | None
     ) -> _Verdict:
-        older = await older_ones(self._site, info)
-        following = older[0].id if older else None
+        known = await discover(self._site.patient)
+        older = (each.id for each in known if each.complete and each.key < info.key)
+        following = next(older, None)  # the newest of them
         how = f"{type(error).__name__}: {error}"
         if ballot is None:
             verdict = _Verdict(how, following)
@@ -269,6 +267,49 @@ class Loads:
             if self._calls == number + 1:
                 self._calls, self._failed_after = number, self._saves.accepted
             raise
+
+    async def _choose(
+        self, which: int | str | None, agreements: Agreements | None, question: str
+    ) -> CheckpointInfo | None:
+        """Find the checkpoint to load, the same on all ranks; None if there is none.
+
+        The first rank that looks decides for all, so that a checkpoint that becomes complete
+        between the looks of two ranks does not part them.
+        """
+        site = self._site
+        if agreements is None:
+            if site.world_size > 1 or which is not None:
+                return await self._found(which)
+            await until_finished(site.patient, None, site.settings.worker.resume_wait_seconds)
+            return await newest_likely(site.patient)
+
+        async def is_decided() -> bool:
+            return await agreements.decided(question) is not None
+
+        decided = await agreements.decided(question)
+        if decided is None:
+            found = await self._found(which, is_decided)
+            proposal = None if found is None else found.id
+            decided = (await agreements.decide(question, proposal),)
+        (name,) = decided
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
+        try:
+            return await find_repaired(site.patient, name)
+        except CheckpointIncomplete as error:
+            error.hint = "Another process has deleted it since; load again on all ranks"
+            raise
+
+    async def _found(
+        self, which: int | str | None, decided: Callable[[], Awaitable[bool]] | None = None
+    ) -> CheckpointInfo | None:
+        site = self._site
+        await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds, decided)
+        if which is None:
+            return await newest_repaired(site.patient)
+        return await find_repaired(site.patient, which)
 
     async def _agreeing(self) -> Agreements:
         """Find where ranks agree: in the torch.distributed Store, else through objects."""
@@ -393,88 +434,6 @@ def _none_is_whole(
         first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
     first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
     return first
-
-
-async def first_choice(
-    site: SaveContext, which: int | str | None, *, again: bool = False
-) -> CheckpointInfo | None:
-    """Find the checkpoint to load; None if none was named and there is none.
-
-    Args:
-        site: Where to look.
-        which: The step or id that was named; None for the newest.
-        again: Whether the first choice was one that is being deleted.
-
-    Raises:
-        CheckpointNotFound: If the one named is absent or incomplete.
-        StoreError: If the store failed.
-    """
-    if site.world_size == 1 and which is None and not again:
-        await until_finished(site.patient, None, site.settings.worker.resume_wait_seconds)
-        return await newest_likely(site.patient)
-    return await _found(site, which)
-
-
-async def common_choice(
-    site: SaveContext, which: int | str | None, agreements: Agreements, question: str
-) -> CheckpointInfo | None:
-    """Find the checkpoint to load, the same on all ranks; None if there is none.
-
-    The first rank that looks decides for all, so that a checkpoint that becomes complete between
-    the looks of two ranks does not part them.
-
-    Args:
-        site: Where to look.
-        which: The step or id that was named; None for the newest.
-        agreements: Where the ranks agree.
-        question: The name of what they agree on.
-
-    Raises:
-        CheckpointNotFound: If the one named is absent or incomplete, or the one that the ranks
-            agreed on is gone.
-        AttemptReused: If ranks agree by objects, and ``attempt_id`` was used before.
-        UnsupportedTopology: If the ranks cannot agree.
-        StoreError: If the store failed.
-    """
-
-    async def is_decided() -> bool:
-        return await agreements.decided(question) is not None
-
-    decided = await agreements.decided(question)
-    if decided is None:
-        found = await _found(site, which, is_decided)
-        proposal = None if found is None else found.id
-        decided = (await agreements.decide(question, proposal),)
-    (name,) = decided
-    if name is None:
-        return None
-    if not isinstance(name, str):
-        raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
-    try:
-        return await find_repaired(site.patient, name)
-    except CheckpointIncomplete as error:
-        error.hint = "Another process has deleted it since; load again on all ranks"
-        raise
-
-
-async def older_ones(site: SaveContext, info: CheckpointInfo) -> list[CheckpointInfo]:
-    """The complete checkpoints that are older than one, the newest first.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    return [each for each in await discover(site.patient) if each.complete and each.key < info.key]
-
-
-async def _found(
-    site: SaveContext,
-    which: int | str | None,
-    decided: Callable[[], Awaitable[bool]] | None = None,
-) -> CheckpointInfo | None:
-    await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds, decided)
-    if which is None:
-        return await newest_repaired(site.patient)
-    return await find_repaired(site.patient, which)
 
 
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
