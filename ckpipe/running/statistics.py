@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpipe.events import Event, RankCommitted, Retrying, SaveEnded, SaveStarted
 from ckpipe.memory.budget import ByteBudget
@@ -51,23 +49,23 @@ class Statistics:
         return self.bytes / self.active_seconds if self.active_seconds else 0.0
 
 
-class _Sums:
-    """The numbers of some saves, which are added all together."""
-
-    def __init__(self) -> None:
-        self.saves: Counter[SaveStatus] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.waits: defaultdict[str, float] = defaultdict(float)
-        self.bytes, self.staged_seconds = 0, 0.0
-
-    def add(self, status: SaveStatus, report: SaveReport) -> None:
-        self.saves[status] += 1
-        for name, stage in report.stages.items():
-            self.seconds[name] += stage.busy
-            self.waits[name] += stage.waited
-        self.staged_seconds += report.staged_seconds or 0.0
-        if status == "committed":
-            self.bytes += report.bytes
+def _with(total: Statistics, status: SaveStatus, report: SaveReport | None) -> Statistics:
+    """Add a save to the sums; one that goes on has no report, and counts by its status only."""
+    saves = {**total.saves, status: total.saves.get(status, 0) + 1}
+    if report is None:
+        return replace(total, saves=saves)
+    seconds, waits = dict(total.seconds), dict(total.waits)
+    for name, stage in report.stages.items():
+        seconds[name] = seconds.get(name, 0.0) + stage.busy
+        waits[name] = waits.get(name, 0.0) + stage.waited
+    return replace(
+        total,
+        saves=saves,
+        bytes=total.bytes + (report.bytes if status == "committed" else 0),
+        seconds=seconds,
+        waits=waits,
+        staged_seconds=total.staged_seconds + (report.staged_seconds or 0.0),
+    )
 
 
 class Ledger:
@@ -78,58 +76,40 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a handler of a signal may ask who is just asking
-        self._ended = _Sums()
+        self._lock = threading.RLock()  # a handler of a signal may ask while the thread does
+        self._ended = Statistics()
         self._open: set[str] = set()
         self._uncommitted: set[str] = set()
-        self._retries, self._active_seconds, self._since = 0, 0.0, 0.0
+        self._since = 0.0
 
     def __call__(self, event: Event) -> None:
         """Takes note of an event."""
-        if isinstance(event, SaveStarted):
-            with self._lock:
+        with self._lock:
+            if isinstance(event, SaveStarted):
                 if not self._uncommitted:
                     self._since = time.perf_counter()
                 self._open.add(event.id)
                 self._uncommitted.add(event.id)
-        elif isinstance(event, RankCommitted):
-            with self._lock:
+            elif isinstance(event, RankCommitted):
                 self._committed(event.id)
-        elif isinstance(event, SaveEnded):
-            with self._lock:
-                self._end(event)
-        elif isinstance(event, Retrying):
-            self._retries += 1
-
-    def _end(self, event: SaveEnded) -> None:
-        self._open.discard(event.id)
-        self._committed(event.id)
-        self._ended.add(event.status, event.report)
+            elif isinstance(event, SaveEnded):
+                self._open.discard(event.id)
+                self._committed(event.id)
+                self._ended = _with(self._ended, event.status, event.report)
+            elif isinstance(event, Retrying):
+                self._ended = replace(self._ended, retries=self._ended.retries + 1)
 
     def _committed(self, id: str) -> None:
         if id in self._uncommitted:
             self._uncommitted.remove(id)
             if not self._uncommitted:
-                self._active_seconds += time.perf_counter() - self._since
+                self._ended = replace(self._ended, active_seconds=self._active_seconds())
 
-    def _over(self, under_way: Iterable[Save]) -> tuple[_Sums, Counter[SaveStatus], float]:
-        """The saves that have ended or committed, the others, and how long there were any."""
-        with self._lock:
-            sums = copy.deepcopy(self._ended)
-            left = [save for save in under_way if save.name in self._open]
-            now = time.perf_counter() - self._since if self._uncommitted else 0.0
-            active_seconds = self._active_seconds + now
-        others: Counter[SaveStatus] = Counter()
-        for save in left:
-            status = save.status
-            if status == "committed":
-                sums.add(status, save.report())
-            else:
-                others[status] += 1
-        return sums, others, active_seconds
+    def _active_seconds(self) -> float:
+        return self._ended.active_seconds + time.perf_counter() - self._since
 
     def statistics(
-        self, under_way: Iterable[Save], *, lanes: int, budget: ByteBudget | None
+        self, under_way: Iterable[Save], *, lanes: int = 0, budget: ByteBudget | None = None
     ) -> Statistics:
         """The numbers until now.
 
@@ -138,27 +118,33 @@ class Ledger:
             lanes: How many lanes a save has.
             budget: Staging memory; None of a pipeline that is not open.
         """
-        sums, others, active_seconds = self._over(under_way)
-        return Statistics(
-            saves=dict(sums.saves + others),
-            bytes=sums.bytes,
-            seconds=dict(sums.seconds),
-            waits=dict(sums.waits),
-            staged_seconds=sums.staged_seconds,
-            active_seconds=active_seconds,
-            retries=self._retries,
+        with self._lock:
+            found = self._ended
+            left = [save for save in under_way if save.name in self._open]
+            if self._uncommitted:
+                found = replace(found, active_seconds=self._active_seconds())
+        for save in left:
+            status = save.status
+            found = _with(found, status, save.report() if status == "committed" else None)
+        if budget is None:
+            return replace(found, lanes=lanes)
+        return replace(
+            found,
             lanes=lanes,
-            budget_used=budget.used if budget else 0,
-            budget_capacity=budget.capacity if budget else 0,
-            budget_waiting=budget.waiting if budget else 0,
+            budget_used=budget.used,
+            budget_capacity=budget.capacity,
+            budget_waiting=budget.waiting,
         )
 
     def describe(self, under_way: Iterable[Save]) -> str:
-        """Describe what is over, in a few words."""
-        sums, _, _ = self._over(under_way)
-        counts = [f"{count} {status}" for status, count in sorted(sums.saves.items())]
-        if self._retries:
-            counts.append(f"{self._retries} tried again")
-        if sums.bytes:
-            counts.append(size_text(sums.bytes))
+        """Describe the saves that have ended or committed, in a few words."""
+        found = self.statistics(under_way)
+        counts = [f"{found.saves[each]} {each}" for each in _OVER if each in found.saves]
+        if found.retries:
+            counts.append(f"{found.retries} tried again")
+        if found.bytes:
+            counts.append(size_text(found.bytes))
         return ", ".join(counts)
+
+
+_OVER: tuple[SaveStatus, ...] = ("cancelled", "committed", "failed", "skipped")
