@@ -215,7 +215,7 @@ async def serve(
             async with anyio.create_task_group() as tasks:
                 engine = Engine(site, launch, hooks, preemption, loop, tasks, place)
                 tasks.start_soon(keep_lease, name="lease of the attempt")
-                await tasks.start(hooks.serve, engine.saves.keep)
+                hooks.start(tasks, engine.saves.keep)
                 if topology.world_size > 1 and not settings.read_only:
                     tasks.start_soon(engine.announce, launch, name="calls")
                 if worker is not None:

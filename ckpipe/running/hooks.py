@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from ckpipe import threads
 from ckpipe.errors import UsageError
@@ -96,19 +96,14 @@ class Hooks:
             pass  # a function of C that does not say what it takes
         self._hooks.setdefault(kind, []).append(_Hook(function))
 
-    async def serve(
-        self, failed: Callable[[Exception], None], *, task_status: TaskStatus[None]
-    ) -> None:
-        """Calls hooks until it is cancelled.
+    def start(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
+        """Call hooks from now on.
 
         Args:
+            tasks: Runs them.
             failed: Told what a hook raised.
-            task_status: Told once events are heard.
         """
-        self._failed = failed
-        async with anyio.create_task_group() as self._tasks:
-            task_status.started()
-            await anyio.sleep_forever()
+        self._tasks, self._failed = tasks, failed
 
     async def drained(self) -> None:
         """Waits until every hook that was called has returned."""
@@ -144,14 +139,9 @@ class Hooks:
     async def _called(hook: _Hook, event: Event) -> None:
         try:
             await hook.call(event)
-        except LEAVING as signal:
-            raise refuse_exit(f"The hook {hook.name}", signal) from signal
-        except asyncio.CancelledError as signal:
+        except (*LEAVING, asyncio.CancelledError) as signal:
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if isinstance(signal, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            # It waited for something else that was cancelled; the hook is not cancelled.
+            # It left, or waited for something else that was cancelled; the hook is not cancelled.
             raise refuse_exit(f"The hook {hook.name}", signal) from signal
-
-
-__all__ = ["Hooks", "in_hook"]
