@@ -15,7 +15,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import anyio
 
@@ -36,30 +35,13 @@ from ckpipe.save.context import SaveContext
 logger = logging.getLogger("ckpipe")
 
 END, TIME = "end", "time"
-"""The occasions: a rank will be stopped, or it is time by the clock, for the so-manieth time."""
+"""Reasons to save together: preemption, or the n-th save by the clock."""
 
 PATIENCE_SECONDS = 30.0
 """How long votes are waited for at most, and a little less than a trainer waits at its bound."""
 
 _TICK_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """One kind of call.
-
-    Args:
-        is_due: Whether this rank is to call.
-        is_near: Whether others may call soon.
-        patience: How long to wait for votes, in seconds.
-        ahead: How long the agreement should take, in seconds.
-    """
-
-    is_due: Callable[[], bool]
-    is_near: Callable[[], bool]
-    patience: float
-    ahead: float
 
 
 class CoordinatedSaves:
@@ -100,66 +82,67 @@ class CoordinatedSaves:
 
     async def _serve_end(self) -> None:
         grace = self._site.settings.preemption.grace_seconds
-        most = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
-        ahead = min(2 * self._every + 0.5, most)
-        kind = _Kind(lambda: self._preemption.signalled, lambda: True, most, ahead)
-        await self._called(kind, END)
+        patience = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
+        await self._called(END, lambda: self._preemption.signalled, lambda: True)
         self._preemption.tell()
-        if not await self._settled(kind, END):
+        if not await self._settled(END, patience, min(2 * self._every + 0.5, patience)):
             # All others leave after the step that they save, and so does this one.
             self._preemption.arrive()
             self._preemption.answer()
 
     async def _serve_time(self) -> None:
-        kind = _Kind(
+        def is_due() -> bool:
             # An appointment that is made is kept first, which sets the clock back.
-            lambda: self._cadence.is_overdue() and not self._diary.has(TIME),
-            # Others may have kept it already, and call for the next one.
-            lambda: self._cadence.is_near(4 * self._every) or self._diary.has(TIME),
-            PATIENCE_SECONDS,
-            2 * self._every + 0.5,
-        )
-        for number in itertools.count():
-            occasion = f"{TIME}-{number}"
-            await self._called(kind, occasion)
-            await self._settled(kind, occasion)
+            return self._cadence.is_overdue() and not self._diary.has(TIME)
 
-    async def _called(self, kind: _Kind, occasion: str) -> None:
-        """Waits until a rank calls, which may be this one."""
+        def is_near() -> bool:
+            # Others may have kept it already, and call for the next one.
+            return self._cadence.is_near(4 * self._every) or self._diary.has(TIME)
+
+        for number in itertools.count():
+            await self._called(f"{TIME}-{number}", is_due, is_near)
+            await self._settled(f"{TIME}-{number}", PATIENCE_SECONDS, 2 * self._every + 0.5)
+
+    async def _called(
+        self, occasion: str, is_due: Callable[[], bool], is_near: Callable[[], bool]
+    ) -> None:
+        """Wait until a rank calls, which may be this one.
+
+        Args:
+            occasion: The name of the call.
+            is_due: Tells whether this rank is to call.
+            is_near: Tells whether others may call soon.
+        """
+        patient, key = self._site.patient, agreement_key(self._site.attempt, f"{occasion}.call")
         looked = -self._every
         while True:
             try:
-                if kind.is_due():
-                    return await self._call(occasion)
+                if is_due():
+                    await self._launch.claim()
+                    with contextlib.suppress(ObjectExists):
+                        await patient.put(key, b"{}", PutMode.CREATE)
+                    return
                 now = time.monotonic()
-                if kind.is_near() and now - looked >= self._every:
+                if is_near() and now - looked >= self._every:
                     looked = now
-                    if await self._is_called(occasion):
-                        return None
+                    with contextlib.suppress(ObjectNotFound):
+                        await patient.stat(key)
+                        return
             except AttemptReused:
                 raise
             except CkpipeError as error:
                 logger.warning("Whether the ranks are to save cannot be looked up: %s", error)
             await anyio.sleep(min(_TICK_SECONDS, self._every))
 
-    async def _call(self, occasion: str) -> None:
-        await self._launch.claim()
-        with contextlib.suppress(ObjectExists):
-            await self._site.patient.put(self._call_key(occasion), b"{}", PutMode.CREATE)
+    async def _settled(self, occasion: str, patience: float, ahead: float) -> bool:
+        """Agree on a step, and note it; False if this rank has left it behind already.
 
-    async def _is_called(self, occasion: str) -> bool:
-        try:
-            await self._site.patient.stat(self._call_key(occasion))
-        except ObjectNotFound:
-            return False
-        return True
-
-    def _call_key(self, occasion: str) -> str:
-        return agreement_key(self._site.attempt, f"{occasion}.call")
-
-    async def _settled(self, kind: _Kind, occasion: str) -> bool:
-        """Agrees on a step, and notes it; False if this rank has left it behind already."""
-        site, until = self._site, time.monotonic() + kind.patience
+        Args:
+            occasion: The name of the call.
+            patience: How long to wait for votes, in seconds.
+            ahead: How long the agreement should take, in seconds.
+        """
+        site, until = self._site, time.monotonic() + patience
         vote = Vote(site.patient, site.attempt, occasion, site.rank, site.world_size)
         bound: int | None = None
         while True:
@@ -168,7 +151,7 @@ class CoordinatedSaves:
                 step = await self._decided(occasion)
                 if step is None:
                     if bound is None:  # once given, a promise stays as it is
-                        bound = self._diary.promise(occasion, kind.ahead)
+                        bound = self._diary.promise(occasion, ahead)
                     step = await self._voted(vote, occasion, bound, until)
                 break
             except AttemptReused:
