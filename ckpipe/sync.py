@@ -18,7 +18,7 @@ from ckpipe.loop_thread import Caller
 from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
-from ckpipe.running.calls import Which, note_failures, plain_step, raise_or_warn, which
+from ckpipe.running.validation import Which, note_failures, plain_step, raise_or_warn, which
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 

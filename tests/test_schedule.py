@@ -20,13 +20,13 @@ from ckpipe.ranks.schedule import (
 
 
 def saved_at(asked: list[int], every: int, begin: int = 0) -> list[int]:
-    cadence = SaveSchedule(every, None)
-    cadence.begin_at(begin)
+    schedule = SaveSchedule(every, None)
+    schedule.begin_at(begin)
     saves = []
     for step in asked:
-        if cadence.due(step):
+        if schedule.due(step):
             saves.append(step)
-            cadence.begin_at(step)
+            schedule.begin_at(step)
     return saves
 
 
@@ -46,52 +46,52 @@ def test_a_mark_passed_is_made_up_for_once_at_the_next_step(asked: set[int], eve
 
 
 def test_asking_changes_nothing_and_a_save_stays_due() -> None:
-    cadence = SaveSchedule(10, None)
-    assert [cadence.due(step) for step in (9, 10, 10, 11, 9)] == [False, True, True, True, False]
-    cadence.begin_at(11)
-    assert not cadence.due(12)
+    schedule = SaveSchedule(10, None)
+    assert [schedule.due(step) for step in (9, 10, 10, 11, 9)] == [False, True, True, True, False]
+    schedule.begin_at(11)
+    assert not schedule.due(12)
 
 
 def test_seconds_count_from_the_last_save() -> None:
     now = 100.0
-    cadence = SaveSchedule(None, 60, clock=lambda: now)
+    schedule = SaveSchedule(None, 60, clock=lambda: now)
     now = 159.9
-    assert not cadence.due(1)
+    assert not schedule.due(1)
     now = 160.0
-    assert cadence.due(2)
-    cadence.begin_at(2)
-    assert not cadence.due(3)
+    assert schedule.due(2)
+    schedule.begin_at(2)
+    assert not schedule.due(3)
     now = 220.0
-    assert cadence.due(4)
+    assert schedule.due(4)
 
 
 def test_a_trainer_waits_at_its_bound_until_it_is_decided() -> None:
-    diary = SaveStepAgreement(patience=30)
-    assert diary.ask(7) == frozenset()
-    bound = diary.promise("end", 10)
+    agreement = SaveStepAgreement(patience=30)
+    assert agreement.ask(7) == frozenset()
+    bound = agreement.propose("end", 10)
     assert bound == 8
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(diary.ask, bound)
+        asked = pool.submit(agreement.ask, bound)
         with pytest.raises(TimeoutError):
             asked.result(0.05)
-        assert diary.decide("end", 9)
+        assert agreement.decide("end", 9)
         assert asked.result(30) == frozenset()
-    assert diary.ask(9) == diary.ask(10) == {"end"}
-    diary.keep(8)
-    assert diary.has("end")
-    diary.keep(10)
-    assert not diary.has("end")
-    assert diary.ask(11) == frozenset()
+    assert agreement.ask(9) == agreement.ask(10) == {"end"}
+    agreement.consume(8)
+    assert agreement.has("end")
+    agreement.consume(10)
+    assert not agreement.has("end")
+    assert agreement.ask(11) == frozenset()
 
 
 def test_a_trainer_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
-    diary = SaveStepAgreement(patience=0.01)
-    diary.promise("end", 10)
-    assert diary.ask(0) == frozenset()
+    agreement = SaveStepAgreement(patience=0.01)
+    agreement.propose("end", 10)
+    assert agreement.ask(0) == frozenset()
     assert "did not agree" in caplog.text
-    assert not diary.decide("end", 0), "it has been left behind"
-    assert diary.decide("end", 1)
-    assert diary.ask(1) == {"end"}
+    assert not agreement.decide("end", 0), "it has been left behind"
+    assert agreement.decide("end", 1)
+    assert agreement.ask(1) == {"end"}
 
 
 def test_the_pace_tells_how_far_ahead_a_bound_lies() -> None:
@@ -115,19 +115,19 @@ def test_no_rank_has_passed_what_is_decided(
     moves: list[tuple[int, float, int]], ahead: float
 ) -> None:
     now = 0.0
-    diaries = [SaveStepAgreement(0, clock=lambda: now) for _ in range(4)]
+    agreements = [SaveStepAgreement(0, clock=lambda: now) for _ in range(4)]
     steps, bounds = [0] * 4, dict[int, int]()
     for rank, seconds, by in [*moves, *((rank, 1, 0) for rank in range(4))]:
         now += seconds
         if by == 0 and rank not in bounds:
-            bounds[rank] = diaries[rank].promise("time", ahead)
+            bounds[rank] = agreements[rank].propose("time", ahead)
         elif steps[rank] < bounds.get(rank, 10**9):
-            assert diaries[rank].ask(steps[rank]) == frozenset()
+            assert agreements[rank].ask(steps[rank]) == frozenset()
             steps[rank] += max(1, by)
     decided = max(bounds.values())
-    for rank, diary in enumerate(diaries):
-        assert diary.decide("time", decided), rank
-        assert diary.ask(decided + rank) == {"time"}
+    for rank, agreement in enumerate(agreements):
+        assert agreement.decide("time", decided), rank
+        assert agreement.ask(decided + rank) == {"time"}
 
 
 def send() -> None:

@@ -141,19 +141,19 @@ class ObjectAgreements:
 
     async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
         """Accept a proposal; the last of all ranks decides and gets the decision, others None."""
-        ballot = self._ballot(question)
-        if await ballot.cast(0) is None:
+        vote = self._vote(question)
+        if await vote.cast(0) is None:
             return None
         decision = await self.decide(question, proposal)
-        await ballot.clear()
+        await vote.clear()
         return (decision,)
 
     async def absent(self, question: str) -> list[int]:
         """Return the ranks that have not accepted."""
-        votes = await self._ballot(question).votes()
+        votes = await self._vote(question).votes()
         return [rank for rank in range(self._topology.world_size) if rank not in votes]
 
-    def _ballot(self, question: str) -> Vote:
+    def _vote(self, question: str) -> Vote:
         topology = self._topology
         return Vote(self._backend, self._attempt, question, topology.rank, topology.world_size)
 

@@ -357,8 +357,8 @@ class Launch:
             return
         rank, world_size = self._topology.rank, self._topology.world_size
         with anyio.move_on_after(_REMOVE_SECONDS, shield=True), contextlib.suppress(StoreError):
-            ballot = Vote(self._backend, self.attempt, "unsaved", rank, world_size)
-            if await ballot.cast(0) is not None:
+            vote = Vote(self._backend, self.attempt, "unsaved", rank, world_size)
+            if await vote.cast(0) is not None:
                 below = f"{ATTEMPTS}{self.id}/"
                 keys = [each.key async for each in self._backend.list(below)]
                 claims = [key for key in keys if key.startswith(f"{below}claim-")]

@@ -172,7 +172,7 @@ class SaveStepAgreement:
                 if each.step is not None and step >= each.step
             )
 
-    def promise(self, occasion: str, seconds: float) -> int:
+    def propose(self, occasion: str, seconds: float) -> int:
         """Promises not to reach a step before it is decided whether to save there.
 
         Args:
@@ -202,7 +202,7 @@ class SaveStepAgreement:
             self._changed.notify_all()
             return not missed
 
-    def keep(self, step: int) -> None:
+    def consume(self, step: int) -> None:
         """Notes that a save of a step begins; appointments for it or for before it are kept."""
         with self._changed:
             for occasion, each in list(self._open.items()):

@@ -30,8 +30,11 @@ from ckpipe.lock.lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.ranks.launch import ALONE, find_topology
 from ckpipe.ranks.schedule import Preemption, SignalWatch
-from ckpipe.running.announcing import END
-from ckpipe.running.calls import (
+from ckpipe.running.coordinated_saves import END
+from ckpipe.running.engine import Engine, serve
+from ckpipe.running.hooks import Hooks, in_hook
+from ckpipe.running.statistics import Ledger, Statistics
+from ckpipe.running.validation import (
     check_load,
     check_until,
     has_failed,
@@ -42,9 +45,6 @@ from ckpipe.running.calls import (
     plain_step,
     raise_or_warn,
 )
-from ckpipe.running.engine import Engine, serve
-from ckpipe.running.hooks import Hooks, in_hook
-from ckpipe.running.statistics import Ledger, Statistics
 from ckpipe.save.save import SaveRequest
 from ckpipe.settings import PipelineFields, Settings
 from ckpipe.worker.crossing import refuse_to_train_as_worker
@@ -117,22 +117,22 @@ class PipelineBase:
         """
         final = None if last is None else plain_step(last)
         taken, engine, together = plain_step(step), self._engine, self._topology.world_size > 1
-        called = engine.diary.ask(taken) if together else frozenset()
+        called = engine.agreement.ask(taken) if together else frozenset()
         if END in called:
             self._preemption.arrive()
         if self._preemption.told:
             return self._preemption.wants_save
-        if engine.cadence.is_last(taken, final):
+        if engine.schedule.is_last(taken, final):
             return True
-        if last is None and not engine.cadence.is_set and not self._settings.preemption.enabled:
+        if last is None and not engine.schedule.is_set and not self._settings.preemption.enabled:
             raise SettingsError(
                 "Nothing says when to save",
                 step=taken,
                 hint="Set save_every_steps, save_every_seconds or preemption, or pass last",
             )
         if together:  # whose clocks count only as all have agreed
-            return bool(called) or engine.cadence.is_marked(taken)
-        return engine.cadence.due(taken)
+            return bool(called) or engine.schedule.is_marked(taken)
+        return engine.schedule.due(taken)
 
     @property
     def preempted(self) -> bool:

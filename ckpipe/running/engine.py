@@ -30,7 +30,7 @@ from ckpipe.ranks.launch import (
     unclaimed_attempt,
 )
 from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
-from ckpipe.running.announcing import PATIENCE_SECONDS, CoordinatedSaves
+from ckpipe.running.coordinated_saves import PATIENCE_SECONDS, CoordinatedSaves
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.loads import Loads
@@ -76,9 +76,9 @@ class Engine:
     ) -> None:
         settings = site.settings
         self.site, self.loop = site, loop
-        self.cadence = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
-        self.diary = SaveStepAgreement(2 * PATIENCE_SECONDS)
-        self.saves = Saves(site, launch, tasks, self.cadence, self.diary)
+        self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
+        self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
+        self.saves = Saves(site, launch, tasks, self.schedule, self.agreement)
         self.loads = Loads(site, launch, self.saves, place)
         self.housekeeping = Housekeeping(site, self.saves)
         self.stopped = anyio.Event()
@@ -104,7 +104,7 @@ class Engine:
 
     async def announce(self, launch: Launch) -> None:
         """Agrees with the other ranks when to save, until it is cancelled."""
-        told = (self.diary, self.cadence, self._preemption)
+        told = (self.agreement, self.schedule, self._preemption)
         try:
             await CoordinatedSaves(self.site, launch, *told).serve()
         except* AttemptReused as group:

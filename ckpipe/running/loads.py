@@ -117,12 +117,12 @@ class Loads:
             damaged: dict[str, str] = {}
             first: CorruptCheckpoint | None = None
             while info is not None:
-                ballot = None
+                vote = None
                 if agreements is not None and fallback:
                     question = f"{asked}.ranks.{len(damaged)}"
-                    ballot = _Ballot(self._site, info, agreements, question)
+                    vote = _VerdictVote(self._site, info, agreements, question)
                 try:
-                    outcome = await self._attempt(info, request, ballot, fallback=fallback)
+                    outcome = await self._attempt(info, request, vote, fallback=fallback)
                 except CheckpointIncomplete:
                     if which is not None or not alone:
                         raise
@@ -143,7 +143,12 @@ class Loads:
             return None
 
     async def _attempt(
-        self, info: CheckpointInfo, request: LoadRequest, ballot: _Ballot | None, *, fallback: bool
+        self,
+        info: CheckpointInfo,
+        request: LoadRequest,
+        vote: _VerdictVote | None,
+        *,
+        fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; returns the verdict if it is damaged and others may be loaded."""
         site, tally = self._site, ReadTally()
@@ -169,25 +174,25 @@ class Loads:
             try:
                 async with Ahead(lambda: self._tell_progress(info, tally)).started():
                     ready = await site.reading_ahead(info.key, look, work)
-                if ballot is None:
+                if vote is None:
                     return await self._finish(ready)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not fallback:
                     error.hint = error.hint or _FALL_BACK
                     raise
-                verdict = await self._refuse(info, error, ballot)
+                verdict = await self._refuse(info, error, vote)
             except CheckpointIncomplete as error:
-                if ballot is None:
+                if vote is None:
                     raise
-                verdict = await self._refuse(info, error, ballot)
+                verdict = await self._refuse(info, error, vote)
             except Exception:
                 # Not the checkpoint's fault: it is for this rank's program to handle.
-                if ballot is not None:
-                    await ballot.accept()
+                if vote is not None:
+                    await vote.accept()
                 raise
             else:
-                verdict = await ballot.accept() or await ballot.wait()
+                verdict = await vote.accept() or await vote.wait()
                 if verdict.damage is None:
                     return await self._finish(ready)
             if verdict.damage is None:
@@ -196,16 +201,16 @@ class Loads:
         return verdict
 
     async def _refuse(
-        self, info: CheckpointInfo, error: CkpipeError, ballot: _Ballot | None
+        self, info: CheckpointInfo, error: CkpipeError, vote: _VerdictVote | None
     ) -> _Verdict:
         known = await discover(self._site.patient)
         older = (each.id for each in known if each.complete and each.key < info.key)
         following = next(older, None)  # the newest of them
         how = f"{type(error).__name__}: {error}"
-        if ballot is None:
+        if vote is None:
             verdict = _Verdict(how, following)
         else:
-            verdict = await ballot.refuse(f"rank {self._site.rank} found {how}", following)
+            verdict = await vote.refuse(f"rank {self._site.rank} found {how}", following)
         return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
 
     async def _finish(self, ready: ReadyLoad) -> LoadResult:
@@ -369,8 +374,8 @@ class Loads:
         warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=2)
 
 
-class _Ballot:
-    """The round in which ranks decide on one checkpoint."""
+class _VerdictVote:
+    """The vote of all ranks on one checkpoint."""
 
     def __init__(
         self, site: SaveContext, info: CheckpointInfo, agreements: Agreements, question: str

@@ -48,8 +48,8 @@ class Saves:
         site: Where they are stored.
         launch: Is claimed by the first save.
         tasks: Run them.
-        cadence: Told at which steps there were saves and loads.
-        diary: Told at which steps there were saves.
+        schedule: Told at which steps there were saves and loads.
+        agreement: Told at which steps there were saves.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Saves:
         site: SaveContext,
         launch: Launch,
         tasks: TaskGroup,
-        cadence: SaveSchedule,
-        diary: SaveStepAgreement,
+        schedule: SaveSchedule,
+        agreement: SaveStepAgreement,
     ) -> None:
         self._site, self._launch, self._tasks = site, launch, tasks
-        self._cadence, self._diary = cadence, diary
+        self._schedule, self._agreement = schedule, agreement
         self._names = CheckpointNames(launch.attempt)
         self._follower = Follower(site)
         self._active: dict[Save, anyio.Event] = {}
@@ -96,8 +96,8 @@ class Saves:
             save = Save(id, site.rank, request)
             self.accepted += 1
             self._next_step = step + 1
-            self._cadence.begin_at(step)
-            self._diary.keep(step)
+            self._schedule.begin_at(step)
+            self._agreement.consume(step)
             site.events.emit(SaveStarted(save.name, step, save.rank))
             if failure is not None:
                 self._failed(save, failure)
@@ -168,7 +168,7 @@ class Saves:
         """Notes that training goes on after a step that was loaded."""
         self._next_step = step + 1
         self._names.has_loaded = True
-        self._cadence.begin_at(step)
+        self._schedule.begin_at(step)
 
     async def _look_back(self) -> None:
         """Looks what became of earlier checkpoints; a store that fails now is asked again."""

@@ -45,13 +45,13 @@ _FIRST_PAUSE_SECONDS = 0.02
 
 
 class CoordinatedSaves:
-    """Calls, answers calls and notes in the diary what was decided; in the background.
+    """Call the ranks to a save, answer calls, and note the step decided; in the background.
 
     Args:
         site: The pipeline's store, settings and place among the ranks.
         launch: Is claimed before anything is written.
-        diary: Where appointments are kept.
-        cadence: Knows when a save is due by the clock.
+        agreement: Where appointments are kept.
+        schedule: Knows when a save is due by the clock.
         preemption: Knows whether this process was told to stop.
     """
 
@@ -59,12 +59,12 @@ class CoordinatedSaves:
         self,
         site: SaveContext,
         launch: Launch,
-        diary: SaveStepAgreement,
-        cadence: SaveSchedule,
+        agreement: SaveStepAgreement,
+        schedule: SaveSchedule,
         preemption: Preemption,
     ) -> None:
-        self._site, self._launch, self._diary = site, launch, diary
-        self._cadence, self._preemption = cadence, preemption
+        self._site, self._launch, self._agreement = site, launch, agreement
+        self._schedule, self._preemption = schedule, preemption
         self._every = site.settings.look_every_seconds
 
     async def serve(self) -> None:
@@ -93,11 +93,11 @@ class CoordinatedSaves:
     async def _serve_time(self) -> None:
         def is_due() -> bool:
             # An appointment that is made is kept first, which sets the clock back.
-            return self._cadence.is_overdue() and not self._diary.has(TIME)
+            return self._schedule.is_overdue() and not self._agreement.has(TIME)
 
         def is_near() -> bool:
             # Others may have kept it already, and call for the next one.
-            return self._cadence.is_near(4 * self._every) or self._diary.has(TIME)
+            return self._schedule.is_near(4 * self._every) or self._agreement.has(TIME)
 
         for number in itertools.count():
             await self._called(f"{TIME}-{number}", is_due, is_near)
@@ -151,7 +151,7 @@ class CoordinatedSaves:
                 step = await self._decided(occasion)
                 if step is None:
                     if bound is None:  # once given, a promise stays as it is
-                        bound = self._diary.promise(occasion, ahead)
+                        bound = self._agreement.propose(occasion, ahead)
                     step = await self._voted(vote, occasion, bound, until)
                 break
             except AttemptReused:
@@ -159,7 +159,7 @@ class CoordinatedSaves:
             except CkpipeError as error:
                 logger.warning("The ranks cannot agree on the step to save at: %s", error)
                 await anyio.sleep(self._every)
-        in_time = self._diary.decide(occasion, step)
+        in_time = self._agreement.decide(occasion, step)
         if in_time:
             logger.info("All ranks save at step %d (%s)", step, occasion)
         else:
