@@ -35,7 +35,7 @@ __all__ = ["TrainingState", "training_state"]
 
 
 def training_state(model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> TrainingState:
-    """Makes a model and its optimizers one object of a state, for any way to distribute them.
+    """Make a model and its optimizers one object of a state, for any way to distribute them.
 
     A load is right to the bit, or raises a :class:`~ckpipe.errors.CkpipeError` that names the key
     before anything is touched.
@@ -86,7 +86,7 @@ class TrainingState:
         self._own: frozenset[str] = frozenset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Takes the state: the model under ``model``, optimizers under ``optimizer``, by name.
+        """Take the state: the model under ``model``, optimizers under ``optimizer``, by name.
 
         Raises:
             UsageError: If two tensors of a list of stages have the same name.
@@ -106,7 +106,7 @@ class TrainingState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, here or under another wrapper.
+        """Load what :meth:`state_dict` returned, here or under another wrapper.
 
         A pipeline's ``load`` reads straight into the model and the optimizers; this is for states
         that are in memory. Tensors are copied.
@@ -133,7 +133,7 @@ class TrainingState:
     def _own_labels(
         self, model: ModelNames, optimizers: Sequence[NamedOptimizer]
     ) -> frozenset[str]:
-        """The labels of plain tensors that may differ between ranks."""
+        """Return the labels of plain tensors that may differ between ranks."""
         buffers = {_place(each) for module in self._modules for each in module.buffers()}
         paths: list[tuple[str, ...]] = [
             ("model", name)
@@ -145,7 +145,9 @@ class TrainingState:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """A key that tells whether two plain tensors are the same memory; nothing for sharded ones."""
+    """Return a key that tells whether two plain tensors are the same memory; nothing for sharded
+    ones.
+    """
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return object()
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
@@ -209,7 +211,7 @@ def _match_in_memory(
 def _local_copy(
     target: torch.Tensor, value: torch.Tensor, label: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of this process that is copied, of tensors that may be sharded."""
+    """Return the memory of this process that is copied, of tensors that may be sharded."""
     if not is_placed(target) and not is_placed(value):
         return target, value
     if is_placed(target) and is_placed(value):

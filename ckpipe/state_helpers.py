@@ -27,7 +27,7 @@ class Progress:
         self.__dict__.update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The attributes."""
+        """Return the attributes."""
         return dict(self.__dict__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class RngState:
         return "RngState()"
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all generators."""
+        """Return the states of all generators."""
         state = _saved_form(
             torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
         )
@@ -70,7 +70,7 @@ class RngState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the states of all generators."""
+        """Set the states of all generators."""
         torch.set_rng_state(state["torch"])
         in_numpy, in_python = state["numpy"], state["python"]
         words = {name: _as_words(value) for name, value in in_numpy["state"].items()}
@@ -99,12 +99,12 @@ def _saved_form(
 
 
 def _as_tensor(value: Any) -> Any:
-    """An array as a tensor, which ``torch.load`` takes with ``weights_only=True``."""
+    """Return an array as a tensor, which ``torch.load`` takes with ``weights_only=True``."""
     return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else value
 
 
 def _as_words(value: Any) -> Any:
-    """A tensor as the array that it was; older checkpoints hold the array itself."""
+    """Return a tensor as the array that it was; older checkpoints hold the array itself."""
     return np.asarray(value, np.uint32) if isinstance(value, torch.Tensor) else value
 
 
@@ -137,7 +137,7 @@ _BIT_GENERATORS = {each.__name__: each for each in np.random.BitGenerator.__subc
 
 
 def _leaves(value: Any) -> Iterator[bytes]:
-    """The leaves of a nested state as bytes."""
+    """Yield the leaves of a nested state as bytes."""
     if isinstance(value, Mapping):
         for each in value.values():
             yield from _leaves(each)

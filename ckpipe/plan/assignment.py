@@ -58,7 +58,7 @@ class Offered:
 
     Args:
         name: What ranks that hold it call it.
-        forms: All its tensors, in the order of their labels.
+        specs: All its tensors, in the order of their labels.
         sharding: How it lies on its mesh; None for a plain tensor.
         replicated: Whether all that is called so is said to be the same, on whatever mesh.
         overlapping: Whether its tensors overlap in other ways than by being the same.
@@ -66,7 +66,7 @@ class Offered:
     """
 
     name: str
-    forms: tuple[TensorSpec, ...]
+    specs: tuple[TensorSpec, ...]
     sharding: Sharding | None
     replicated: bool
     overlapping: bool
@@ -89,7 +89,7 @@ class RankDescription:
 def offered_shares(
     leaves: list[TensorLeaf], marked: frozenset[int], *, rank: int, world_size: int
 ) -> list[tuple[Share, Offered | None]]:
-    """Divides a rank's state, and says of each share what is offered of it; None if it is private.
+    """Divide a rank's state, and say of each share what is offered of it; None if it is private.
 
     Args:
         leaves: The tensors.
@@ -113,18 +113,18 @@ def offered_shares(
 
 
 def private_bytes(leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered | None]]) -> int:
-    """Bytes of the shares that are not offered."""
+    """Return bytes of the shares that are not offered."""
     return sum(_nbytes(leaves, share) for share, offered in found if offered is None)
 
 
 def _offered(leaves: list[TensorLeaf], share: Share, *, replicated: bool) -> Offered:
     members = [leaves[number] for number in share.members]
-    forms = [TensorSpec(leaf.label, leaf.dtype, leaf.full_shape) for leaf in members]
-    if len(forms) > 1:
-        forms.sort(key=lambda form: form.label)
+    specs = [TensorSpec(leaf.label, leaf.dtype, leaf.full_shape) for leaf in members]
+    if len(specs) > 1:
+        specs.sort(key=lambda spec: spec.label)
     window = _nbytes(leaves, share) if share.overlapping else 0
     spread = members[0].sharding
-    return Offered(share.name, tuple(forms), spread, replicated, share.overlapping, window)
+    return Offered(share.name, tuple(specs), spread, replicated, share.overlapping, window)
 
 
 def _nbytes(leaves: list[TensorLeaf], share: Share) -> int:
@@ -139,7 +139,7 @@ def _nbytes(leaves: list[TensorLeaf], share: Share) -> int:
 def not_held(
     leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered | None]]
 ) -> list[tuple[TensorSpec, Sharding]]:
-    """The DTensors of which this rank has nothing, so that it offers nothing of them."""
+    """Return the DTensors of which this rank has nothing, so that it offers nothing of them."""
     members = (share.members for share, offered in found if offered is None)
     return [
         (TensorSpec(leaf.label, leaf.dtype, leaf.full_shape), leaf.sharding)
@@ -156,15 +156,16 @@ def encode_description(
     Args:
         offered: The shares.
         elsewhere: What only others have. No rank reads that, but when it lies in another way, the
-            bytes differ: whoever has nothing of a tensor, too, tells that plans no longer fit.
+            bytes differ: so a rank that has nothing of a tensor tells, too, that plans no longer
+            fit.
     """
     table = _Table()
     rows = []
     for each in offered:
         where = None if each.sharding is None else table.row(each.sharding)
-        forms = [(form.label, form.dtype, form.shape) for form in each.forms]
-        rows.append((forms, where, int(each.replicated), int(each.overlapping), each.window))
-    others = [(form.label, form.dtype, form.shape, table.row(spread)) for form, spread in elsewhere]
+        specs = [(spec.label, spec.dtype, spec.shape) for spec in each.specs]
+        rows.append((specs, where, int(each.replicated), int(each.overlapping), each.window))
+    others = [(spec.label, spec.dtype, spec.shape, table.row(spread)) for spec, spread in elsewhere]
     content = {"version": _VERSION, "shardings": table.rows, "shares": rows, "elsewhere": others}
     return zlib.compress(json.dumps(content).encode(), 1)
 
@@ -185,7 +186,7 @@ class _Table:
 
 
 def decode_description(data: bytes) -> tuple[Offered, ...]:
-    """Reads what :func:`encode_description` made.
+    """Read what :func:`encode_description` made.
 
     Raises:
         SaveError: If another version of ckpipe made it.
@@ -208,10 +209,10 @@ def decode_description(data: bytes) -> tuple[Offered, ...]:
 
 
 def _decoded(row: list[Any], table: list[Sharding]) -> Offered:
-    forms, where, replicated, overlapping, window = row
+    specs, where, replicated, overlapping, window = row
     return Offered(
-        min(label for label, _, _ in forms),
-        tuple(TensorSpec(label, dtype, tuple(shape)) for label, dtype, shape in forms),
+        min(label for label, _, _ in specs),
+        tuple(TensorSpec(label, dtype, tuple(shape)) for label, dtype, shape in specs),
         None if where is None else table[where],
         bool(replicated),
         bool(overlapping),
@@ -220,7 +221,7 @@ def _decoded(row: list[Any], table: list[Sharding]) -> Offered:
 
 
 def digest_of(data: bytes) -> str:
-    """A short text that tells offers apart."""
+    """Return a short text that tells offers apart."""
     return sha256(data).hexdigest()[:32]
 
 
@@ -254,7 +255,7 @@ class _Part:
 
 
 def assign(offers: Sequence[RankDescription]) -> list[Answer]:
-    """Decides who writes what of all that ranks offer.
+    """Decide who writes what of all that ranks offer.
 
     Args:
         offers: Those of all ranks, in their order.
@@ -271,9 +272,9 @@ def assign(offers: Sequence[RankDescription]) -> list[Answer]:
     places: list[dict[str, list[_Part | None]]] = [{} for _ in offers]
     parts: list[_Part] = []
     for name, holders in _by_name(offers).items():
-        for thing in _things(name, holders, boxes):
-            boxes.check_cover(thing)
-            parts += _parts(thing, boxes, places, load)
+        for tensor in _held_tensors(name, holders, boxes):
+            boxes.check_cover(tensor)
+            parts += _parts(tensor, boxes, places, load)
     parts.sort(key=lambda part: (len(part.holders), -part.nbytes, part.name, part.number))
     for part in parts:
         part.cut = _divided(part, load)
@@ -290,7 +291,7 @@ _Holders = list[tuple[int, Offered]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Thing:
+class _HeldTensor:
     """One tensor of all ranks: its name, and the ranks that have it, each with its spec."""
 
     name: str
@@ -299,7 +300,7 @@ class _Thing:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.shares[0].forms[0].shape
+        return self.shares[0].specs[0].shape
 
 
 def _by_name(offers: Sequence[RankDescription]) -> dict[str, _Holders]:
@@ -310,8 +311,8 @@ def _by_name(offers: Sequence[RankDescription]) -> dict[str, _Holders]:
     return found
 
 
-def _things(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Thing]:
-    """The different things that go by one name.
+def _held_tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_HeldTensor]:
+    """Yield the different tensors that go by one name.
 
     Raises:
         UnsupportedState: If ranks contradict each other about one of them.
@@ -325,20 +326,20 @@ def _things(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Thing]:
             if share is not first and not _alike(share, first):
                 raise _contradiction(first_rank, first, rank, share)
         ranks, shares = zip(*holders, strict=True)
-        yield _Thing(name, ranks, shares)
+        yield _HeldTensor(name, ranks, shares)
         return
     by_rank = dict(holders)
     left = dict(holders)
     while left:
         rank, share = next(iter(left.items()))
         ranks = _on_mesh(name, rank, by_rank, boxes)
-        yield _Thing(name, ranks, tuple(left.pop(each) for each in ranks))
+        yield _HeldTensor(name, ranks, tuple(left.pop(each) for each in ranks))
 
 
 def _on_mesh(
     name: str, rank: int, holders: Mapping[int, Offered], boxes: _Boxes
 ) -> tuple[int, ...]:
-    """The ranks of a mesh that hold something of what lies on it, which all must have it alike."""
+    """Return the ranks of a mesh that hold something of a share; all must have it alike."""
     share = holders[rank]
     assert share.sharding is not None  # only what is replicated may be plain
     ranks = [each for each in sorted(share.sharding.mesh.ranks) if boxes.of(share, each)]
@@ -357,13 +358,13 @@ def _on_mesh(
 
 
 def _alike(one: Offered, other: Offered) -> bool:
-    return one.forms == other.forms and one.overlapping == other.overlapping
+    return one.specs == other.specs and one.overlapping == other.overlapping
 
 
 def _contradiction(rank: int, share: Offered, other_rank: int, other: Offered) -> UnsupportedState:
-    """Names a tensor and what two ranks say of it."""
-    mine = {form.label: form for form in share.forms}
-    theirs = {form.label: form for form in other.forms}
+    """Name a tensor and what two ranks say of it."""
+    mine = {spec.label: spec for spec in share.specs}
+    theirs = {spec.label: spec for spec in other.specs}
     for label in mine.keys() & theirs.keys():
         said, heard = _said(mine[label]), _said(theirs[label])
         if said != heard:
@@ -392,8 +393,8 @@ def _two_ways(label: str, rank: int, said: str, other: int, heard: str) -> Unsup
     )
 
 
-def _said(form: TensorSpec) -> str:
-    return f"{form.dtype} of shape {list(form.shape)}"
+def _said(spec: TensorSpec) -> str:
+    return f"{spec.dtype} of shape {list(spec.shape)}"
 
 
 def _where(spread: Sharding | None) -> str:
@@ -413,24 +414,24 @@ class _Boxes:
         self._proved: set[object] = set()
 
     def of(self, share: Offered, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank holds of a share, in the order in which it has them."""
+        """Return the boxes that a rank holds of a share, in the order in which it has them."""
         spread = share.sharding
         if spread is None:
-            return (_whole(share.forms[0].shape),)
+            return (_whole(share.specs[0].shape),)
         key = (id(spread), rank)
         if key not in self._held:
             self._held[key] = tuple(held.box for held in spread.held(rank))
         return self._held[key]
 
-    def check_cover(self, thing: _Thing) -> None:
-        """Proves that the boxes of all ranks have each element of a thing exactly once.
+    def check_cover(self, tensor: _HeldTensor) -> None:
+        """Prove that the boxes of all ranks have each element of a tensor exactly once.
 
         Raises:
             UnsupportedState: If they have not.
         """
-        whole = _whole(thing.shape)
-        pairs = list(zip(thing.ranks, thing.shares, strict=True))
-        what = (thing.shape, tuple((rank, id(share.sharding)) for rank, share in pairs))
+        whole = _whole(tensor.shape)
+        pairs = list(zip(tensor.ranks, tensor.shares, strict=True))
+        what = (tensor.shape, tuple((rank, id(share.sharding)) for rank, share in pairs))
         if what in self._proved:
             return
         boxes = {box for rank, share in pairs for box in self.of(share, rank)}
@@ -438,9 +439,9 @@ class _Boxes:
         if missing or sum(map(box_volume, boxes)) != box_volume(whole):
             how = f"lack its box {missing[0]}" if missing else "overlap without being the same"
             raise UnsupportedState(
-                f"The parts of this tensor that ranks {_listed(thing.ranks)} have {how}",
-                key=thing.name,
-                rank=thing.ranks[0],
+                f"The parts of this tensor that ranks {_listed(tensor.ranks)} have {how}",
+                key=tensor.name,
+                rank=tensor.ranks[0],
                 hint="Save all of it, and place it alike wherever it is called replicated",
             )
         self._proved.add(what)
@@ -455,19 +456,19 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def _parts(
-    thing: _Thing,
+    tensor: _HeldTensor,
     boxes: _Boxes,
     places: list[dict[str, list[_Part | None]]],
     load: list[int],
 ) -> list[_Part]:
-    """The boxes of a thing that several ranks have; what one has alone adds to its load."""
+    """Return the boxes of a tensor that several ranks have; what one has alone adds to its load."""
     holders: dict[Box, list[int]] = defaultdict(list)
-    for rank, share in zip(thing.ranks, thing.shares, strict=True):
+    for rank, share in zip(tensor.ranks, tensor.shares, strict=True):
         for box in boxes.of(share, rank):
             holders[box].append(rank)
     known: dict[Box, _Part | None] = {}
-    first = thing.shares[0]
-    item = DTYPES[first.forms[0].dtype].itemsize
+    first = tensor.shares[0]
+    item = DTYPES[first.specs[0].dtype].itemsize
     for number, (box, held_by) in enumerate(holders.items()):
         nbytes = first.window if first.overlapping else box_volume(box) * item
         if len(held_by) == 1:
@@ -475,9 +476,9 @@ def _parts(
             known[box] = None
             continue
         shape = () if first.overlapping else box_shape(box)
-        known[box] = _Part(thing.name, number, tuple(held_by), nbytes, shape)
-    for rank, share in zip(thing.ranks, thing.shares, strict=True):
-        places[rank][thing.name] = [known[box] for box in boxes.of(share, rank)]
+        known[box] = _Part(tensor.name, number, tuple(held_by), nbytes, shape)
+    for rank, share in zip(tensor.ranks, tensor.shares, strict=True):
+        places[rank][tensor.name] = [known[box] for box in boxes.of(share, rank)]
     return [part for part in known.values() if part is not None]
 
 
@@ -502,7 +503,7 @@ def _count(load: list[int], part: _Part, stops: list[tuple[int, int]], rows: int
 
 
 def water_fill(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[tuple[int, float]]:
-    """Divides bytes over the emptiest of some ranks, so that they end up level.
+    """Divide bytes over the emptiest of some ranks, so that they end up level.
 
     Args:
         load: What each rank has to write already, in bytes.
@@ -525,7 +526,7 @@ def water_fill(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[t
 
 
 def in_rows(fractions: Sequence[tuple[int, float]], rows: int) -> list[tuple[int, int]]:
-    """Fractions as whole numbers of rows.
+    """Return fractions as whole numbers of rows.
 
     Args:
         fractions: Who takes which fraction.

@@ -42,7 +42,7 @@ OWN_PLANNERS = (LocalPlanner, GlobalPlanner)
 
 
 def choose_planner(topology: Topology, settings: Settings, max_file_bytes: int | None) -> Planner:
-    """The planner that the settings ask for, ready to be used; blocking.
+    """Return the planner that the settings ask for, ready to be used; blocking.
 
     Args:
         topology: Which rank this is, and how many save together.
@@ -76,7 +76,7 @@ _NOBODY = CheckpointId("00000000T000000000Z-plan", 0, 0)
 def check_plan(
     plan: object, captured: Captured, planner: Planner, *, rank: int, world_size: int
 ) -> None:
-    """Checks that a plan can be carried out, and has all that the rank holds.
+    """Check that a plan can be carried out, and that it has all that the rank holds.
 
     Args:
         plan: What the planner returned.
@@ -112,7 +112,7 @@ class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it 
             f"The plan of {planner} {self.what}",
             key=self.label,
             rank=rank,
-            hint="Make plans with ckpipe.plan.plan.assemble, which keeps them valid",
+            hint="Make plans with ckpipe.planning.assemble, which keeps them valid",
         )
 
 
@@ -124,7 +124,7 @@ def _check_head(plan: RankPlan, captured: Captured, rank: int, world_size: int) 
 
 
 def _check_tables(plan: RankPlan, captured: Captured) -> None:
-    """Checks what the format asks for, as a reader of the manifest would."""
+    """Check what the format asks for, as a reader of the manifest would."""
     rows = tuple(
         TensorRow(
             leaf.label,
@@ -167,7 +167,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
-    """Checks that every entry is filled, each byte once, from what there is."""
+    """Check that every entry is filled, each byte once, from what there is."""
     entries = plan.layout.entries
     if len(plan.sources) != len(entries):
         raise _Wrong(f"has {len(entries)} entries and fills {len(plan.sources)}")
@@ -188,7 +188,7 @@ def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
 
 
 def _given(source: Source, leaf: TensorLeaf) -> int:
-    """The bytes of a source; -1 if it names what is not there."""
+    """Return the bytes of a source; -1 if it names what is not there."""
     if source.skip is not None:
         return source.nbytes if 0 <= source.skip <= leaf.window - source.nbytes else -1
     if source.part is None:
@@ -202,7 +202,7 @@ def _given(source: Source, leaf: TensorLeaf) -> int:
 
 
 def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> None:
-    """Checks that chunks are what the rank holds, each element once, and have the right bytes."""
+    """Check that chunks are what the rank holds, each element once, and have the right bytes."""
     chunks: list[list[Chunk]] = [[] for _ in leaves]
     for chunk in plan.layout.chunks:
         chunks[chunk.tensor].append(chunk)
@@ -223,7 +223,7 @@ def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> 
 
 
 def _local(held: Sequence[HeldBox], box: Box) -> Box:
-    """The place of a box in the local tensor."""
+    """Return the place of a box in the local tensor."""
     for each in held:
         lower, upper = each.box
         if all(lo <= a and b <= hi for lo, a, b, hi in zip(lower, *box, upper, strict=True)):
@@ -235,7 +235,7 @@ def _local(held: Sequence[HeldBox], box: Box) -> Box:
 def _check_bytes(
     plan: RankPlan, leaves: Sequence[TensorLeaf], leaf: TensorLeaf, row: Chunk, local: Box
 ) -> None:
-    """Checks that a chunk's place in its entry is filled from the tensor's own memory."""
+    """Check that a chunk's place in its entry is filled from the tensor's own memory."""
     assert row.entry is not None
     sources = plan.sources[row.entry]
     if not sources:

@@ -77,7 +77,7 @@ class Replicas:
     boxes: tuple[HeldBox, ...] | None = None
 
     def written_by(self, owner: int) -> tuple[Piece, ...]:
-        """The pieces if one rank writes all of it."""
+        """Return the pieces if one rank writes all of it."""
         boxes = self.boxes
         return (Piece(owner),) if boxes is None else tuple(Piece(owner, held) for held in boxes)
 
@@ -102,7 +102,7 @@ class Share:
 def units(
     leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
 ) -> Iterator[Unit]:
-    """The units of a rank's state and who writes which part of them, by the rule above.
+    """Yield the units of a rank's state and who writes which part of them, by the rule above.
 
     Args:
         leaves: The tensors.
@@ -201,7 +201,7 @@ class _Holdings:
 def _of_group(
     leaves: list[TensorLeaf], held: Sequence[Replicas], group: list[int]
 ) -> Iterator[Share]:
-    """The shares of tensors that overlap: one if they can stay together, else one for each.
+    """Yield the shares of tensors that overlap: one if they can stay together, else one for each.
 
     Tensors stay together if they are the same by several names, or if the same ranks hold all of
     each. What overlaps otherwise, such as a replicated tensor and a private view of it, has to be
@@ -247,7 +247,7 @@ def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
 
 
 def whole_of(shape: tuple[int, ...]) -> HeldBox:
-    """All of a tensor as a box of it."""
+    """Return all of a tensor as a box of it."""
     zeros = tuple(0 for _ in shape)
     return HeldBox((zeros, shape), zeros)
 
@@ -260,7 +260,7 @@ def _draw(name: str, boxes: tuple[HeldBox, ...] | None) -> int:
 
 @lru_cache(maxsize=4096)
 def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
-    """Cuts a box into blocks as even as they can be, and numbers them; empty ones are left out."""
+    """Cut a box into blocks as even as they can be, and number them; empty ones are left out."""
     lower, upper = held.box
     dim = cut_dimension(box_shape(held.box), count)
     rows = upper[dim] - lower[dim]
@@ -273,7 +273,7 @@ def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
 
 
 def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
-    """The part of a box from one row to behind another, counted from where the box begins."""
+    """Return the rows of a box from one to another, counted from where the box begins."""
     lower, upper = held.box
     box = (
         (*lower[:dim], lower[dim] + start, *lower[dim + 1 :]),
@@ -283,7 +283,7 @@ def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
 
 
 def cut_dimension(shape: tuple[int, ...], count: int) -> int:
-    """The first dimension that can be cut evenly enough, or the one that can most evenly."""
+    """Return the first dimension that can be cut evenly enough, or the one that can most evenly."""
     uneven = [-(-n // count) * count / n for n in shape]
     return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), _least(uneven))
 

@@ -119,7 +119,7 @@ class GlobalPlanner:
         self._calls = 0
 
     def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None = None) -> None:
-        """Finds the store, when a pipeline is opened; blocking.
+        """Find the store, when a pipeline is opened; blocking.
 
         Args:
             rank: This rank.
@@ -143,7 +143,7 @@ class GlobalPlanner:
             )
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
-        """Plans the next of a series of saves, in which all ranks have to take part in order.
+        """Plan the next of a series of saves, in which all ranks have to take part in order.
 
         Raises:
             UnsupportedTopology: If there is no store to plan through, or a DTensor lies on ranks
@@ -186,7 +186,7 @@ class GlobalPlanner:
         return divide(shared, captured.tensors, own.shares, rank=rank)
 
     def _look(self, captured: Captured, rank: int, world_size: int) -> _Own:
-        """Divides the state, unless it is what it was in the last save."""
+        """Divide the state, unless it is what it was in the last save."""
         own, now = self._own, fingerprint(captured)
         if own is not None and own.fingerprint == now:
             return own
@@ -255,7 +255,7 @@ class PlanRounds:
         self._count = 0
 
     def agree(self, save: str, offer: RankDescription, data: bytes) -> SharedPlan:
-        """Comes to the plan of a save together with the other ranks.
+        """Come to the plan of a save together with the other ranks.
 
         Asked again for one save, it gives the same answer, whatever this rank has by then.
 
@@ -341,7 +341,7 @@ class PlanRounds:
     def _collect(
         self, save: str, mine: RankDescription, digest: str
     ) -> tuple[list[RankDescription], list[str]]:
-        """The offers of all ranks; equal ones are one object, which makes them fast to compare."""
+        """Return the offers of all ranks; equal ones are one object, and so fast to compare."""
         keys = [f"{save}/offer/{rank}" for rank in range(1, self._world_size)]
         if not self._awaited(save, keys):
             raise self._late(self._absent(save))
@@ -379,7 +379,7 @@ class PlanRounds:
     # All ranks
 
     def _fetch(self, number: int) -> SharedPlan:
-        """Gets this rank's part of a plan from the store."""
+        """Get this rank's part of a plan from the store."""
         key = f"plans/{number}/{self._rank}"
         header = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         offered = self._offers.get(header.get("offer", ""))
@@ -401,7 +401,7 @@ class PlanRounds:
         return plan
 
     def _awaited(self, save: str, keys: Sequence[str]) -> bool:
-        """Waits until all keys are there; False if they are not in time."""
+        """Wait until all keys are there; False if they are not in time."""
         until = time.monotonic() + self._seconds
         pause = _FIRST_PAUSE_SECONDS
         for key in keys:
@@ -442,7 +442,7 @@ class PlanRounds:
             self._store.delete_key(f"{save}/{each}")
 
     def _post(self, key: str, data: bytes) -> None:
-        """Puts a long value, in pieces; the key itself comes last."""
+        """Put a long value, in pieces; the key itself comes last."""
         pieces = range(0, len(data), _PIECE_BYTES)
         for number, start in enumerate(pieces):
             self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
@@ -478,7 +478,7 @@ _ERRORS: dict[str, type[CkpipeError]] = {
 
 
 def _told(error: CkpipeError) -> str:
-    """An error as other ranks get it."""
+    """Return an error as other ranks get it."""
     kind = type(error).__name__
     return json.dumps(
         {
@@ -509,7 +509,7 @@ def _absence(ranks: list[int], seconds: float) -> PlanTimeout:
 
 @contextlib.contextmanager
 def _store_errors(rank: int) -> Iterator[None]:
-    """Gives errors of a store, which have no class of their own, a name."""
+    """Give errors of a store, which have no class of their own, a name."""
     try:
         yield
     except RuntimeError as error:
@@ -547,7 +547,7 @@ class SharedPlan:
 def shared_plan(
     number: int, wish: int, digest: str, offered: Sequence[Offered], answer: Answer
 ) -> SharedPlan:
-    """A rank's part of a shared plan."""
+    """Return a rank's part of a shared plan."""
     pairs = zip(offered, answer, strict=True)
     return SharedPlan(number, wish, digest, {each.name: (each, cuts) for each, cuts in pairs})
 
@@ -567,7 +567,7 @@ def divide(
     *,
     rank: int,
 ) -> Iterator[Unit]:
-    """The units of a rank's state, divided as a shared plan has it.
+    """Yield the units of a rank's state, divided as a shared plan has it.
 
     Args:
         plan: The plan.
@@ -620,7 +620,7 @@ def _pieces(
 def _broken(
     plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], rank: int
 ) -> str | None:
-    """The name of something that others leave to a rank which no longer has it; None if it has."""
+    """Return the name of a tensor that others leave to a rank which has it no longer, if any."""
     now = {offered.name: offered for _, offered in found if offered is not None}
     for name, (promised, cuts) in plan.answers.items():
         owed = any(cut is not None and any(rank == owner for owner, _ in cut.stops) for cut in cuts)

@@ -61,7 +61,7 @@ class RankPlan:
 
 
 def fingerprint(captured: Captured) -> Hashable:
-    """All of a structure that a plan depends on.
+    """Return all of a structure that a plan depends on.
 
     That is: the layouts of tensors, with mesh and placements; who shares which bytes; and what is
     said to be replicated.
@@ -136,7 +136,7 @@ class ReplicatedMarks:
         self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
 
     def __call__(self, captured: Captured) -> frozenset[int]:
-        """The numbers of those tensors, DTensors among them."""
+        """Return the numbers of those tensors, DTensors among them."""
         marked = captured.replicated if self._auto else frozenset()
         if self._globs is None:
             return marked
@@ -152,7 +152,7 @@ def assemble(
     world_size: int,
     max_file_bytes: int | None = None,
 ) -> RankPlan:
-    """Makes the plan in which a rank writes its own of the pieces that its state is divided into.
+    """Make the plan in which a rank writes its own of the pieces that its state is divided into.
 
     Entries get their places in data files, and chunks say of every piece who writes it. This is
     what planners have in common; they differ in how they divide.
@@ -198,7 +198,7 @@ Replicated = Literal["auto", "none"] | Sequence[str]
 
 
 def _in_order(chunks: list[list[Chunk]]) -> Iterator[Chunk]:
-    """The chunks of all tensors in turn, those of one in the order of their boxes."""
+    """Yield the chunks of all tensors in turn, those of one in the order of their boxes."""
     for rows in chunks:
         if len(rows) > 1:
             rows.sort(key=lambda row: row.box or ())
@@ -232,7 +232,7 @@ def _lay_out(
 
 
 def _check_fits(draft: EntryDraft, size: int, max_file_bytes: int | None) -> None:
-    """Refuses what is too large even for a file of its own, which would have this size."""
+    """Refuse what is too large even for a file of its own, which would have this size."""
     if max_file_bytes is not None and size > max_file_bytes:
         raise UnsupportedState(
             f"The tensor has {draft.nbytes} bytes, and a file on this store at most "
@@ -281,7 +281,7 @@ class EntryTensor:
     box: Box | None = None
 
     def at(self, entry: int) -> Chunk:
-        """The chunk, once the entry has its number."""
+        """Return the chunk, once the entry has its number."""
         return Chunk(self.tensor, entry, self.offset, self.stride, self.original_stride, self.box)
 
 
@@ -299,7 +299,7 @@ class EntryDraft:
 
 
 def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> EntryDraft:
-    """The entry of a piece that this rank writes.
+    """Return the entry of a piece that this rank writes.
 
     Raises:
         UnsupportedState: If tensors overlap in a way that no entry can hold.
@@ -320,7 +320,7 @@ def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> EntryDraf
 
 
 def foreign_chunks(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Iterator[Chunk]:
-    """The chunks of a piece that another rank writes, whose own chunks say where it lies."""
+    """Yield the chunks of a piece that another rank writes, whose own chunks say where it lies."""
     box = None if piece.held is None else piece.held.box
     for number in unit.members:
         whole = piece.held is None and not unit.overlapping
@@ -400,7 +400,7 @@ def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[En
 
 
 def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Source, ...]:
-    """The fewest windows that together cover the group's bytes, each byte once."""
+    """Return the fewest windows that together cover the group's bytes, each byte once."""
     sources, end = [], start
     for number in sorted(group, key=lambda each: (leaves[each].address, -leaves[each].window)):
         leaf = leaves[number]

@@ -47,7 +47,7 @@ class CacheMiss(Exception):  # a finding, not an error
 
 
 def check(alike: bool) -> None:
-    """Ends a comparison if something is not as it was.
+    """End a comparison if something is not as it was.
 
     Raises:
         CacheMiss: If it is not.
@@ -57,7 +57,8 @@ def check(alike: bool) -> None:
 
 
 def capture_cache_of(flattened: Flattened) -> CaptureCache | None:
-    """The cache of a state whose objects are still alive and unchanged; None if there can be none.
+    """Return the cache of a state whose objects are still alive and unchanged; None if there can be
+    none.
 
     Args:
         flattened: The state, taken apart.
@@ -130,7 +131,7 @@ class CaptureCache:
         return like.moved(leaves, values, memory, objects)
 
     def _check_identities(self, met: list[Any], objects: list[Any]) -> None:
-        """Finds tensors that stand in other places than before, or in one more or one less."""
+        """Find tensors that stand in other places than before, or in one more or one less."""
         # Of an attached tensor a new one would have been made, which stands nowhere else.
         ids = _ids(objects, self._bound)
         check(ids == self._distinct_ids or len(set(ids)) == len(ids))
@@ -148,7 +149,7 @@ _PLAIN_KEYS = frozenset((str, int, bool, type(None)))
 
 
 class _Containers:
-    """What tells the opened containers of two states apart, in lists that compare fast.
+    """The facts of opened containers, in lists that compare fast.
 
     Args:
         opened: A state.
@@ -237,7 +238,7 @@ class TensorFingerprints:
         self._wrapper_facts, self._placed = _wrapper_facts(wrapped), _facts(_PLACED, wrapped)
 
     def look_at(self, objects: list[Any]) -> tuple[list[torch.Tensor], dict[int, TensorLeaf]]:
-        """Compares the tensors of a state of which all else is as before.
+        """Compare the tensors of a state of which all else is as before.
 
         Args:
             objects: The tensors and arrays, each of the same class as before.
@@ -282,14 +283,16 @@ class TensorFingerprints:
         return [memory[n] for n in range(len(self._leaves))], moved
 
     def _marks_of(self, objects: list[Any]) -> dict[int, dict[str, Any]]:
-        """The marks by which torch tells parameters among DTensors; of no tensor anything else."""
+        """Return the marks by which torch tells which DTensors are parameters; a miss if a tensor
+        has any other attribute.
+        """
         marked = compress(self._bare, map(attrgetter("__dict__"), _of(objects, self._bare)))
         marks = {n: dict(vars(objects[n])) for n in marked}
         check(not any(attributes_of(objects[n], self._leaves[n]) for n in marks))
         return marks
 
     def _bases(self, objects: list[Any]) -> list[torch.Tensor]:
-        """The tensors that are compared in bulk; of DTensors, the local parts."""
+        """Return the tensors that are compared in bulk; of DTensors, the local parts."""
         bases = list(objects)
         for n in self._wrapped:
             bases[n] = objects[n]._local_tensor

@@ -110,7 +110,7 @@ class Captured:
         return self.derived(_addresses)
 
     def again(self, values: list[Json], memory: list[torch.Tensor], objects: list[Any]) -> Captured:
-        """A state of the very same structure, with other values and perhaps other bytes."""
+        """Return a state of the very same structure, with other values and perhaps other bytes."""
         made = self.moved(self.tensors, values, memory, objects)
         made._derived = self._derived
         return made
@@ -122,13 +122,13 @@ class Captured:
         memory: list[torch.Tensor],
         objects: list[Any],
     ) -> Captured:
-        """The same of which some tensors lie elsewhere; their leaves differ by the address."""
+        """Return the same with tensors that lie elsewhere; their leaves differ by the address."""
         made = Captured(self.tree, leaves, values, self.replicated, memory, objects)
         made._described = self._described
         return made
 
     def forget_memory(self) -> None:
-        """Lets go of the tensors; what was made of them stays."""
+        """Let go of the tensors; what was made of them stays."""
         self.memory, self.objects = [], []
 
 
@@ -169,7 +169,7 @@ class OpenedState:
             self._open_inner(self.root, "")
 
     def open(self, kind: str, obj: Any, label: str, *, attached: bool = False) -> Container:
-        """Opens a container and all that are in it."""
+        """Open a container and all that are in it."""
         known = self._known.get(id(obj))
         if known is not None:
             self.repeated = True
@@ -243,7 +243,7 @@ class _Pickler(pickle.Pickler):
 
 
 def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
-    """Takes a state apart without reading a byte of its tensors.
+    """Take a state apart without reading a byte of its tensors.
 
     Args:
         state: Any nesting of what ckpipe saves.
@@ -257,7 +257,7 @@ def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = F
 
 
 def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flattened:
-    """Makes the tree of a state, and takes note of its tensors and values.
+    """Make the tree of a state, and take note of its tensors and values.
 
     Raises:
         UnsupportedState: Names the first object that cannot be saved, by its label.
@@ -320,7 +320,7 @@ class Flattened:
         return self.omitted and not kept
 
     def finish(self, tree: Node) -> None:
-        """Gives the containers that something refers to their numbers."""
+        """Give the containers that something refers to their numbers."""
         for key, number in self._referenced.items():
             node = self._nodes[key]
             node[:] = ["shared", number, list(node)]
@@ -330,7 +330,7 @@ class Flattened:
     # Leaves
 
     def child(self, outer: Container, index: int, label: str) -> Node | None:
-        """The node of a container's child; None if nothing of it is selected."""
+        """Return the node of a container's child; None if nothing of it is selected."""
         inner = outer.inner.get(index)
         if inner is not None:
             return self.container(inner, label)
@@ -432,7 +432,7 @@ class Flattened:
     # Containers
 
     def container(self, opened: Container, label: str) -> Node | None:
-        """The node of a container; where it stands again, a reference to it."""
+        """Return the node of a container; where it stands again, a reference to it."""
         key = id(opened)
         if key in self._nodes:
             return ["ref", self._referenced.setdefault(key, len(self._referenced))]
@@ -450,7 +450,7 @@ class Flattened:
         return node
 
     def _filled(self, opened: Container, label: str) -> Node | None:
-        """The node of a container; None if there is something in it and none is selected."""
+        """Return the node of a container; None if there is something in it and none is selected."""
         kind, children, keys, head = opened.kind, opened.children, opened.keys, opened.head
         if kind in SETS:
             if self.select(label):

@@ -80,7 +80,7 @@ ReplicatedTest = Callable[[str], bool]
 
 
 def kind_of(obj: Any) -> str | None:
-    """The kind of a container, as a tree names it; None for everything else."""
+    """Return the kind of a container, as a tree names it; None for everything else."""
     return _EXACT.get(type(obj)) or _inexact(obj)
 
 
@@ -297,7 +297,7 @@ def register_type(
     from_state: Callable[[Any], T],
     name: str | None = None,
 ) -> None:
-    """Teaches ckpipe to save and load the objects of a class.
+    """Teach ckpipe to save and load the objects of a class.
 
     The same call must have been made in a program that loads them.
 
@@ -319,12 +319,12 @@ def register_type(
 
 
 def registered_for(cls: type[Any]) -> RegisteredType | None:
-    """The registration of a class, if it has one."""
+    """Return the registration of a class, if it has one."""
     return _by_class.get(cls)
 
 
 def registered_as(name: str) -> RegisteredType | None:
-    """The registration that a manifest names, if this program made it."""
+    """Return the registration that a manifest names, if this program made it."""
     return _by_name.get(name)
 
 

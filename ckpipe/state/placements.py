@@ -48,7 +48,7 @@ class Mesh:
         return self._hash
 
     def place(self, rank: int) -> int | None:
-        """The index of a rank among the mesh's ranks, row by row; None if it is not on the
+        """Return the index of a rank among the mesh's ranks, row by row; None if it is not on the
         mesh.
         """
         if 0 <= rank < len(self.ranks) and self.ranks[rank] == rank:
@@ -61,7 +61,7 @@ class Mesh:
 
 @lru_cache(maxsize=64)
 def mesh_of(shape: tuple[int, ...], ranks: bytes) -> Mesh:
-    """One object for equal meshes, so that those of two walks are compared at no cost.
+    """Return one object for equal meshes, so that those of two walks are compared at no cost.
 
     Args:
         shape: How many ranks there are in each dimension.
@@ -117,7 +117,7 @@ class Sharding:
     shape: tuple[int, ...]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The coordinate of a rank on the mesh; None if it is not on it."""
+        """Return the coordinate of a rank on the mesh; None if it is not on it."""
         place = self.mesh.place(rank)
         if place is None:
             return None
@@ -128,14 +128,15 @@ class Sharding:
         return tuple(reversed(found))
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's local tensor; None if the rank is not on the mesh."""
+        """Return the shape of a rank's local tensor; None if the rank is not on the mesh."""
         coordinate = self.coordinate(rank)
         if coordinate is None:
             return None
         return tuple(_length(each) for each in self._intervals(coordinate))
 
     def held(self, rank: int) -> tuple[HeldBox, ...]:
-        """The boxes that a rank holds, in the order of its local tensor; none if it holds nothing.
+        """Return the boxes that a rank holds, in the order of its local tensor; none if it holds
+        nothing.
 
         A tensor without elements is held whole by every rank of the mesh.
         """
@@ -155,7 +156,7 @@ class Sharding:
         )
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """All ranks that hold what a rank holds, itself included, in the order of the mesh.
+        """Return all ranks that hold what a rank holds, itself included, in the order of the mesh.
 
         They are those that differ from it only along dimensions of the mesh that do not cut the
         tensor; all of the mesh if the tensor has no elements.
@@ -184,7 +185,8 @@ class Sharding:
 
 @lru_cache(maxsize=4096)
 def sharding(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Sharding:
-    """One object for equal shardings, so that comparing those of two saves costs next to nothing.
+    """Return one object for equal shardings, so that comparing those of two saves costs next to
+    nothing.
 
     Raises:
         ValueError: If the parts do not fit together.
@@ -209,7 +211,7 @@ def _with_places(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]
 
 
 def _shard(held: list[Interval], index: int, count: int, split_factor: int) -> list[Interval]:
-    """A rank's shard of what was held before along a dimension."""
+    """Return a rank's shard of what was held before along a dimension."""
     found: list[Interval] = []
     for lo, hi in _chunks(0, _length(held), split_factor):
         start, stop = _chunk(lo, hi, index, count)
@@ -237,7 +239,7 @@ def _chunk(lo: int, hi: int, index: int, count: int) -> Interval:
 
 
 def _cut(held: Sequence[Interval], start: int, stop: int) -> Iterator[Interval]:
-    """The intervals of what lies from one place to another in intervals set end to end."""
+    """Yield the intervals of what lies from one place to another in intervals set end to end."""
     for lo, hi, at in _with_places(held):
         first, last = max(start, at), min(stop, at + hi - lo)
         if first < last:

@@ -80,7 +80,7 @@ class TensorLeaf:
         return self.shape if self.sharding is None else self.sharding.shape
 
     def layout(self) -> tuple[Any, ...]:
-        """All that a plan depends on, except what it shares bytes with."""
+        """Return all that a plan depends on, except what it shares bytes with."""
         return (
             self.label, self.dtype, self.shape, self.stride, self.device,
             self.kind, self.detail, self.requires_grad, self.lazy, self.sharding,
@@ -94,14 +94,14 @@ Leaf = tuple[TensorLeaf, torch.Tensor]
 def leaf_of(
     obj: torch.Tensor | np.ndarray[Any, Any], label: str, shardings: Shardings | None = None
 ) -> Leaf:
-    """Takes note of a tensor or numpy array; see :func:`tensor_leaf` and :func:`numpy_leaf`."""
+    """Take note of a tensor or numpy array; see :func:`tensor_leaf` and :func:`numpy_leaf`."""
     if isinstance(obj, np.ndarray):
         return numpy_leaf(obj, label)
     return tensor_leaf(obj, label, shardings)
 
 
 def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
-    """The attributes that a program has set on a tensor besides those of the leaf."""
+    """Return the attributes that a program has set on a tensor besides those of the leaf."""
     attributes = getattr(obj, "__dict__", None)
     if not attributes:
         return {}
@@ -111,7 +111,7 @@ def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
 
 
 def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = None) -> Leaf:
-    """Takes note of a tensor.
+    """Take note of a tensor.
 
     Args:
         tensor: The tensor; of a DTensor, the local part is taken, without a collective.
@@ -212,7 +212,7 @@ def _persistence(tensor: torch.Tensor) -> str:
 
 
 def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
-    """Takes note of a numpy array; a dtype that torch lacks is seen as bytes.
+    """Take note of a numpy array; a dtype that torch lacks is seen as bytes.
 
     Raises:
         UnsupportedState: If it holds Python objects, or is of a subclass.
@@ -252,7 +252,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """The numpy array over a tensor's memory that :func:`numpy_leaf` took note of.
+    """Return the numpy array over a tensor's memory that :func:`numpy_leaf` took note of.
 
     Raises:
         ValueError: If the tensor cannot be seen so.
@@ -275,7 +275,7 @@ def _window(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> i
 
 
 def alias_groups(leaves: list[TensorLeaf]) -> list[list[int]]:
-    """The connected components of overlapping windows, each as numbers of leaves.
+    """Return the connected components of overlapping windows, each as numbers of leaves.
 
     A tensor whose own elements overlap (an expanded one) is a group even if it is alone.
 
@@ -345,12 +345,12 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def dtensor_type() -> Any:
-    """The class of torch's DTensors; None if no one has imported it."""
+    """Return the class of torch's DTensors; None if no one has imported it."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The tensor on this rank that a DTensor stands for, ready to be read."""
+    """Return the tensor on this rank that a DTensor stands for, ready to be read."""
     local: torch.Tensor = tensor._local_tensor
     if type(local) is not torch.Tensor and hasattr(local, "trigger_wait"):
         # The result of a collective that the program began itself, and that may still be under way.
@@ -369,7 +369,7 @@ class Shardings:
         self._known: dict[tuple[Any, ...], Sharding] = {}
 
     def of(self, tensor: Any, label: str) -> Sharding:
-        """The layout of a DTensor on its mesh.
+        """Return the layout of a DTensor on its mesh.
 
         Raises:
             UnsupportedState: If it has a placement that cannot be saved, ``Partial`` above all.

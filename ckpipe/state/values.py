@@ -43,7 +43,7 @@ class NotInline(Exception):
 
 
 def encode_value(value: Any) -> Json:
-    """The JSON form of an inline value.
+    """Return the JSON form of an inline value.
 
     Raises:
         NotInline: If the value is of no kind that is kept inline.
@@ -142,7 +142,7 @@ _MALFORMED = (
 
 
 def decode_value(data: Json) -> Any:
-    """The value that :func:`encode_value` encoded.
+    """Return the value that :func:`encode_value` encoded.
 
     Raises:
         InvalidManifest: If the data is no such form.
@@ -203,7 +203,7 @@ def _numpy_dtype(text: str) -> np.dtype[Any]:
 
 
 def plain_numpy_dtype(text: str, key: str | None = None) -> np.dtype[Any]:
-    """The numpy dtype that a manifest names, if it is one without Python objects in it.
+    """Return the numpy dtype that a manifest names, if it is one without Python objects in it.
 
     Raises:
         InvalidManifest: If it is not.
@@ -248,12 +248,13 @@ _DECODERS: dict[str, Callable[..., Any]] = {
 
 
 def class_path(cls: type[Any]) -> str:
-    """The name of a class in a manifest: its module and qualified name."""
+    """Return the name of a class in a manifest: its module and qualified name."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def lasting_path(cls: type[Any]) -> str:
-    """The same for a class whose objects are to be made again, with a warning if none can be.
+    """Return the same for a class whose objects are to be made again, with a warning if none can
+    be.
 
     That is so for one that is defined in a function, which is another one in every call.
     """
@@ -284,7 +285,7 @@ def _at(path: str) -> Any:
 
 
 def resolve_class(path: str, base: type[Any]) -> Any:
-    """The class that a manifest names, if this program has imported it and it fits.
+    """Return the class that a manifest names, if this program has imported it and it fits.
 
     Nothing is imported and no constructor runs: a manifest can only name what is already there.
 

@@ -38,7 +38,7 @@ def load_targets(
     *,
     stages: bool,
 ) -> LoadTargets:
-    """Matches what was saved with a model and its optimizers.
+    """Match what was saved with a model and its optimizers.
 
     Args:
         saved: What was saved, in the form of :mod:`ckpipe.training.optimizers` or an earlier one.
@@ -104,7 +104,7 @@ def _wants_optimizers(saved: SavedObject, optimizers: Sequence[NamedOptimizer]) 
 def _match_model(
     saved: SavedObject, model: ModelNames, found: LoadTargets, elsewhere: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """The tensors of a model that take what was saved.
+    """Return the tensors of a model that take what was saved.
 
     Raises:
         StructureMismatch: If one side has names that the other has not, or a tensor is on the
@@ -147,7 +147,7 @@ def _load_model(
     made: Mapping[str, Any],
     versions: Mapping[str, int] | None,
 ) -> None:
-    """Has modules load tensors that are mostly their own, so that hooks and extra state count."""
+    """Have modules load tensors that are mostly their own, so that hooks and extra state count."""
     every = zip(modules, model.states, model.names, model.modules, strict=True)
     for module, state, names, inner in every:
         new = OrderedDict((key, made[name]) for key, name in names.items() if name in made)
@@ -181,7 +181,7 @@ class _SavedGroup:
     targets: dict[str, Any] = field(default_factory=dict)
 
     def compared(self) -> dict[str, Any]:
-        """The options that must agree where several groups become one."""
+        """Return the options that must agree where several groups become one."""
         skipped = (*OWN_OPTIONS, *NO_OPTIONS)
         return {key: value for key, value in self.options.items() if key not in skipped}
 
@@ -225,7 +225,7 @@ class _OptimizerMatch:
             self._find_dropped(groups, ours)
 
     def attach(self) -> None:
-        """Gives the optimizers what was loaded, once it is all there."""
+        """Give the optimizers what was loaded, once it is all there."""
         for number, each in enumerate(self._optimizers):
             states: dict[int, dict[str, Any] | None] = {}
             for place, state in self._states[number].items():
@@ -271,7 +271,7 @@ class _OptimizerMatch:
         return found
 
     def _match_groups(self, groups: Sequence[_SavedGroup]) -> None:
-        """Maps each saved group into one live group.
+        """Map each saved group into one live group.
 
         Raises:
             StructureMismatch: If one would be divided, or if several with different options would
@@ -342,7 +342,7 @@ class _OptimizerMatch:
     # State
 
     def _forget_made_up_state(self) -> None:
-        """Leaves out state that was made for the checkpoint, as was once done before first steps.
+        """Leave out state that was made for the checkpoint, as was once done before first steps.
 
         Raises:
             StructureMismatch: If the optimizers are not as many as were saved, or nothing says
@@ -417,7 +417,7 @@ class _OptimizerMatch:
                     self._states[number][place] = self.tree["state"][there[0]]
 
     def _check_units(self, each: NamedOptimizer) -> None:
-        """Makes sure that parameters which FSDP1 has made one have all state, or none.
+        """Make sure that parameters which FSDP1 has made one have all state, or none.
 
         Raises:
             StructureMismatch: If some have and some have not.
@@ -442,7 +442,7 @@ class _OptimizerMatch:
         return value
 
     def _go_without(self, number: int, place: int, names: Sequence[str]) -> None:
-        """Notes that a parameter has no saved state, if its state was to be loaded."""
+        """Note that a parameter has no saved state, if its state was to be loaded."""
         if number in self._with_joint_state:
             return
         if self._saved.selects("optimizer", "state", names[0]):
@@ -450,7 +450,7 @@ class _OptimizerMatch:
             self._found.missing.append(self._saved.at("optimizer", "state", names[0]))
 
     def _find_dropped(self, groups: Sequence[_SavedGroup], ours: frozenset[str]) -> None:
-        """Makes sure that no saved state is left behind.
+        """Make sure that no saved state is left behind.
 
         Raises:
             StructureMismatch: If there is state for a parameter that no optimizer has.
@@ -474,7 +474,7 @@ class _OptimizerMatch:
         ]
 
     def _match_joint(self, ours: frozenset[str]) -> None:
-        """Finds the optimizer of each state that belongs to all its parameters together.
+        """Find the optimizer of each state that belongs to all its parameters together.
 
         Raises:
             StructureMismatch: If it has other parameters, or the same in another order.
@@ -514,7 +514,7 @@ def _tensor_for(
     *,
     is_plain: bool,
 ) -> torch.Tensor | None:
-    """The tensor that takes a part of the state of a parameter; None for what is no tensor.
+    """Return the tensor that takes a part of the state of a parameter; None for what is no tensor.
 
     It is the one that is there, if that fits, so that nothing is held twice.
     """
@@ -538,7 +538,7 @@ def _tensor_for(
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A value of an optimizer's state with its tensors on a device."""
+    """Return a value of an optimizer's state with its tensors on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

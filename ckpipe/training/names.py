@@ -47,14 +47,14 @@ class ModelNames:
     versions: dict[str, int]
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """The names and values of all that the modules save."""
+        """Yield the names and values of all that the modules save."""
         for state, names in zip(self.states, self.names, strict=True):
             for key, value in state.items():
                 yield names[key], value
 
 
 def names_of(modules: Sequence[nn.Module], states: Sequence[Mapping[str, Any]]) -> ModelNames:
-    """Names what modules save.
+    """Name what modules save.
 
     Args:
         modules: The modules.
@@ -93,7 +93,7 @@ def names_of(modules: Sequence[nn.Module], states: Sequence[Mapping[str, Any]]) 
 
 
 def _prefixes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The prefixes that keys of a ``state_dict`` may have, with those of the bare model."""
+    """Yield the prefixes that keys of a ``state_dict`` may have, with those of the bare model."""
     # A wrapper whose module is not imported cannot be there, and some take a second to import.
     wrappers = [
         (getattr(sys.modules[home], name), attribute, in_keys)
@@ -119,7 +119,7 @@ def _prefixes(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _named(key: str, prefixes: Mapping[str, str]) -> str:
-    """The name of a key: its longest known prefix is put as that of the bare model."""
+    """Return the name of a key: its longest known prefix is put as that of the bare model."""
     end = key.rfind(".") + 1
     while end and key[:end] not in prefixes:
         end = key.rfind(".", 0, end - 1) + 1

@@ -105,7 +105,7 @@ def named_optimizers(
     *,
     fsdp1: bool,
 ) -> list[NamedOptimizer]:
-    """Asks optimizers for their state, and names their parameters.
+    """Ask optimizers for their state, and name their parameters.
 
     Args:
         modules: The modules that they step.
@@ -144,7 +144,7 @@ def attach(
     options: Sequence[tuple[dict[str, Any], dict[str, Any]]],
     together: Mapping[str, Any] | None,
 ) -> None:
-    """Gives an optimizer what was loaded.
+    """Give an optimizer what was loaded.
 
     Its groups stay the same dicts, and tensors in them the same tensors. An optimizer that has a
     ``load_state_dict`` of its own, or hooks on it, gets all by that.
@@ -219,7 +219,7 @@ def _load_state_dict(
 
 
 def _undo_casts(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
-    """Puts back the dtypes that were saved, where torch gave state that of its parameter."""
+    """Put back the dtypes that were saved, where torch gave state that of its parameter."""
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -269,7 +269,7 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def model_state_dict(module: nn.Module, is_flat: bool) -> dict[str, Any]:
-    """The state of a module with its own parameters in it; new, sharded tensors with FSDP1."""
+    """Return the state of a module with its own parameters; new, sharded tensors with FSDP1."""
     if is_flat:
         with _sharded_state_dicts(module):
             return module.state_dict()
@@ -281,7 +281,7 @@ def model_state_dict(module: nn.Module, is_flat: bool) -> dict[str, Any]:
 
 
 def load_model_state_dict(module: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
-    """Has a module load a state of its own keys."""
+    """Have a module load a state of its own keys."""
     if not is_fsdp1(module):
         module.load_state_dict(state, strict=strict)
         return
@@ -335,14 +335,14 @@ def _of_fsdp1(
 
 
 def _bare(path: str, model: ModelNames) -> str:
-    """The name of a parameter that FSDP1 has laid flat, of its path with all wrappers."""
+    """Return the name of a parameter that FSDP1 has laid flat, of its path with all wrappers."""
     inside, _, name = path.lstrip(".").rpartition(".")
     bare = model.modules[0].get(inside, inside)
     return f"{bare}.{name}" if bare else name
 
 
 def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
-    """The state of optimizers in the form above.
+    """Return the state of optimizers in the form above.
 
     Raises:
         UnsupportedState: If a parameter belongs to two optimizers, or if state is sharded in a way
@@ -396,7 +396,7 @@ def is_placed_like(key: str, shape: Sequence[int], parameter: torch.Tensor) -> b
 
 
 def private_state(optimizers: Sequence[NamedOptimizer]) -> Iterator[tuple[str, str]]:
-    """Names and keys of plain state that may differ between ranks that have it.
+    """Yield the names and keys of plain state that may differ between ranks that have it.
 
     It is what an optimizer keeps for a parameter of which this rank holds a part.
     """
@@ -410,7 +410,7 @@ def private_state(optimizers: Sequence[NamedOptimizer]) -> Iterator[tuple[str, s
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value of an optimizer's state, which may be a container."""
+    """Yield the tensors in a value of an optimizer's state, which may be a container."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
