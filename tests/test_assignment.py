@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from fabricated import Tensor, gpt2, llama70b, mesh, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_ranks import captured_by, jointly, unwritten
+from planning_ranks import Tensor, captured_by, gpt2, jointly, llama70b, mesh, on, unwritten
 from test_division import WORLD, elements, spread_tensors
 
 from ckpipe.errors import SaveError, UnsupportedState

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fabricated import Tensor, gpt2, held_by, llama70b, mesh, on, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning_ranks import Tensor, gpt2, held_by, llama70b, mesh, on, planned
 
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box, box_shape
@@ -266,7 +266,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 SHOW = """
-from fabricated import Tensor, mesh, on, planned
+from planning_ranks import Tensor, mesh, on, planned
 tensors = [Tensor(f"t{n}", on(mesh(4, 2), (64 << n, 8), None, 0)) for n in range(9)]
 print([planned(rank, 8, tensors).layout for rank in range(8)])
 """

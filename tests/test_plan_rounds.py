@@ -12,8 +12,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
-from fabricated import Tensor, mesh, on
-from planning_ranks import Ranks, captured_by, hurried, unwritten, written
+from planning_ranks import Ranks, Tensor, captured_by, hurried, mesh, on, unwritten, written
 from sampling import SEED
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
