@@ -37,7 +37,7 @@ from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.loading.load import LoadRequest, read_tensors, restore
+from ckpipe.loading.load import LoadRequest, read_all, read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
@@ -186,9 +186,8 @@ class _Exporting:
             per_rank="rank0",
         )  # fmt: skip
         lanes = self._settings.lanes
-        state = (
-            await restore(self._backend, self._bundle, request, self._arena, lanes=lanes)
-        ).state
+        ready = await read_all(self._backend, self._bundle, request, self._arena, lanes=lanes)
+        state = (await ready.apply()).state
         for key in (self._settings.part or "").split(".") if self._settings.part else ():
             if not isinstance(state, Mapping) or key not in state:
                 raise _no_part(self._settings.part)

@@ -29,7 +29,7 @@ from ckpipe.format.manifest import (
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, data_file_name
 from ckpipe.loading.fill import boxed
-from ckpipe.loading.load import LoadRequest, restore
+from ckpipe.loading.load import LoadRequest, read_all
 from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadResult, VerifyResult
@@ -153,7 +153,10 @@ async def load_as(
 ) -> LoadResult:
     """Loads as one rank of a world, with two lanes and blocks of 2 MiB."""
     arena = Arena(2 << 20)
-    return await restore(backend, bundle, request, arena, lanes=2, rank=rank, world_size=world_size)
+    ready = await read_all(
+        backend, bundle, request, arena, lanes=2, rank=rank, world_size=world_size
+    )
+    return await ready.apply()
 
 
 async def store_planned(

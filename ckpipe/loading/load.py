@@ -139,23 +139,6 @@ class ReadyLoad:
             return self.matched.make()
 
 
-async def restore(
-    backend: Backend,
-    bundle: ManifestDocument,
-    request: LoadRequest,
-    arena: Arena,
-    *,
-    lanes: int,
-    rank: int = 0,
-    world_size: int = 1,
-) -> LoadResult:
-    """Load a checkpoint: :func:`read_all` and :meth:`ReadyLoad.apply`."""
-    ready = await read_all(
-        backend, bundle, request, arena, lanes=lanes, rank=rank, world_size=world_size
-    )
-    return await ready.apply()
-
-
 async def read_all(
     backend: Backend,
     bundle: ManifestDocument,
@@ -357,10 +340,11 @@ async def read_tensors(
         None, LabelFilter(), strict=False, cast=False, pickling=False, per_rank="rank0"
     )
     place = (0, 1) if rank is None else (rank, bundle.world_size)
-    result = await restore(
+    ready = await read_all(
         backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
     )
-    return {name: value for name, value in result.state.items() if isinstance(value, torch.Tensor)}
+    state = (await ready.apply()).state
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _flat(structure: Structure, labels: Collection[str]) -> Structure:

@@ -236,13 +236,11 @@ class Reader:
         read, cached, base = source
         rank, key = self._file(read.file)
         at, ends = pieces.chunks.at, pieces.chunks.end
-        most = read.stop - read.first
+        most = max(1, read.stop - read.first)
         if cached is None:
             whole = self._filled(rank, key, read.offset, buffer[: read.size])
-        elif most:
-            # So many chunks at a time as have the bytes of a large one, which a cache holds.
-            nbytes = int(ends[read.stop - 1] - at[read.first])
-            most = max(1, CHUNK_BYTES * most // max(1, nbytes))
+        else:  # as many chunks at a time as have the bytes of a large one, which a cache holds
+            most = max(1, CHUNK_BYTES * most // read.size)
 
         def fetch(begin: int, end: int) -> memoryview:
             """Bring the bytes between two places of the file, until it is called again."""
@@ -256,7 +254,7 @@ class Reader:
             return part
 
         with torch.no_grad():
-            for first in range(read.first, read.stop, most or 1):
+            for first in range(read.first, read.stop, most):
                 stop = min(first + most, read.stop)
                 self._take(pieces, first, stop, fetch(int(at[first]), int(ends[stop - 1])))
             for number in read.cut:
