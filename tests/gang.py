@@ -94,11 +94,8 @@ def private(rank: int, step: int) -> dict[str, Any]:
 def run(case: Case) -> None:
     """Loads what is newest and goes on for some saves, in orders that differ between ranks."""
     if case.get("group_size"):
-        for module in (
-            ckpipe.format.names,
-            ckpipe.catalog.complete,
-        ):
-            vars(module)["GROUP_SIZE"] = case["group_size"]
+        for name in ("ckpipe.format.names", "ckpipe.catalog.complete"):
+            vars(pkgutil.resolve_name(name))["GROUP_SIZE"] = case["group_size"]
     mortal(case)
     before = collectives()
     with ckpipe.SyncPipeline(URL, **SETTINGS) as pipeline:
