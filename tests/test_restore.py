@@ -242,6 +242,22 @@ async def test_a_cycle_in_the_target_stays() -> None:
     assert torch.equal(target["t"], torch.ones(2))
 
 
+async def test_a_cycle_through_a_tuple_of_the_target_leads_to_the_new_tuple() -> None:
+    def state(n: int) -> dict[str, Any]:
+        inside: list[Any] = []
+        around = (inside, torch.full((2,), float(n)), n)
+        inside.append(around)
+        return {"around": around, "inside": inside}
+
+    target = state(0)
+    inside, tensor = target["inside"], target["around"][1]
+    await round_trip(state(5), target)
+    assert target["inside"] is target["around"][0] is inside
+    assert target["around"][1] is tensor
+    assert target["around"][2] == 5
+    assert inside[0] is target["around"]
+
+
 async def test_strict_names_what_only_one_side_has_and_touches_nothing() -> None:
     saved: dict[str, Any] = {
         "a": torch.ones(2),
