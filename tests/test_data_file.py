@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,9 @@ from ckpipe.format.data_file import (
     encode_header,
     entry_size_bound,
     header_size_bound,
+    item_bytes,
 )
-from ckpipe.format.dtypes import stored_dtype
+from ckpipe.format.dtypes import DTYPES, stored_dtype
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.state.flatten import capture
 
@@ -100,3 +103,19 @@ def test_planner_can_keep_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(encode_header(rows[:fitting])) <= 5 * ALIGNMENT
     with pytest.raises(OversizedMetadata):
         encode_header(rows)
+
+
+def test_sizes_are_those_of_torch() -> None:
+    assert {name: item_bytes(name) for name in DTYPES} == {
+        name: dtype.itemsize for name, dtype in DTYPES.items()
+    }
+    assert item_bytes("float3") is None
+
+
+def test_common_dtypes_need_no_torch() -> None:
+    code = (
+        "import sys; from ckpipe.format.data_file import item_bytes; "
+        "assert item_bytes('bfloat16') == 2; assert 'torch' not in sys.modules; "
+        "assert item_bytes('float4_e2m1fn_x2') == 1; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -19,7 +19,7 @@ from ranks import ranks, settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend
-from ckpipe.catalog.delete import Removal, retire
+from ckpipe.catalog.delete import Removal, delete
 from ckpipe.catalog.leases import Lease
 from ckpipe.format.names import DELETED, index_id, index_key
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
@@ -149,10 +149,10 @@ async def test_a_reader_is_waited_for_on_a_full_store_too(store: Stores, crammed
         await reader.renew()
         crammed.full = True
         # Deciding leaves alone what is leased; here the lease came after the decision.
-        assert await retire(crammed, ids[0]) is Removal.WAITS
+        assert await delete(crammed, ids[0]) is Removal.WAITS
         assert index_key(ids[0]) in store.memory._store.objects
         await reader.release()
-        assert await retire(crammed, ids[0]) is Removal.GONE
+        assert await delete(crammed, ids[0]) is Removal.GONE
         assert files_of(store, ids[0]) == []
 
 

@@ -18,7 +18,7 @@ from pipelines import Stores, stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
-from ckpipe.catalog.delete import Removal, delete, finish_deletions, retire
+from ckpipe.catalog.delete import Removal, delete, finish_deletions
 from ckpipe.catalog.leases import LEASE_LIFE, Lease, Sure, live_subjects, reading_ahead, under_lease
 from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import pin, prune, unpin
@@ -131,7 +131,7 @@ async def test_a_lease_that_comes_before_the_tombstone_keeps_the_data() -> None:
     backend = await with_checkpoints(1)
     lease = Lease(backend.inner, str(saved(1)))
     await lease.renew()
-    assert await retire(backend, saved(1)) is Removal.WAITS
+    assert await delete(backend, saved(1)) is Removal.WAITS
     assert len(lies_below(saved(1), await keys(backend))) == 2
     finished: set[CheckpointId] = set()
     # However old the tombstone is, it is not forgotten while there is data.
@@ -167,7 +167,7 @@ async def test_a_lease_is_found_whenever_it_comes_before_a_reader_may_begin(
             thread.join()
 
         backend.call(come, before + number, landing)
-        gone = await retire(backend, saved(1)) is Removal.GONE
+        gone = await delete(backend, saved(1)) is Removal.GONE
         if len(backend.operations) - before < number:
             assert number > 5
             return

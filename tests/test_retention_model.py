@@ -257,7 +257,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
     async def remove() -> None:
         # One may be complete by then, and retention deletes it; one that is not, a sweep does.
         await prune(pruner, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY)
-        await delete(pruner, FULL)
+        await delete(pruner, FULL, force=True)
 
     actors = {"healer": (healer, heal), "pruner": (pruner, remove)}
     second = "pruner" if first == "healer" else "healer"

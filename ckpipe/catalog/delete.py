@@ -67,54 +67,42 @@ class Removal(Enum):
     """Somebody has pinned it, and it is as it was."""
 
 
-async def delete(backend: Backend, id: CheckpointId) -> None:
-    """Deletes a checkpoint, pinned or not; one that is gone or half deleted already is no error.
-
-    Raises:
-        LinkRefused: If its directory is a link; it is as it was then.
-        StoreError: If the store failed; deleting again goes on where it stopped.
-    """
-    digests = await _digests_of(backend, id)
-    there = await _keys(backend, id)
-    if await stat_or_none(backend, pin_key(id)):
-        await backend.delete([pin_key(id)])  # by which others would call the deletion off
-    try:
-        await _mark(backend, id)
-    except StoreFull:
-        await _remove(backend, id, digests, there)
-        await _mark(backend, id)
-        there = []
-    await _remove(backend, id, digests, there)
-
-
-async def retire(
-    backend: Backend, id: CheckpointId, digests: Sequence[str] | None = None
+async def delete(
+    backend: Backend,
+    id: CheckpointId,
+    digests: Sequence[str] | None = None,
+    *,
+    force: bool = False,
 ) -> Removal:
-    """Delete a checkpoint that is not pinned, for all who do not hold a lease on it already.
+    """Delete a checkpoint; one that is gone or half deleted already is no error.
 
     Args:
         backend: The store.
         id: The checkpoint.
         digests: Keys of its digest, if the caller knows them; None costs a list.
+        force: Whether it goes even if it is pinned or a lease is held on it.
 
     Returns:
         What has become of it. :func:`finish_deletions` removes what waits.
 
     Raises:
         LinkRefused: If its directory is a link; it is as it was then.
-        StoreError: If the store failed; retiring again goes on where it stopped.
+        StoreError: If the store failed; deleting again goes on where it stopped.
     """
     digests = await _digests_of(backend, id) if digests is None else digests
     there = await _keys(backend, id)
+    if force and await stat_or_none(backend, pin_key(id)):
+        await backend.delete([pin_key(id)])  # by which others would call the deletion off
+    remove = _remove if force else _remove_unless_held
     try:
         await _mark(backend, id)
     except StoreFull:
-        removal = await _remove_unless_held(backend, id, digests, there)
+        removal = await remove(backend, id, digests, there)
         if removal is not Removal.GONE:
             return removal
         await _mark(backend, id)
         there = []
-    return await _remove_unless_held(backend, id, digests, there)
+    return await remove(backend, id, digests, there)
 
 
 async def has_own(backend: Backend, id: CheckpointId) -> bool:
@@ -153,13 +141,12 @@ async def _remove_unless_held(
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])
         return Removal.PINNED
-    await _remove(backend, id, digests, there)
-    return Removal.GONE
+    return await _remove(backend, id, digests, there)
 
 
 async def _remove(
     backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
-) -> None:
+) -> Removal:
     """Removes all that is a checkpoint's own.
 
     Args:
@@ -188,6 +175,7 @@ async def _remove(
         if removed and there:
             _tell_foreign(id, there)
     await backend.delete([pin_key(id), *digests])
+    return Removal.GONE
 
 
 def _tell_foreign(id: CheckpointId, keys: Sequence[str]) -> None:
@@ -219,7 +207,7 @@ async def finish_deletions(
             gone, which no later prune asks for.
         forget_before: Tombstones older than this are removed, by the store's own clock.
         listing: The names of the root, if the caller has listed them since it asked for the time.
-        retired: Complete checkpoints that :func:`retire` has removed in this process, whose
+        retired: Complete checkpoints that :func:`delete` has removed in this process, whose
             tombstones go after :data:`RETIRED_LIFE`; rid of those whose tombstone is gone.
         now: The time by the store's own clock, for these.
 

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ckpipe.backend import Backend, PutMode
-from ckpipe.catalog.delete import Removal, delete, finish_deletions, retire
+from ckpipe.catalog.delete import Removal, delete, finish_deletions
 from ckpipe.catalog.find import (
     NO_INDEX,
     Listing,
@@ -278,7 +278,7 @@ async def prune(
         id = CheckpointId.parse(name)
         assert id is not None
         try:
-            removal = await retire(backend, id, sidecar_keys(id, digest))
+            removal = await delete(backend, id, sidecar_keys(id, digest))
         except LinkRefused as error:
             stayed[name] = f"{BEHIND_LINK}: {error}"
             continue
@@ -429,10 +429,10 @@ async def remove(
     infos = await discover(backend)
     info = next((each for each in infos if each.id == which), None) or _picked(infos, which)
     if force:
-        await delete(backend, info.key)
+        await delete(backend, info.key, force=True)
         return info
     reason = protected.get(info.id) or await _protection(backend, infos, info)
-    if not reason and await retire(backend, info.key) is Removal.PINNED:
+    if not reason and await delete(backend, info.key) is Removal.PINNED:
         reason, info = PINNED, replace(info, pinned=True)
     if reason:
         raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=_hint(info))

@@ -277,7 +277,7 @@ async def sweep(
             del remove[info.id]
             keep[info.id] = "it lacked nothing but its index, which was written"
         else:
-            await delete(backend, info.key)
+            await delete(backend, info.key, force=True)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
     await backend.delete([*report.leases, *report.scratch, *report.agreements, *report.digests])
     before = uploads_before(found, now, sweep_after, running)
