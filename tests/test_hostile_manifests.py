@@ -123,6 +123,22 @@ def test_chunk_in_what_another_rank_wrote_must_lie_there() -> None:
             read(sealed(document), "index")
 
 
+def test_chunk_of_another_rank_that_no_entry_can_hold_is_refused() -> None:
+    state = {"a": torch.ones(3, 2)}
+    every = [
+        manifest_of(state, 0, 2)[0],
+        manifest_of(state, 1, 2, foreign={"a": Foreign(0, 0)})[0],
+    ]
+    for path, value in (
+        ("layouts/1/chunks/stride", [[1 << 62, 1]]),
+        ("structures/0/tensors/shape", [[1 << 62, 1 << 62]]),
+    ):
+        document = document_of(encode_bundle(merge(every, "index")))
+        _change(document, path, value)
+        with pytest.raises(InvalidExtent):
+            read(sealed(document), "index")
+
+
 def test_chunk_in_an_unknown_entry_must_be_what_its_owner_wrote() -> None:
     state = {"b": torch.ones(2), "a": torch.ones(4)}
     every = [

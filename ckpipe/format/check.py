@@ -342,6 +342,9 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
             )
             end = _end(offset, stride, original, shape, tensors[tensor])
         if owner is not None:
+            if end > MAX_NUMBER:
+                label = tensors[tensor].label
+                raise InvalidExtent(f"A chunk of {label!r:.200} ends behind any entry")
             known = -1 if entry is None else entry
             identity = _identity_of(tensors[tensor], box)
             for column, cell in zip(foreign, (owner, known, end, tensor, identity), strict=True):
