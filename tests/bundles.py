@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.checksummed_json import seal, unseal
+from ckpipe.format.checksummed_json import decode_json, encode_json
 from ckpipe.format.data_file import encode_header, file_rows
 from ckpipe.format.manifest import (
     Chunk,
@@ -176,9 +176,9 @@ def _checksums(plan: RankPlan, images: list[bytes]) -> tuple[int, ...]:
 
 def document_of(data: bytes) -> dict[str, Any]:
     """The JSON of a stored bundle."""
-    return unseal(data, LIMIT)
+    return decode_json(data, LIMIT)
 
 
 def sealed(document: dict[str, Any]) -> bytes:
     """A stored bundle of JSON, with the right checksum: what an attacker would write."""
-    return seal(document)
+    return encode_json(document)

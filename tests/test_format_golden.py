@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest does that, a script mus
 
 from bundles import ID, LIMIT, Foreign, as_shard, document_of, manifest_of
 
-from ckpipe.format.checksummed_json import opened
+from ckpipe.format.checksummed_json import json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.merge import merge
@@ -137,7 +137,7 @@ def kind_of(key: str) -> BundleKind:
 
 def text_of(data: bytes) -> bytes:
     # What zlib makes of a text differs between versions of zlib; the text may not.
-    return opened(data, LIMIT)
+    return json_text(data, LIMIT)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

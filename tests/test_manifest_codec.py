@@ -24,7 +24,7 @@ from ckpipe.errors import (
     TruncatedObject,
     UnsupportedState,
 )
-from ckpipe.format.checksummed_json import opened, seal, unseal
+from ckpipe.format.checksummed_json import decode_json, encode_json, json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import merge
@@ -69,7 +69,7 @@ def test_round_trip_of_a_compressed_manifest() -> None:
     bundle = large_manifest()
     data = encode_bundle(bundle)
     assert not data.startswith(b"{")
-    assert zlib.decompress(data) == opened(data, LIMIT)
+    assert zlib.decompress(data) == json_text(data, LIMIT)
     assert read(data) == bundle
 
 
@@ -170,9 +170,9 @@ def test_sixty_four_bytes_for_each_shard() -> None:
     assert read(data, "index").parts[7] == replace(every[7].parts[0], layout=7)
 
 
-def test_sealed_json_is_ordinary_json() -> None:
-    assert json.loads(seal({"a": "ü"}))["a"] == "ü"
-    assert unseal(seal({"a": [1.5, None]}), LIMIT) == {"a": [1.5, None]}
+def test_encoded_json_is_ordinary_json() -> None:
+    assert json.loads(encode_json({"a": "ü"}))["a"] == "ü"
+    assert decode_json(encode_json({"a": [1.5, None]}), LIMIT) == {"a": [1.5, None]}
 
 
 def test_wrong_checksum_is_told_from_a_wrong_manifest() -> None:
@@ -241,7 +241,7 @@ def test_hostile_layouts_are_refused(most_rows: int) -> None:
 
 def test_what_a_reader_would_refuse_for_its_size_is_not_written() -> None:
     document = {"a": "x" * 1000}
-    size = len(seal(document))
-    assert seal(document, size + 1)
+    size = len(encode_json(document))
+    assert encode_json(document, size + 1)
     with pytest.raises(OversizedMetadata):
-        seal(document, size - 1)
+        encode_json(document, size - 1)

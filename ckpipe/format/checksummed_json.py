@@ -1,6 +1,6 @@
 """JSON objects that carry their own checksum, and are compressed if they are large.
 
-Every bit of a sealed object is covered. The plain form ends with a member that holds the CRC-32C
+Every bit of an encoded object is covered. The plain form ends with a member that holds the CRC-32C
 of all bytes before it and whose own spelling is fixed. A zlib stream has padding bits that its own
 checksum does not see, so the compressed form ends with the CRC-32C of the stream.
 
@@ -63,7 +63,7 @@ def _signs(text: bytes) -> int:
     return len(text) - len(text.translate(None, _SIGNS))
 
 
-def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
+def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
     """The stored form of a JSON object that is not empty.
 
     Args:
@@ -76,7 +76,7 @@ def seal(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
         ValueError: If it holds a float that is not finite.
         RecursionError: If it is nested too deeply.
     """
-    packed = _Packed(PLAIN_BYTES, max_bytes)
+    packed = _Packed(max_bytes)
     for piece in _pieces(document):
         packed.add(piece.encode("ascii"))
     packed.add(b"%s%08x%s" % (_MARK, packed.crc, _END))
@@ -106,8 +106,8 @@ def _text(data: Json) -> str:
 class _Packed:
     """Collects pieces of a text, and compresses them once there are many."""
 
-    def __init__(self, plain_bytes: int, max_bytes: int | None) -> None:
-        self._plain_bytes, self._max_bytes = plain_bytes, max_bytes
+    def __init__(self, max_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
         self._plain: list[bytes] = []
         self._stream: Any = None
         self._packed: list[bytes] = []
@@ -126,7 +126,7 @@ class _Packed:
             self._packed.append(self._stream.compress(piece))
             return
         self._plain.append(piece)
-        if self.size > self._plain_bytes:
+        if self.size > PLAIN_BYTES:
             self._stream = zlib.compressobj(_LEVEL)
             self._packed = [self._stream.compress(each) for each in self._plain]
             self._plain = []
@@ -152,10 +152,10 @@ Element = Callable[[Json, str], Any]
 """What an element of an array becomes, by its value and its text, as soon as it was read."""
 
 
-def unseal(
+def decode_json(
     data: bytes, max_bytes: int, elements: Mapping[str, Element] | None = None
 ) -> dict[str, Any]:
-    """The JSON object that was sealed, without its checksum.
+    """Decode and check a JSON object; its checksum is left out.
 
     Args:
         data: What the store gave.
@@ -165,12 +165,12 @@ def unseal(
 
     Raises:
         TruncatedObject: If it is empty or ends before its checksum.
-        ChecksumMismatch: If a bit differs from what was sealed.
+        ChecksumMismatch: If a bit differs from what was encoded.
         OversizedMetadata: If it is larger than ``max_bytes``, or more than its stored size allows.
         DuplicateName: If a JSON object in it has a name twice.
-        InvalidManifest: If it is not a sealed JSON object.
+        InvalidManifest: If it is not a JSON object that was encoded so.
     """
-    plain = opened(data, max_bytes)
+    plain = json_text(data, max_bytes)
     if not plain.endswith(_END) or plain[-_TAIL_BYTES : len(_MARK) - _TAIL_BYTES] != _MARK:
         raise TruncatedObject("The object is cut off: it ends without its checksum")
     body = memoryview(plain)[:-_TAIL_BYTES]
@@ -193,7 +193,7 @@ def unseal(
 
 
 def _parsed(text: str, elements: Mapping[str, Element]) -> dict[str, Any]:
-    """Reads an object member by member; the text is known to end like a sealed one."""
+    """Reads an object member by member; the text is known to end with its checksum."""
     found: dict[str, Any] = {}
     at = _after(text, 0, "{")
     while True:
@@ -245,12 +245,12 @@ def _skipped(text: str, at: int) -> int:
     return at
 
 
-def opened(data: bytes, max_bytes: int) -> bytes:
-    """The JSON text of a sealed object, decompressed; its own checksum is not looked at.
+def json_text(data: bytes, max_bytes: int) -> bytes:
+    """Decompress the JSON text of an encoded object; its own checksum is not looked at.
 
     Raises:
         TruncatedObject: If it is empty, or the stream ends early.
-        ChecksumMismatch: If the compressed bytes differ from what was sealed.
+        ChecksumMismatch: If the compressed bytes differ from what was encoded.
         OversizedMetadata: If the text is longer than ``max_bytes``, or more than the stored size
             allows.
         InvalidManifest: If it is neither JSON nor a zlib stream.

@@ -20,7 +20,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
 )
 from ckpipe.format.check import check_bundle, check_dtypes, facts_of
-from ckpipe.format.checksummed_json import Element, seal, unseal
+from ckpipe.format.checksummed_json import Element, decode_json, encode_json
 from ckpipe.format.data_file import STORED_ITEM_BYTES
 from ckpipe.format.keys import Json, Numbering, canonical
 from ckpipe.format.manifest import (
@@ -89,7 +89,7 @@ def encode_bundle(bundle: ManifestDocument) -> bytes:
             ]
         if bundle.report is not None:
             document["report"] = bundle.report
-        return seal(document, MAX_STORED_BYTES)
+        return encode_json(document, MAX_STORED_BYTES)
     except OversizedMetadata as error:
         raise error.located(step=bundle.id.step) from None
     except RecursionError:
@@ -192,7 +192,7 @@ def decode_bundle(
     """
     reading = _Reading(most_rows)
     try:
-        document = unseal(data, max_bytes, reading.elements)
+        document = decode_json(data, max_bytes, reading.elements)
         _check_version(document)
         _check_identity(document, id, kind)
         bundle = _decode(document, reading, id, kind)
