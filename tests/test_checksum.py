@@ -14,7 +14,6 @@ from ckpipe.format.checksum import (
     ChunkSums,
     Parts,
     SumTable,
-    chunk_count,
     chunk_spans,
     combine,
     crc32c,
@@ -62,27 +61,6 @@ def test_spans_cover_a_range_and_respect_chunks(lo: int, hi: int) -> None:
     for number, start, end in spans:
         assert number << 20 <= start < end <= (number + 1) << 20
     assert [start for _, start, _ in spans[1:]] == [end for _, _, end in spans[:-1]]
-
-
-@given(st.data())
-def test_sums_come_out_the_same_however_blocks_are_cut(data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksum, "CHUNK_BYTES", 16)
-        sizes = data.draw(st.lists(st.integers(0, 70), max_size=4))
-        content = [random.Random(size).randbytes(size) for size in sizes]
-        pieces = []
-        for entry, size in enumerate(sizes):
-            cuts = data.draw(st.lists(st.integers(0, size), max_size=6))
-            bounds = sorted({0, size, *cuts})
-            for begin, stop in itertools.pairwise(bounds):
-                pieces += [(entry, lo, hi) for _, lo, hi in chunk_spans(begin, stop)]
-        sums = ChunkSums(SumTable(sizes))
-        for entry, lo, hi in data.draw(st.permutations(pieces)):
-            sums.add(entry, lo, hi, crc32c(content[entry][lo:hi]))
-        assert sums.finished() == [
-            slow_crc32c(each[lo : lo + 16]) for each in content for lo in range(0, len(each), 16)
-        ]
-        assert len(sums.finished()) == sum(map(chunk_count, sizes))
 
 
 @given(st.data())
@@ -154,9 +132,9 @@ def test_parts_that_are_not_in_the_data_are_refused(begins: list[int], ends: lis
 
 
 def test_missing_piece_is_noticed() -> None:
-    sums = ChunkSums(SumTable([(1 << 20) + 8]))
-    sums.add(0, 0, 1 << 20, 1)
-    sums.add(0, 1 << 20, (1 << 20) + 4, 2)
+    table = SumTable([(1 << 20) + 8])
+    sums = ChunkSums(table)
+    sums.add_block(table.cuts([(0, 0, (1 << 20) + 4, 0)]), [1, 2])
     with pytest.raises(AssertionError, match="never checksummed"):
         sums.finished()
 

@@ -117,13 +117,14 @@ class BlockCuts:
         ends: Where it ends.
         runs: Pieces that are whole chunks and stand behind each other: where the first stands, its
             number among the pieces, and how many they are.
-        parts: All other pieces: the number, the entry, and where they begin and end in that.
+        parts: All other pieces: the number, where the sum of the chunk stands, the size of the
+            chunk, and where they begin and end in the entry.
     """
 
     begins: Sequence[int]
     ends: Sequence[int]
     runs: tuple[tuple[int, int, int], ...]
-    parts: tuple[tuple[int, int, int, int], ...]
+    parts: tuple[tuple[int, int, int, int, int], ...]
 
 
 class SumTable:
@@ -142,19 +143,6 @@ class SumTable:
     def __len__(self) -> int:
         return self._first[-1]
 
-    def slot(self, entry: int, lo: int, hi: int) -> tuple[int, int, bool]:
-        """The slot of a piece's sum: its place, its chunk's size, and whether the piece is all of
-        it.
-
-        Args:
-            entry: The entry.
-            lo: Where the piece begins in it.
-            hi: Where it ends, in the same chunk.
-        """
-        chunk = lo // CHUNK_BYTES
-        start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.sizes[entry])
-        return self._first[entry] + chunk, end - start, (lo, hi) == (start, end)
-
     def cuts(self, spans: Iterable[tuple[int, int, int, int]]) -> BlockCuts:
         """The cuts by which a block is checksummed.
 
@@ -164,15 +152,15 @@ class SumTable:
         """
         begins, ends = array("q"), array("q")
         runs: list[tuple[int, int, int]] = []
-        parts: list[tuple[int, int, int, int]] = []
+        parts: list[tuple[int, int, int, int, int]] = []
         for entry, first, last, at in spans:
-            for _, lo, hi in chunk_spans(first, last):
-                number = len(begins)
+            for chunk, lo, hi in chunk_spans(first, last):
+                number, slot = len(begins), self._first[entry] + chunk
                 begins.append(at + lo - first)
                 ends.append(at + hi - first)
-                slot, _, whole = self.slot(entry, lo, hi)
-                if not whole:
-                    parts.append((number, entry, lo, hi))
+                size = min(CHUNK_BYTES, self.sizes[entry] - chunk * CHUNK_BYTES)
+                if hi - lo < size:
+                    parts.append((number, slot, size, lo, hi))
                 elif runs and _follows(runs[-1], slot, number):
                     runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
                 else:
@@ -196,7 +184,6 @@ class ChunkSums:
     """
 
     def __init__(self, table: SumTable) -> None:
-        self._table = table
         self._sums = [_ABSENT] * len(table)
         self._partial: dict[int, dict[int, tuple[int, int]]] = {}
 
@@ -210,20 +197,12 @@ class ChunkSums:
             raise AssertionError("a block has other pieces than were checksummed")
         for slot, at, count in cuts.runs:
             self._sums[slot : slot + count] = values[at : at + count]
-        for at, entry, lo, hi in cuts.parts:
-            self.add(entry, lo, hi, values[at])
-
-    def add(self, entry: int, lo: int, hi: int, value: int) -> None:
-        """Takes the sum of the piece ``[lo, hi)`` of an entry, which lies in one chunk."""
-        slot, size, whole = self._table.slot(entry, lo, hi)
-        if whole:
-            self._sums[slot] = value
-            return
-        pieces = self._partial.setdefault(slot, {})
-        pieces[lo] = (hi, value)
-        if sum(piece_end - piece_lo for piece_lo, (piece_end, _) in pieces.items()) == size:
-            self._sums[slot] = _join(pieces)
-            del self._partial[slot]
+        for at, slot, size, lo, hi in cuts.parts:
+            pieces = self._partial.setdefault(slot, {})
+            pieces[lo] = (hi, values[at])
+            if sum(piece_end - begin for begin, (piece_end, _) in pieces.items()) == size:
+                self._sums[slot] = _join(pieces)
+                del self._partial[slot]
 
     def finished(self) -> list[int]:
         """All sums, entry by entry.
