@@ -1,21 +1,31 @@
-"""Host memory for staging: reused, bounded, given back, and not inherited by a fork."""
+"""Host memory for staging: reused, bounded, given back, mapped, registered, not inherited."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import mmap
 import os
+import re
 import struct
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from ranks import settle
 
+import ckpipe
+from ckpipe.memory import arena as arena_module
+from ckpipe.memory import cuda
 from ckpipe.memory.arena import Arena, Block
+from ckpipe.memory.mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
 
 BLOCK = 64 << 10
 
@@ -238,3 +248,174 @@ def test_shared_blocks_are_the_bytes_of_their_descriptor() -> None:
     assert dropped == [segment.number]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(segment.descriptor)
+
+
+# Mapped files
+
+PAGE = 4096
+SIZE = 3 * HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """A file in memory in which every page is another."""
+    made = os.memfd_create("ckpipe-test-mapping")
+    pages = np.arange(SIZE // PAGE, dtype=np.uint32).repeat(PAGE // 4)
+    os.write(made, pages.tobytes())
+    yield made
+    os.close(made)
+
+
+def mappings() -> list[tuple[int, int]]:
+    """Where this process has mapped such files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [re.match(r"(\w+)-(\w+) ", line) for line in lines if "ckpipe-test-mapping" in line]
+    return [(int(each[1], 16), int(each[2], 16)) for each in found if each]
+
+
+@pytest.mark.parametrize("offset", [0, PAGE, 77 * PAGE, HUGE_PAGE_BYTES - PAGE, HUGE_PAGE_BYTES])
+def test_address_and_offset_are_alike_modulo_a_huge_page(descriptor: int, offset: int) -> None:
+    view = map_to_read(descriptor, SIZE - offset, offset)
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    assert (address - offset) % HUGE_PAGE_BYTES == 0
+    assert view == os.pread(descriptor, SIZE, offset)
+    assert view.readonly
+
+
+def test_what_is_written_to_a_mapping_is_in_the_file_at_a_like_offset(descriptor: int) -> None:
+    memory, offset = map_to_write(descriptor, HUGE_PAGE_BYTES)
+    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    assert (address - offset) % HUGE_PAGE_BYTES == 0
+    memory[:3] = b"new"
+    assert os.pread(descriptor, HUGE_PAGE_BYTES, offset) == memory[:]
+
+
+def test_what_is_written_later_is_seen_too(descriptor: int) -> None:
+    view = map_to_read(descriptor, SIZE, 0)
+    os.pwrite(descriptor, b"new", SIZE - 3)
+    assert bytes(view[-3:]) == b"new"
+
+
+def test_it_is_unmapped_with_the_last_view_of_it(descriptor: int) -> None:
+    view = map_to_read(descriptor, SIZE, 0)
+    part = view[PAGE : 2 * PAGE]
+    del view
+    gc.collect()
+    assert [end - begin for begin, end in mappings()] == [SIZE]
+    assert part == os.pread(descriptor, PAGE, PAGE)
+    del part
+    gc.collect()
+    assert mappings() == []
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="No such device"):
+            map_to_read(folder, PAGE, 0)
+        with pytest.raises(OSError, match="Permission denied"):
+            map_to_write(folder, PAGE)
+    finally:
+        os.close(folder)
+
+
+# Registered memory
+
+
+class Registrar:
+    """Stands for CUDA's register of host memory, which takes so many pieces and no more."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.asked = 0
+        self.registered: list[tuple[int, int]] = []
+
+    def register(self, memory: torch.Tensor) -> str:
+        self.asked += 1
+        if len(self.registered) >= self.most:
+            return "cudaErrorMemoryAllocation"
+        self.registered.append((memory.data_ptr(), memory.numel()))
+        return ""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self.registered.remove((memory.data_ptr(), memory.numel()))
+
+
+@pytest.fixture
+def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
+    made = Registrar(most=2)
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    monkeypatch.setattr(cuda, "register", made.register)
+    monkeypatch.setattr(cuda, "unregister", made.unregister)
+    return made
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_segment_is_registered_once_for_its_life(registrar: Registrar, shared: bool) -> None:
+    arena = Arena(BLOCK, pin=True, shared=shared)
+    arena.reserve(4)
+    for _ in range(3):
+        blocks = [arena.take() for _ in range(4)]
+        for block in blocks:
+            arena.give(block)
+    assert registrar.asked == 1
+    ((address, size),) = registrar.registered
+    assert all(address <= each.address <= address + size - BLOCK for each in blocks)
+    arena.close()
+    assert registrar.registered == []
+
+
+def test_what_a_worker_process_maps_is_registered_once_for_its_life(
+    registrar: Registrar, tmp_path: Path
+) -> None:
+    registrar.most = 100
+    settings: dict[str, Any] = {"worker": "process", "staging": {"block_bytes": BLOCK}}
+    with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
+        for step in range(3):
+            pipeline.save({"w": torch.full((BLOCK,), float(step))}, step=step).wait()
+            settle(pipeline)
+        segments = pipeline._engine.site.arena._segments
+        assert segments
+        assert all(each.descriptor is not None for each in segments), "the worker has no other"
+        ranges = [(each.tensor.data_ptr(), each.tensor.numel()) for each in segments]
+        assert registrar.registered == ranges
+        assert registrar.asked == len(ranges)
+    assert registrar.registered == []
+
+
+def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
+    registrar: Registrar,
+) -> None:
+    arena = Arena(BLOCK, pin=True)
+    registrar.most = 0
+    with pytest.warns(RuntimeWarning, match=r"cudaErrorMemoryAllocation.*ulimit -l") as told:
+        blocks = [arena.take() for _ in range(3)]
+    assert registrar.asked > 1
+    assert len(told) == 1
+    for block in blocks:
+        block.view[:] = b"x" * BLOCK
+        arena.give(block)
+    arena.close()
+    assert registrar.registered == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_registered_without_cuda_or_wish_and_nothing_warns_of_it(
+    registrar: Registrar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena_module._mention.cache_clear()
+    caplog.set_level(logging.DEBUG, "ckpipe")
+    Arena(BLOCK).take()
+    assert caplog.messages == []
+    monkeypatch.setattr(cuda, "in_use", lambda: False)
+    arena = Arena(BLOCK, pin=True)
+    for each in (arena, arena, Arena(BLOCK, pin=True)):
+        each.take()
+    assert registrar.asked == 0
+    (told,) = caplog.messages
+    assert "does not use CUDA" in told
+    assert [each.levelname for each in caplog.records] == ["DEBUG"]
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    registrar.most = 0
+    with pytest.warns(RuntimeWarning, match="cudaErrorMemoryAllocation"):
+        arena.take()

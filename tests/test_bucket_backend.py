@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 import pytest
+from bucket_stores import BLOCK, Seen, behind_proxy
 from fault_proxy import Fault
-from seen_buckets import BLOCK, Seen, watched
 
 from ckpipe import errors
 from ckpipe.backend import PutMode
@@ -15,8 +15,9 @@ from ckpipe.backend import PutMode
 
 @pytest.fixture(params=["moto_server", "gcs_server"])
 def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
-    with watched(request.getfixturevalue(request.param)) as made:
-        yield made
+    server = request.getfixturevalue(request.param)
+    with behind_proxy(server, "backend") as proxy:
+        yield Seen(server, proxy, "backend")
 
 
 async def test_a_store_is_probed_once_and_only_by_who_saves(seen: Seen) -> None:
@@ -52,17 +53,17 @@ async def test_a_large_upload_finds_its_key_taken(seen: Seen) -> None:
         with pytest.raises(errors.ObjectExists):
             await upload.complete()
         assert not await upload.landed()
-        assert await seen.leftovers() != []  # until the upload is aborted, or the backend closed
+        assert await seen.left() != []  # until the upload is aborted, or the backend closed
         assert await backend.get("data", max_bytes=5) == b"first"
-    assert await seen.leftovers() == []
+    assert await seen.left() == []
 
 
 async def test_leaving_ends_what_nobody_ended(seen: Seen) -> None:
     async with seen.backend() as backend:
         upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
         await upload.write(0, memoryview(bytes(BLOCK)))
-        assert len(await seen.leftovers()) == 1
-    assert await seen.leftovers() == []
+        assert len(await seen.left()) == 1
+    assert await seen.left() == []
 
 
 async def test_blocks_that_are_none(seen: Seen) -> None:

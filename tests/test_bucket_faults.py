@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ import gcs_servers
 import pytest
 import s3_servers
 import torch
-from botocore.exceptions import ClientError
-from fault_proxy import Fault, FaultProxy, GcsDialect, Request, S3Dialect, fault_proxy
+from bucket_stores import BLOCK, Seen, Store, behind_proxy
+from fault_proxy import Fault, GcsDialect, Request, S3Dialect, fault_proxy
 from gcs_servers import GcsServer
 from pipelines import same
 from s3_servers import SECRET, S3Server, weed
@@ -38,17 +37,9 @@ from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.catalog import sweep
 from ckpipe.cli.app import run
-from ckpipe_gcs import GcsBackend
-from ckpipe_s3 import S3Backend
 
 BUCKET = "faults"
 MIB = 1 << 20
-BLOCK = 5 * MIB
-
-PART = {"s3": "UploadPart", "gs": "Send"}
-"""The request that brings a block."""
-
-_numbers = itertools.count()
 
 
 class Once:
@@ -73,61 +64,8 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {"weight": torch.randint(256, (11 * MIB,), generator=made, dtype=torch.uint8)}
 
 
-@dataclass
-class Store:
-    """A root on a server behind a proxy.
-
-    Args:
-        server: The server.
-        proxy: The proxy.
-    """
-
-    server: S3Server | GcsServer
-    proxy: FaultProxy
-    url: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scheme = "s3" if isinstance(self.server, S3Server) else "gs"
-        self.url = f"{self.scheme}://{BUCKET}/run-{next(_numbers)}"
-        self.part = PART[self.scheme]
-
-    def pipeline(
-        self,
-        endpoint: str | None = None,
-        *,
-        profile: str | None = None,
-        worker: Any = "thread",
-        fault: Fault | None = None,
-        retention: dict[str, Any] | None = None,
-        **upload: Any,
-    ) -> ckpipe.SyncPipeline:
-        """A pipeline that tries again at once, and gives up soon only requests that a fault hangs.
-
-        It goes through the proxy unless it has another endpoint. On Google Cloud Storage whole
-        blocks go through sessions, and the last one, which is shorter, in one request.
-        """
-        request, attempt = 60.0, 120.0
-        if fault is Fault.HANG:
-            request, attempt = (1.0, 1.5) if self.scheme == "s3" else (0.7, 3.0)
-        own = {"anonymous": True, "resumable_bytes": BLOCK}
-        options = own if self.scheme == "gs" else {"profile": profile}
-        endpoint = endpoint or self.proxy.url
-        return ckpipe.SyncPipeline(
-            self.url,
-            staging={"block_bytes": BLOCK},
-            retention=retention or {},
-            upload={
-                "retries": 9,  # on a busy machine some that do not hang are given up, too
-                "backoff_seconds": 0.01,
-                "attempt_timeout_seconds": attempt,
-                "lanes": 2,
-                **upload,
-            },
-            backends={
-                self.scheme: {"endpoint_url": endpoint, "request_timeout": request, **options}
-            },
-            worker=worker,
-        )
+class Faulty(Store):
+    """A root that the same state is saved to."""
 
     def save(self, endpoint: str | None = None, **fields: Any) -> errors.CkpipeError | None:
         """Saves once, and returns the error if there was one."""
@@ -145,38 +83,17 @@ class Store:
         assert loaded is not None
         assert same(loaded.state, state())
 
-    def check(self, *, complete: bool) -> None:
+    def look(self, *, complete: bool) -> None:
         """Looks what is left: the checkpoint complete and right, or none; and nothing beside it."""
-        assert self.leftovers() == []
-        with self.pipeline(self.server.url) as opened:
-            found = [info for info in opened.steps() if info.complete]
-            assert bool(found) is complete
-            if found:
-                opened.verify(1)
-        if complete:
-            self.load(endpoint=self.server.url)
-
-    def leftovers(self) -> list[str]:
-        """The names of open uploads, temporary objects and sessions with bytes in them."""
-        if isinstance(self.server, S3Server):
-            return self.server.open_uploads(BUCKET)
-        below = self.url.removeprefix(f"gs://{BUCKET}/") + "/"
-        names = self.server.names(BUCKET, below)
-        # A session whose begin was never answered is open under a name that nobody knows. It holds
-        # nothing, and ends by itself.
-        held = [name for name, had in self.server.sessions(BUCKET) if below in name and had]
-        return [name for name in names if name.endswith(".ckpipe-part")] + held
+        self.check(state() if complete else None)
 
 
-@pytest.fixture(params=PART)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+@pytest.fixture(params=["s3", "gs"])
+def store(request: pytest.FixtureRequest) -> Iterator[Faulty]:
     """A root on each kind of store, or on the one that a test names."""
-    of_s3 = request.param == "s3"
-    server = request.getfixturevalue("moto_server" if of_s3 else "gcs_server")
-    with contextlib.suppress(ClientError):
-        server.make_bucket(BUCKET)
-    with fault_proxy(server.port, S3Dialect() if of_s3 else GcsDialect()) as proxy:
-        yield Store(server, proxy)
+    server = request.getfixturevalue("moto_server" if request.param == "s3" else "gcs_server")
+    with behind_proxy(server, BUCKET) as proxy:
+        yield Faulty(server, proxy, BUCKET)
 
 
 ON_S3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
@@ -188,7 +105,7 @@ def cases(
 ) -> pytest.MarkDecorator:
     """So many of the cases of each store, chosen by the seed, or all of them in the long form."""
     chosen = []
-    for scheme, some, count in zip(PART, (of_s3, of_gcs), counts, strict=True):
+    for scheme, some, count in zip(("s3", "gs"), (of_s3, of_gcs), counts, strict=True):
         every = list(some)
         for case in every if EVERY else random.Random(SEED).sample(every, count):
             words = [each.name if isinstance(each, Fault) else str(each) for each in case]
@@ -197,7 +114,7 @@ def cases(
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_save_and_a_load_through_nothing_but_a_proxy(store: Store, worker: Any) -> None:
+def test_a_save_and_a_load_through_nothing_but_a_proxy(store: Faulty, worker: Any) -> None:
     assert store.save(worker=worker) is None
     operations = [operation for operation, _ in store.proxy.log]
     assert operations.count(store.part) >= 2  # more if this machine is slow
@@ -207,7 +124,7 @@ def test_a_save_and_a_load_through_nothing_but_a_proxy(store: Store, worker: Any
         assert operations.count("Begin") >= 2
         assert operations.count("Compose") == 1
         assert operations.count("Delete") >= 3
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 S3_WRITES = ("Put", "CreateUpload", "UploadPart", "Complete")
@@ -238,11 +155,11 @@ S3_SAVE, S3_LOAD, GCS_SAVE, GCS_LOAD = map(range, (18, 16, 24, 14))
     ),
     *(5, 3),
 )  # fmt: skip
-def test_each_request_of_a_save_in_turn(store: Store, turn: int, fault: Fault) -> None:
+def test_each_request_of_a_save_in_turn(store: Faulty, turn: int, fault: Fault) -> None:
     store.proxy.rule = Once(None, fault, behind=turn)
     assert store.save(fault=fault) is None
     assert store.proxy.faults() == (turn < len(store.proxy.log))
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 @cases(
@@ -251,7 +168,7 @@ def test_each_request_of_a_save_in_turn(store: Store, turn: int, fault: Fault) -
     itertools.product(GCS_LOAD, (*GCS_PASSING, Fault.SHORT)),
     *(4, 2),
 )
-def test_each_request_of_a_load_in_turn(store: Store, turn: int, fault: Fault) -> None:
+def test_each_request_of_a_load_in_turn(store: Faulty, turn: int, fault: Fault) -> None:
     assert store.save(store.server.url) is None
     store.proxy.rule = Once(None, fault, behind=turn)
     store.load(fault=fault)
@@ -272,12 +189,12 @@ def test_each_request_of_a_load_in_turn(store: Store, turn: int, fault: Fault) -
     ],
     *(3, 4),
 )  # fmt: skip
-def test_a_save_survives_a_storm(store: Store, operation: str, fault: Fault, times: int) -> None:
+def test_a_save_survives_a_storm(store: Faulty, operation: str, fault: Fault, times: int) -> None:
     store.proxy.rule = Once(operation, fault, times=times)
     assert store.save(fault=fault) is None
     if times == 1:
         assert store.proxy.faults() == 1
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 @cases(
@@ -286,11 +203,11 @@ def test_a_save_survives_a_storm(store: Store, operation: str, fault: Fault, tim
     itertools.product(("Send", "Compose"), GCS_PASSING),
     *(1, 1),
 )
-def test_a_worker_process_survives_faults(store: Store, operation: str, fault: Fault) -> None:
+def test_a_worker_process_survives_faults(store: Faulty, operation: str, fault: Fault) -> None:
     store.proxy.rule = Once(operation, fault, times=2)
     assert store.save(worker="process", fault=fault) is None
     assert store.proxy.faults() >= 1
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 @cases(
@@ -299,7 +216,7 @@ def test_a_worker_process_survives_faults(store: Store, operation: str, fault: F
     itertools.product(("Get",), (*GCS_PASSING, Fault.SHORT)),
     *(2, 2),
 )
-def test_a_load_survives_a_storm(store: Store, operation: str, fault: Fault) -> None:
+def test_a_load_survives_a_storm(store: Faulty, operation: str, fault: Fault) -> None:
     assert store.save(store.server.url) is None
     store.proxy.rule = Once(operation, fault, times=4 if store.scheme == "s3" else 2)
     store.load(fault=fault)
@@ -314,7 +231,7 @@ FOR_EVER = (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.RESET_WITHIN, Fault.LOST, 
     itertools.product(("Begin", "Send", "Compose"), (Fault.UNAVAILABLE, Fault.LOST)),
     *(2, 1),
 )
-def test_a_save_gives_up_clearly(store: Store, operation: str, fault: Fault) -> None:
+def test_a_save_gives_up_clearly(store: Faulty, operation: str, fault: Fault) -> None:
     def of_a_save(request: Request) -> Fault | None:  # those of opening pass
         hit = operation == request.operation and (operation != "Put" or "/step-" in request.target)
         return fault if hit else None
@@ -325,14 +242,14 @@ def test_a_save_gives_up_clearly(store: Store, operation: str, fault: Fault) -> 
     assert time.monotonic() - began < 60
     if fault is Fault.LOST and operation in ("Complete", "Put", "Compose"):
         assert error is None  # it did take place, and that is seen
-        return store.check(complete=True)
+        return store.look(complete=True)
     assert isinstance(error, errors.StoreUnavailable)
     assert store.url in str(error) or fault is Fault.HANG
-    return store.check(complete=False)
+    return store.look(complete=False)
 
 
 @cases("fault", zip(FOR_EVER, strict=True), zip(GCS_PASSING, strict=True), 1, 1)
-def test_a_load_gives_up_clearly(store: Store, fault: Fault) -> None:
+def test_a_load_gives_up_clearly(store: Faulty, fault: Fault) -> None:
     assert store.save(store.server.url) is None
     store.proxy.rule = Once("Get", fault, times=10_000, behind=1)
     with store.pipeline(fault=fault, retries=2) as opened:
@@ -342,7 +259,7 @@ def test_a_load_gives_up_clearly(store: Store, fault: Fault) -> None:
         assert opened.load(step=1) is not None  # and the pipeline goes on
 
 
-def test_a_save_after_a_failed_one_succeeds(store: Store) -> None:
+def test_a_save_after_a_failed_one_succeeds(store: Faulty) -> None:
     with store.pipeline(retries=0) as opened:
         store.proxy.rule = Once(store.part, Fault.UNAVAILABLE, times=2)
         with pytest.raises(errors.StoreUnavailable):
@@ -350,11 +267,11 @@ def test_a_save_after_a_failed_one_succeeds(store: Store) -> None:
         # The first refusal may have kept the second from coming.
         store.proxy.rule = lambda request: None
         opened.save(state(), step=1, until="committed")
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 @ON_GCS
-def test_a_block_goes_on_where_the_connection_broke(store: Store) -> None:
+def test_a_block_goes_on_where_the_connection_broke(store: Faulty) -> None:
     sizes: list[int] = []
 
     def half(request: Request) -> Fault | None:
@@ -367,10 +284,10 @@ def test_a_block_goes_on_where_the_connection_broke(store: Store) -> None:
     assert store.save(lanes=1) is None
     # All of the first block, of which half arrives; a question; what is missing; the second.
     assert sizes == [BLOCK, 0, BLOCK - BLOCK // 2 // (256 * 1024) * (256 * 1024), BLOCK]
-    store.check(complete=True)
+    store.look(complete=True)
 
 
-def test_refused_credentials_are_told_and_not_tried_again(store: Store) -> None:
+def test_refused_credentials_are_told_and_not_tried_again(store: Faulty) -> None:
     store.proxy.rule = Once(store.part, Fault.EXPIRED, times=10_000)
     error = store.save()
     assert isinstance(error, errors.PermissionDenied)
@@ -379,11 +296,11 @@ def test_refused_credentials_are_told_and_not_tried_again(store: Store) -> None:
     assert "upload_id" not in str(error)
     assert SECRET not in repr(error) + str(error)
     assert store.proxy.faults() <= 3
-    store.check(complete=False)
+    store.look(complete=False)
 
 
 @ON_S3
-def test_a_run_without_the_right_to_delete(store: Store) -> None:
+def test_a_run_without_the_right_to_delete(store: Faulty) -> None:
     store.proxy.rule = lambda request: Fault.FORBIDDEN if request.operation == "Delete" else None
     with store.pipeline() as opened:
         opened.save(state(), step=1, until="committed")
@@ -395,7 +312,7 @@ def test_a_run_without_the_right_to_delete(store: Store) -> None:
 
 @ON_GCS
 def test_temporary_objects_that_may_not_be_deleted_are_left_for_a_sweep(
-    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    store: Faulty, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.proxy.rule = Once("Delete", Fault.FORBIDDEN, times=10_000)
     assert store.save() is None
@@ -404,11 +321,11 @@ def test_temporary_objects_that_may_not_be_deleted_are_left_for_a_sweep(
     monkeypatch.setattr(sweep, "LEASE_LIFE", timedelta(seconds=-1))
     with store.pipeline(store.server.url, retention={"sweep_after_seconds": 0}) as opened:
         assert opened.sweep().uploads == 1
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 @ON_S3
-def test_looking_needs_no_right_to_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_needs_no_right_to_write(store: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.save(store.server.url) is None
     monkeypatch.setenv("CKPIPE_BACKENDS__S3__ENDPOINT_URL", store.proxy.url)
     writes = ("PUT", "POST", "DELETE")
@@ -436,7 +353,7 @@ print(json.dumps({
 
 @ON_S3
 def test_credentials_are_refreshed_in_the_middle_of_a_save(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, counter = tmp_path / "credentials.py", tmp_path / "counter"
     program.write_text(PROCESS)
@@ -458,10 +375,10 @@ def test_credentials_are_refreshed_in_the_middle_of_a_save(
         opened.save(state(), step=1, until="committed")
     assert len(seen) > 5
     assert store.proxy.faults() == 0
-    store.check(complete=True)
+    store.look(complete=True)
 
 
-def test_a_cancelled_save_leaves_nothing(store: Store) -> None:
+def test_a_cancelled_save_leaves_nothing(store: Faulty) -> None:
     hanging = threading.Event()
 
     def hang(request: Request) -> Fault | None:
@@ -477,10 +394,10 @@ def test_a_cancelled_save_leaves_nothing(store: Store) -> None:
         handle.cancel()
         with pytest.raises(errors.SaveCancelled):
             handle.wait()
-    store.check(complete=False)
+    store.look(complete=False)
 
 
-def every_get(store: Store, look: Callable[[int], None]) -> None:
+def every_get(store: Faulty, look: Callable[[int], None]) -> None:
     """Flips a bit on the way back in the first answer to a read, in the second, and so on."""
     for turn in itertools.count():
         store.proxy.rule = Once("Get", Fault.FLIPPED_BACK, behind=turn)
@@ -492,7 +409,7 @@ def every_get(store: Store, look: Callable[[int], None]) -> None:
 
 
 def test_a_bit_flipped_once_on_the_way_back_is_read_again(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = {str(n): torch.rand(1000) for n in range(300)}  # so many that they are taken together
     saved = state() | small
@@ -515,7 +432,7 @@ def test_a_bit_flipped_once_on_the_way_back_is_read_again(
 
 @ON_S3
 def test_a_copy_reads_a_flipped_bit_again(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert store.save(store.server.url) is None
     monkeypatch.setenv("CKPIPE_BACKENDS__S3__ENDPOINT_URL", store.proxy.url)
@@ -532,7 +449,7 @@ def test_a_copy_reads_a_flipped_bit_again(
 
 
 def test_bits_flipped_on_the_way_back_each_time_are_told_from_damage_on_the_store(
-    store: Store,
+    store: Faulty,
 ) -> None:
     assert store.save(store.server.url) is None
     store.proxy.rule = lambda request: (
@@ -547,12 +464,10 @@ def test_bits_flipped_on_the_way_back_each_time_are_told_from_damage_on_the_stor
 
 @ON_S3
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-def test_damage_on_the_store_is_told_as_that(store: Store, suffix: str) -> None:
+def test_damage_on_the_store_is_told_as_that(store: Faulty, suffix: str) -> None:
     assert store.save(store.server.url) is None
     assert isinstance(store.server, S3Server)
-    root = store.url.removeprefix(f"s3://{BUCKET}/")
-    names = store.server.names(BUCKET, f"{root}/step-")
-    [name] = [each for each in names if each.endswith(suffix)]
+    [name] = [each for each in store.names() if "/step-" in each and each.endswith(suffix)]
     store.server.flip_bit(BUCKET, name)
     with store.pipeline(store.server.url) as opened:
         for look in (opened.load, opened.verify):
@@ -561,7 +476,7 @@ def test_damage_on_the_store_is_told_as_that(store: Store, suffix: str) -> None:
 
 
 @cases("turn", zip(S3_LOAD, strict=True), zip(GCS_LOAD, strict=True), 1, 1)
-def test_a_bit_flipped_in_any_answer_of_a_load_is_found(store: Store, turn: int) -> None:
+def test_a_bit_flipped_in_any_answer_of_a_load_is_found(store: Faulty, turn: int) -> None:
     assert store.save(store.server.url) is None
     store.proxy.rule = Once(None, Fault.FLIPPED_BACK, behind=turn)
     with contextlib.suppress(errors.CkpipeError):
@@ -572,18 +487,16 @@ def test_a_bit_flipped_in_any_answer_of_a_load_is_found(store: Store, turn: int)
 def test_a_bit_flipped_on_the_way_is_found_by_seaweedfs(
     weed_server: S3Server, operation: str
 ) -> None:
-    with contextlib.suppress(ClientError):
-        weed_server.make_bucket(BUCKET)
-    with fault_proxy(weed_server.port) as proxy:
-        store = Store(weed_server, proxy)
+    with behind_proxy(weed_server, BUCKET) as proxy:
+        store = Faulty(weed_server, proxy, BUCKET)
         proxy.rule = Once(operation, Fault.FLIPPED)
         assert store.save() is None
         assert proxy.faults() == 1
-        store.check(complete=True)
+        store.look(complete=True)
 
 
 @ON_GCS
-def test_a_bit_flipped_in_a_block_is_found_by_the_store(store: Store) -> None:
+def test_a_bit_flipped_in_a_block_is_found_by_the_store(store: Faulty) -> None:
     def flip(request: Request) -> Fault | None:
         large = request.operation in ("Put", "Send") and request.size >= MIB
         return Fault.FLIPPED if large and store.proxy.faults() < 3 else None
@@ -591,7 +504,7 @@ def test_a_bit_flipped_in_a_block_is_found_by_the_store(store: Store) -> None:
     store.proxy.rule = flip
     assert store.save() is None
     assert store.proxy.faults() == 3
-    store.check(complete=True)
+    store.look(complete=True)
 
 
 @pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
@@ -620,7 +533,7 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, scheme: str, operatio
     dialect = S3Dialect() if scheme == "s3" else GcsDialect()
     with contextlib.ExitStack() as servers, fault_proxy(ports[-1], dialect) as proxy:
         first = servers.enter_context(contextlib.ExitStack())
-        store = Store(first.enter_context(start()), proxy)
+        store = Faulty(first.enter_context(start()), proxy, BUCKET)
         store.server.make_bucket(BUCKET)
         if operation == "Get":
             assert store.save(store.server.url) is None
@@ -641,10 +554,10 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, scheme: str, operatio
                 assert same(loaded.state, state())
             else:
                 work.wait()
-        store.check(complete=True)
+        store.look(complete=True)
 
 
-def test_a_store_that_overwrites_is_refused(store: Store) -> None:
+def test_a_store_that_overwrites_is_refused(store: Faulty) -> None:
     class Part:
         looked = False
 
@@ -664,15 +577,10 @@ def test_a_store_that_overwrites_is_refused(store: Store) -> None:
     assert not part.looked
 
 
-async def test_a_store_that_overwrites_can_be_accepted(store: Store) -> None:
+async def test_a_store_that_overwrites_can_be_accepted(store: Faulty) -> None:
+    seen = Seen(store.server, store.proxy, BUCKET)
     store.proxy.rule = lambda request: Fault.UNCONDITIONAL
-    options: dict[str, Any] = {"endpoint_url": store.proxy.url, "require_create_only": False}
-    made = (
-        S3Backend(store.url, **options)
-        if store.scheme == "s3"
-        else GcsBackend(store.url, anonymous=True, **options)
-    )
-    async with made as backend:
+    async with seen.backend(require_create_only=False) as backend:
         await backend.put("a", b"first", PutMode.CREATE)
         with pytest.raises(errors.ObjectExists):
             await backend.put("a", b"second", PutMode.CREATE)

@@ -13,10 +13,10 @@ from typing import Any
 import anyio
 import gcs_servers
 import pytest
+from bucket_stores import Seen, behind_proxy
 from fault_proxy import Fault
 from gcloud.aio.auth import token
 from gcs_servers import GcsServer
-from seen_buckets import Seen, watched
 
 from ckpipe import errors
 from ckpipe.backend import Backend, PutMode
@@ -29,8 +29,8 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def seen(gcs_server: GcsServer) -> Iterator[Seen]:
-    with watched(gcs_server) as made:
-        yield made
+    with behind_proxy(gcs_server, "backend") as proxy:
+        yield Seen(gcs_server, proxy, "backend")
 
 
 @pytest.fixture
@@ -134,14 +134,14 @@ async def test_a_large_upload_is_composed(seen: Seen, backend: Backend) -> None:
     data = await upload(backend, 3)
     assert [len(seen.headers(each)) for each in ("Begin", "Send", "Compose")] == [2, 2, 1]
     assert await read(backend) == data
-    assert await seen.leftovers() == []
+    assert await seen.left() == []
 
 
 async def test_many_blocks_are_composed_in_a_tree(seen: Seen, backend: Backend) -> None:
     data = await upload(backend, 34, block=5000)  # one request composes 32
     assert len(seen.headers("Compose")) == 3
     assert await read(backend) == data
-    assert await seen.leftovers() == []
+    assert await seen.left() == []
 
 
 async def test_a_composed_object_is_known_as_ones_own(seen: Seen, backend: Backend) -> None:
@@ -156,14 +156,14 @@ async def test_a_composed_object_is_known_as_ones_own(seen: Seen, backend: Backe
         await opened.complete()
     assert await opened.landed()
     assert await read(backend) == data
-    assert await seen.leftovers() == []
+    assert await seen.left() == []
 
 
 async def test_an_equal_object_of_somebody_else_is_not(seen: Seen, backend: Backend) -> None:
     await upload(backend)
     with pytest.raises(errors.ObjectExists):
         await upload(backend)
-    assert len(await seen.leftovers()) == 2  # until the upload is aborted, or the backend closed
+    assert len(await seen.left()) == 2  # until the upload is aborted, or the backend closed
 
 
 async def test_what_a_crash_left_is_swept(seen: Seen) -> None:
@@ -176,10 +176,10 @@ async def test_what_a_crash_left_is_swept(seen: Seen) -> None:
                 await opened.write(offset, memoryview(bytes(BLOCK)))
         earlier = soon - timedelta(minutes=10)
         assert await backend.remove_stale_uploads("here/", before=earlier) == 0
-        assert len(await seen.leftovers()) == 4
+        assert len(await seen.left()) == 4
         assert await backend.remove_stale_uploads("here/", before=soon) == 1
         assert await backend.remove_stale_uploads("", before=soon) == 1
-        assert await seen.leftovers() == []
+        assert await seen.left() == []
 
 
 async def test_a_session_that_somebody_ended_is_begun_again(seen: Seen, backend: Backend) -> None:

@@ -7,25 +7,20 @@ itself. A look at the object then tells whether this save has made it.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
 import anyio
 import pytest
 import torch
-from fault_proxy import Fault, FaultProxy, GcsDialect, Request, S3Dialect, fault_proxy
-from gcs_servers import GcsServer
-from pipelines import same
-from s3_servers import S3Server
+from bucket_stores import Store, behind_proxy
+from fault_proxy import Fault, Request
 
-import ckpipe
 from ckpipe import errors
-from ckpipe.backend import Backend, PutMode
+from ckpipe.backend import PutMode
 from ckpipe_gcs import GcsBackend
 from ckpipe_s3 import S3Backend
 
@@ -39,29 +34,13 @@ STATES = pytest.mark.parametrize("state", [ONE_REQUEST, IN_PARTS], ids=["one req
 MAKES = ("Put", "Complete", "Compose")
 LOOKS = ("Head", "Look")
 
-_numbers = itertools.count()
 _data_file = re.compile(r"run-\d+/[^?&]*\.safetensors(?=$|[?&]|/compose)")
 
 
-@dataclass
-class Store:
-    """A root on a server behind a proxy.
+class LossyStore(Store):
+    """A root whose writes of data files are disturbed."""
 
-    Args:
-        server: The server.
-        proxy: The proxy.
-        scheme: The scheme of URLs.
-        options: Options of the backend besides the endpoint.
-        root: The root in the bucket.
-        log: The requests that make or look at a data file, as the proxy has seen them.
-    """
-
-    server: S3Server | GcsServer
-    proxy: FaultProxy
-    scheme: str
-    options: dict[str, Any]
-    root: str = field(default_factory=lambda: f"run-{next(_numbers)}")
-    log: list[str] = field(default_factory=list)
+    log: list[str]
 
     def disturb(
         self, fault: Fault, times: int = 1, first: Callable[[str], object] = lambda name: None
@@ -73,6 +52,7 @@ class Store:
             times: How many of them.
             first: Called with the name of the data file before one is disturbed.
         """
+        self.log = []
 
         def rule(request: Request) -> Fault | None:
             named = _data_file.search(unquote(request.target))
@@ -86,30 +66,10 @@ class Store:
 
         self.proxy.rule = rule
 
-    def pipeline(self, endpoint: str, worker: Any, **upload: Any) -> ckpipe.SyncPipeline:
-        """A pipeline whose larger data files are made of parts."""
-        return ckpipe.SyncPipeline(
-            f"{self.scheme}://{BUCKET}/{self.root}",
-            staging={"block_bytes": 5 * MIB},
-            upload={"retries": 9, "backoff_seconds": 0.01, **upload},
-            backends={self.scheme: {"endpoint_url": endpoint, **self.options}},
-            worker=worker,
-        )
-
-    def save(self, state: dict[str, Any], worker: Any = "thread", **upload: Any) -> None:
+    def save(self, state: dict[str, Any], **fields: Any) -> None:
         """Saves once through the proxy."""
-        with self.pipeline(self.proxy.url, worker, **upload) as opened:
+        with self.pipeline(**fields) as opened:
             opened.save(state, step=1, until="committed")
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Checks that the checkpoint is complete and right, and nothing is left beside it."""
-        assert len(self.data_files()) == 1
-        assert self.server.open_uploads(BUCKET) == []
-        with self.pipeline(self.server.url, "thread") as opened:
-            opened.verify(1)
-            loaded = opened.load()
-        assert loaded is not None
-        assert same(loaded.state, state)
 
     def made(self) -> int:
         """How many requests to make a data file the proxy has seen."""
@@ -117,50 +77,37 @@ class Store:
 
     def data_files(self) -> list[str]:
         """The names of all data files, and of parts of them."""
-        below = f"{self.root}/"
-        return [name for name in self.server.names(BUCKET, below) if ".safetensors" in name]
+        return [name for name in self.names() if ".safetensors" in name]
 
-    def write(self, name: str, data: bytes) -> None:
-        """Makes an object by another client, which nothing disturbs."""
+    def ask(self, name: str, data: bytes | None = None) -> bytes:
+        """Reads an object, or makes it, by another client, which nothing disturbs."""
+        kind: Any = S3Backend if self.scheme == "s3" else GcsBackend
+        options = {} if self.scheme == "s3" else {"anonymous": True}
 
-        async def write() -> None:
-            async with self._backend() as backend:
-                await backend.put(name, data, PutMode.OVERWRITE)
+        async def ask() -> bytes:
+            root = f"{self.scheme}://{BUCKET}"
+            async with kind(root, endpoint_url=self.server.url, **options) as backend:
+                if data is not None:
+                    await backend.put(name, data, PutMode.OVERWRITE)
+                found: bytes = await backend.get(name, max_bytes=100 * MIB)
+                return found
 
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(anyio.run, write).result()
-
-    def read(self, name: str) -> bytes:
-        """Reads an object."""
-
-        async def read() -> bytes:
-            async with self._backend() as backend:
-                return await backend.get(name, max_bytes=100 * MIB)
-
-        return anyio.run(read)
-
-    def _backend(self) -> Backend:
-        kind: Any = S3Backend if self.scheme == "s3" else GcsBackend
-        made: Backend = kind(
-            f"{self.scheme}://{BUCKET}", endpoint_url=self.server.url, **self.options
-        )
-        return made
+            return thread.submit(anyio.run, ask).result()
 
 
-@pytest.fixture(params=["s3", "gs"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+@pytest.fixture(params=["moto_server", "gcs_server"])
+def store(request: pytest.FixtureRequest) -> Iterator[LossyStore]:
     """A root of each kind."""
-    scheme, of_s3 = request.param, request.param == "s3"
-    server = request.getfixturevalue("moto_server" if of_s3 else "gcs_server")
-    server.make_bucket(BUCKET)
-    with fault_proxy(server.port, S3Dialect() if of_s3 else GcsDialect()) as proxy:
-        yield Store(server, proxy, scheme, {} if of_s3 else {"anonymous": True})
+    server = request.getfixturevalue(request.param)
+    with behind_proxy(server, BUCKET) as proxy:
+        yield LossyStore(server, proxy, BUCKET)
 
 
 @pytest.mark.parametrize("times", [1, 2])
 @STATES
 def test_the_connection_is_reset_after_the_write(
-    store: Store, state: dict[str, Any], times: int
+    store: LossyStore, state: dict[str, Any], times: int
 ) -> None:
     # The client of S3 sends a PUT once more by itself, whose answer is then the first that comes.
     store.disturb(Fault.LOST, times)
@@ -177,17 +124,17 @@ def test_the_connection_is_reset_after_the_write(
 )
 @STATES
 def test_the_answer_comes_after_the_try_was_given_up(
-    store: Store, state: dict[str, Any], fault: Fault, worker: Any
+    store: LossyStore, state: dict[str, Any], fault: Fault, worker: Any
 ) -> None:
     store.disturb(fault)
-    store.save(state, worker, attempt_timeout_seconds=1.5)
+    store.save(state, worker=worker, attempt_timeout_seconds=1.5)
     if fault is Fault.UNANSWERED:
         assert store.log[-1] in LOOKS
     store.check(state)
 
 
 @STATES
-def test_the_answer_to_the_last_try_is_lost(store: Store, state: dict[str, Any]) -> None:
+def test_the_answer_to_the_last_try_is_lost(store: LossyStore, state: dict[str, Any]) -> None:
     store.disturb(Fault.LOST, times=2)
     store.save(state, retries=0)
     store.check(state)
@@ -195,35 +142,35 @@ def test_the_answer_to_the_last_try_is_lost(store: Store, state: dict[str, Any])
 
 @STATES
 def test_an_object_of_the_same_size_that_another_has_made_is_not_ours(
-    store: Store, state: dict[str, Any]
+    store: LossyStore, state: dict[str, Any]
 ) -> None:
     store.save({"weight": state["weight"].flip(0)})
     [name] = store.data_files()
-    foreign, taken = store.read(name), list[str]()
+    foreign, taken = store.ask(name), list[str]()
 
     def take(name: str) -> None:
-        store.write(name, foreign)
+        store.ask(name, foreign)
         taken.append(name)
 
     store.disturb(Fault.RESET_BEFORE, first=take)
     with (
-        store.pipeline(store.proxy.url, "thread") as opened,
+        store.pipeline() as opened,
         pytest.raises(errors.ObjectExists),
     ):
         opened.save(state, step=2, until="committed")
-    assert store.read(taken[0]) == foreign
+    assert store.ask(taken[0]) == foreign
 
 
 @STATES
 def test_a_save_that_is_cancelled_before_the_answer_comes_leaves_nothing(
-    store: Store, state: dict[str, Any]
+    store: LossyStore, state: dict[str, Any]
 ) -> None:
     store.disturb(Fault.UNANSWERED)
-    with store.pipeline(store.proxy.url, "thread") as opened:
+    with store.pipeline() as opened:
         handle = opened.save(state, step=1)
         assert store.proxy.unanswered.wait(60)
         handle.cancel()
         with pytest.raises(errors.SaveCancelled):
             handle.wait()
     assert store.data_files() == []
-    assert store.server.open_uploads(BUCKET) == []
+    assert store.leftovers() == []

@@ -12,23 +12,25 @@ from typing import Any
 
 import anyio
 import pytest
+from bucket_stores import BLOCK, Seen, behind_proxy
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from fault_proxy import Fault, fault_proxy
 from s3_servers import KEY, S3Server
-from seen_buckets import BLOCK, BUCKET, Seen, watched
 
 from ckpipe import errors
 from ckpipe.backend import Backend, PutMode
 from ckpipe_s3 import S3Backend
 
+BUCKET = "backend"
+
 
 @pytest.fixture
 def seen(moto_server: S3Server) -> Iterator[Seen]:
-    with watched(moto_server) as made:
-        yield made
+    with behind_proxy(moto_server, BUCKET) as proxy:
+        yield Seen(moto_server, proxy, BUCKET)
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ async def test_a_large_upload_and_ranges(seen: Seen, backend: Backend) -> None:
     buffer = bytearray(BLOCK)
     await backend.read_into("data", BLOCK - 7, memoryview(buffer))
     assert buffer == data[BLOCK - 7 : 2 * BLOCK - 7]
-    assert await seen.leftovers() == []
+    assert await seen.left() == []
 
 
 async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
@@ -195,9 +197,9 @@ async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
         seen.fault["CreateUpload"] = Fault.LOST
         with pytest.raises(errors.StoreUnavailable):
             await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
-        assert len(await seen.leftovers()) == 1
+        assert len(await seen.left()) == 1
         await upload_two_blocks(backend)
-        assert await seen.leftovers() == []
+        assert await seen.left() == []
 
 
 async def test_uploads_that_a_crash_left_are_removed(weed_server: S3Server) -> None:
