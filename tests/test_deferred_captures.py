@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -15,14 +14,13 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 
-from ckpipe.errors import CaptureTooSlow, StateChanged, StateLockTimeout
+from ckpipe.errors import CaptureTooSlow, StateLockTimeout
 from ckpipe.format.keys import LabelFilter
-from ckpipe.lock.late_copies import ByteSample, MutationDetector
+from ckpipe.lock.late_copies import MutationDetector
 from ckpipe.lock.lock import LockHold, StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.plan.plan import LocalPlanner
-from ckpipe.save import stage
 from ckpipe.save.program import plan_blocks
 from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.save.stage import BlockCopiers, Piece
@@ -48,15 +46,6 @@ def threads() -> DaemonThreads:
 
 
 # ---- the lock ----
-
-
-def test_a_trainer_takes_the_lock_after_the_grace(lock: StateLock) -> None:
-    hold = LockHold(lock, -1, lock.acquire_capture(thread=-1))
-    hold.defer(0.02)
-    with lock.mutating(), pytest.raises(CaptureTooSlow, match=r"0\.02 s"), hold.reading():
-        pass
-    hold.release()
-    assert is_free(lock)
 
 
 def test_a_trainer_waits_for_the_piece_that_is_being_read(
@@ -251,66 +240,3 @@ async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> Non
     assert torch.equal(found[-240_000:].view(torch.float32), torch.arange(60_000.0))
     del captured, copiers, device
     assert alive() is None
-
-
-# ---- copies from host memory ----
-
-
-@pytest.mark.parametrize(
-    ("threads", "most", "sizes"),
-    [
-        (1, 1 << 30, [2, 4, 8, 12, 6, 3, 1, 1]),
-        (1, 6 * BLOCK, [2, 4, 6, 6, 6, 6, 4, 2, 1]),
-        (1, BLOCK - 1, [1] * 37),
-        (2, 1 << 30, None),
-    ],
-)
-async def test_of_blocks_that_are_copied_late_more_and_more_leave_together(
-    lock: StateLock,
-    threads: int,
-    most: int,
-    sizes: list[int] | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stage, "MOST_BYTES_TOGETHER", most)
-    captured, _, late, _ = pieces_of({"w": torch.arange(600_000.0)}, {0})
-    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
-    out: list[list[int]] = []
-    copiers = BlockCopiers(
-        turn, captured, SideStreams(()),
-        lambda some: out.append([each.plan.offset for each in some]),
-        threads=threads,
-    )  # fmt: skip
-    copiers.defer(MutationDetector(captured, [0]), 60)
-    copiers.add(late)
-    await copiers.finish()
-    offsets = [piece.filled.plan.offset for piece in late]
-    assert sorted(offset for some in out for offset in some) == offsets
-    if sizes is None:  # threads that share the work leave each other some of it
-        assert max(map(len, out)) <= 10
-    else:
-        assert [len(some) for some in out] == sizes
-    found = torch.cat([piece.filled.block.tensor[: piece.work.nbytes] for piece in late])
-    assert torch.equal(found[-2_400_000:].view(torch.float32), torch.arange(600_000.0))
-
-
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("way", ["written", "swapped"])
-async def test_a_change_of_any_of_the_blocks_that_are_copied_together_is_noticed(
-    lock: StateLock, number: int, way: str
-) -> None:
-    state = {f"w{number}": torch.ones(BLOCK // 4) for number in range(6)}
-    captured, _, late, _ = pieces_of(state, set(range(6)))
-    samples = [ByteSample(captured.tensors, piece.work.tensors) for piece in late]
-    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
-    out: list[StagedBlock] = []
-    copiers = BlockCopiers(turn, captured, SideStreams(()), out.extend, threads=1)
-    copiers.defer(MutationDetector(captured, range(6), samples), 60)
-    copiers.add(replace(piece, sample=sample) for piece, sample in zip(late, samples, strict=True))
-    if way == "written":
-        state[f"w{number}"].data.fill_(2)
-    else:
-        state[f"w{number}"].data = torch.ones(BLOCK // 4)
-    with pytest.raises(StateChanged) as failed:
-        await copiers.copy()
-    assert failed.value.key == f"w{number}"

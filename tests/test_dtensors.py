@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_copying import images
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -21,12 +20,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.keys import LabelFilter
+from ckpipe.memory.arena import Arena
 from ckpipe.plan import division
-from ckpipe.planning import LocalPlanner, fingerprint
+from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.save.program import fill_blocks, plan_blocks
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import OpenedState, capture, flatten
+from ckpipe.state.flatten import Captured, OpenedState, capture, flatten
 
 RANK, WORLD = 1, 4
+
+
+def images(captured: Captured, plan: RankPlan, block_bytes: int) -> list[bytes]:
+    """The data files, each filled block by block."""
+    made = [bytearray(file.size) for file in plan.files]
+    block = Arena(block_bytes).take()
+    for step in plan_blocks(plan, captured.tensors, block_bytes):
+        fill_blocks([(step, block)], captured)
+        made[step.file][step.offset : step.offset + step.nbytes] = block.view[: step.nbytes]
+    return [bytes(each) for each in made]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,3 +220,10 @@ def test_a_division_serves_until_something_changes(
     change(model, optimizer)
     now = cache.capture(OpenedState(state), LabelFilter())
     assert now is None or not division.serves(now, program, [optimizer])
+
+
+def test_addresses_may_be_of_any_device() -> None:
+    captured = capture({"w": torch.ones(3)})
+    (leaf,) = captured.tensors
+    far = replace(leaf, device="xpu:0", address=0xFF00 << 48)
+    assert captured.moved([far], [], [], []).addresses.tolist() == [0xFF00 << 48]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import anyio
@@ -16,11 +16,7 @@ from ranks import settle
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
-from ckpipe.catalog.leases import store_time
-from ckpipe.format.names import LEASES, index_id, index_key, launch_id
-from ckpipe.save.retention import prune
-from ckpipe.store.retry import RetryingBackend, RetryPolicy
-from ckpipe.testing import FaultyBackend, Landing, MemoryBackend, SlowBackend
+from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 
@@ -110,26 +106,41 @@ def test_the_mark_of_a_deletion_stays_as_long_as_it_should(store: Stores, url: s
     assert CheckpointId.parse(id) is not None
 
 
+def _asks_the_time(operation: Operation) -> bool:
+    return operation.verb == "put" and operation.key.startswith(".ckpipe/leases/clock/")
+
+
+def _clocks(store: Stores) -> list[str]:
+    return [key for key in store.memory._store.objects if "/clock/" in key]
+
+
+RULES: dict[str, Any] = {"retention": {"rules": ckpipe.KeepWithin(DAY)}}
+
+
 @pytest.mark.parametrize("landing", list(Landing))
-async def test_a_reading_of_the_clock_survives_a_lost_answer_and_leaves_nothing(
-    landing: Landing,
+def test_a_reading_of_the_clock_survives_a_lost_answer_and_leaves_nothing(
+    store: Stores, landing: Landing
 ) -> None:
-    store = FaultyBackend(MemoryBackend())
-    store.fail(errors.StoreUnavailable("the answer was lost"), 1, landing)
-    patient = RetryingBackend(store, RetryPolicy(3, 0.001, 0.01, 1.0))
-    assert (datetime.now(UTC) - await store_time(patient)).total_seconds() < 60
-    assert [each async for each in store.inner.list("")] == []
+    with ckpipe.SyncPipeline(store.url, upload={"backoff_seconds": 0}, **RULES) as pipeline:
+        id = pipeline.save(STATE, step=0).wait().id
+        settle(pipeline)
+        age(store, id, 2 * DAY)
+        lost = errors.StoreUnavailable("the answer was lost")
+        store.faulty.fail(lost, _asks_the_time, landing)
+        assert pipeline.prune().keep == (id,)
+        assert _clocks(store) == []
 
 
-async def test_a_reading_of_the_clock_that_is_cancelled_leaves_nothing() -> None:
-    store = SlowBackend(MemoryBackend())
-    store.hold("stat")
-    async with store, anyio.create_task_group() as tasks:
-        tasks.start_soon(store_time, store)
-        await anyio.to_thread.run_sync(store.gate.wait_until_held)
-        tasks.cancel_scope.cancel()
-    store.release()
-    assert [each async for each in store.inner.list("")] == []
+async def test_a_reading_of_the_clock_that_is_cancelled_leaves_nothing(store: Stores) -> None:
+    async with ckpipe.Pipeline(store.url, **RULES) as pipeline:
+        await pipeline.save(STATE, step=0, until="committed")
+        gate = store.faulty.pause(lambda each: each.verb == "stat" and "/clock/" in each.key)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pipeline.prune)
+            await anyio.to_thread.run_sync(gate.wait_until_held)
+            tasks.cancel_scope.cancel()
+        gate.release()
+    assert _clocks(store) == []
 
 
 class Unasked(WrappedBackend):
@@ -139,7 +150,7 @@ class Unasked(WrappedBackend):
         return await call()
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        if key.startswith(f"{LEASES}clock/"):
+        if key.startswith(".ckpipe/leases/clock/"):
             raise errors.StoreError("nobody is told the time", key=key)
         await super().put(key, data, mode)
 
@@ -149,16 +160,31 @@ async def test_retention_after_a_save_is_told_the_time_by_its_index(store: Store
     async with ckpipe.Pipeline(f"{store.scheme}unasked://store", keep_last=1) as pipeline:
         for step in (1, 2, 3):
             await pipeline.save(STATE, step=step, until="committed")
-    assert [id.step for id in map(index_id, store.memory._store.objects) if id] == [3]
+    assert (await _last(store)).step == 3
+
+
+class Forgetful(WrappedBackend):
+    """A store in which others delete each index before it is asked for its time."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        return await call()
+
+    async def stat(self, key: str) -> ObjectInfo:
+        if key.endswith(".json"):
+            raise errors.ObjectNotFound("it is gone", key=key)
+        return await super().stat(key)
 
 
 async def test_retention_goes_on_if_the_index_it_would_ask_is_gone(store: Stores) -> None:
-    url = f"{store.scheme}://store"
-    async with ckpipe.Pipeline(url) as pipeline:
-        for step in (1, 2):
-            handle = await pipeline.save(STATE, step=step, until="committed")
-        id = CheckpointId.parse(handle.id)
-        assert id is not None
-        depot = pipeline._engine.site
-        await depot.backend.delete([index_key(id)])
-        assert len((await prune(depot, launch_id(id.attempt), after=id)).keep) == 1
+    ckpipe.register_backend(f"{store.scheme}gone", lambda url: Forgetful(store.memory))
+    async with ckpipe.Pipeline(f"{store.scheme}gone://store", keep_last=1) as pipeline:
+        for step in (1, 2, 3):
+            await pipeline.save(STATE, step=step, until="committed")
+    assert (await _last(store)).step == 3
+
+
+async def _last(store: Stores) -> ckpipe.CheckpointInfo:
+    """The only checkpoint that is left."""
+    async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
+        (info,) = await pipeline.steps()
+        return info
