@@ -49,7 +49,16 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[Capture
             except (SaveError, UsageError) as error:
                 logger.debug("%s: the memory of the last state is not free: %s", save.name, error)
         for _ in range(HOLDS):
-            hold = await _hold(save, site)
+            caller, thread, token = save.request.caller, save.request.thread, None
+            with save.clock.timing("lock"):
+                # The event loop of a coroutine may be busy, or wait for a trainer: its walk itself
+                # takes the lock.
+                if caller is None or caller.blocks:
+                    timeout = site.settings.lock.timeout_seconds
+                    token = await site.lock.acquire_capture_async(
+                        timeout, thread=thread, awaited=caller is not None
+                    )
+                hold = LockHold(site.lock, thread, token)
             try:
                 await out.send(await _captured(save, site, hold))
                 await hold.ended.wait()
@@ -61,18 +70,6 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[Capture
         "The structure of the state changed while it was being planned",
         hint="Add, drop or resize tensors inside lock.mutating(), or between saves",
     )
-
-
-async def _hold(save: Save, site: SaveContext) -> LockHold:
-    caller, thread = save.request.caller, save.request.thread
-    with save.clock.timing("lock"):
-        if caller is not None and not caller.blocks:
-            # Its event loop may be busy, or wait for a trainer: the walk itself takes the lock.
-            return LockHold(site.lock, thread)
-        token = await site.lock.acquire_capture_async(
-            site.settings.lock.timeout_seconds, thread=thread, awaited=caller is not None
-        )
-    return LockHold(site.lock, thread, token)
 
 
 async def _captured(save: Save, site: SaveContext, hold: LockHold) -> CapturedState:

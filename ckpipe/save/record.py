@@ -188,11 +188,11 @@ class StageTimings:
     trainer takes over what its worker process has noted.
 
     Args:
-        zero: When the save was called.
+        zero: When the save was called, the same for all processes that note something of it.
     """
 
     def __init__(self, zero: float) -> None:
-        self.zero = zero
+        self._zero = zero
         self.copied_bytes = 0
         """What this rank has found in the checkpoint that several ranks wrote alike."""
         self._stages: dict[str, _StageTimes] = {}
@@ -260,7 +260,7 @@ class StageTimings:
             busy = busy_seconds(span for span in spans if span is not None)
         seconds = ended - times.began
         return StageReport(
-            seconds, times.bytes, times.began - self.zero, waited=max(0.0, seconds - busy)
+            seconds, times.bytes, times.began - self._zero, waited=max(0.0, seconds - busy)
         )
 
     def blocks(self) -> list[BlockReport]:
@@ -281,12 +281,11 @@ class StageTimings:
 
     def _span(self, row: array[float], column: int) -> Span | None:
         began, ended = row[column : column + 2]
-        return None if began == _UNSET else (began - self.zero, ended - self.zero)
+        return None if began == _UNSET else (began - self._zero, ended - self._zero)
 
     def to_data(self) -> dict[str, Any]:
         """All that was noted, as plain data, for another process of this machine."""
         return {
-            "zero": self.zero,
             "copied_bytes": self.copied_bytes,
             "stages": {
                 stage: (times.began, times.ended, times.bytes, times.busy)
@@ -301,7 +300,6 @@ class StageTimings:
         Args:
             data: What :meth:`to_data` of the other clock returned.
         """
-        self.zero = min(self.zero, data["zero"])
         self.copied_bytes = data["copied_bytes"]
         for stage, times in data["stages"].items():
             self._stages[stage] = _StageTimes(*times)

@@ -48,7 +48,8 @@ async def run(
                     await threads.run_sync(_sum_up, files, sums, batch, unknown)
                 else:
                     _sum_up(files, sums, batch, unknown)
-            save.clock.summed([each.plan for each in unknown], began, time.perf_counter())
+            if unknown:
+                save.clock.summed([each.plan for each in unknown], began, time.perf_counter())
             for each in batch:
                 await out.send(each)
         if not save.copied.is_set():
