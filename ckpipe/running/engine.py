@@ -35,7 +35,7 @@ from ckpipe.running.hooks import Hooks
 from ckpipe.running.housekeeping import Housekeeping
 from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
-from ckpipe.save.context import SaveContext, block_size, initial_budget
+from ckpipe.save.context import SaveContext
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, scheme_of
 from ckpipe.store.retry import RetryingBackend, logging_policy
@@ -47,6 +47,7 @@ logger = logging.getLogger("ckpipe")
 LOOK_SECONDS = 0.2
 """How often closing looks whether a signal ends the program meanwhile."""
 
+_PAGE = 4096
 _PRUNE_DELAY_SECONDS = 0.1
 """So long after a commit, so that both do not hit the same training step."""
 
@@ -257,7 +258,9 @@ async def _enter(
         launch = Launch(patient, unclaimed_attempt(), topology)
     else:
         launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
-    block = block_size(settings, limits)
+    pages = -(-limits.min_block_bytes // _PAGE)
+    block = max(settings.staging.block_bytes, pages * _PAGE)
+    budget = max(block, (settings.staging.bytes or 0) // block * block)
     largest_file = None if limits.max_blocks is None else limits.max_blocks * block
     planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
     site = SaveContext(
@@ -267,7 +270,7 @@ async def _enter(
         lock=lock,
         events=events,
         arena=Arena(block, pin=settings.staging.pinned != "never", shared=around is not None),
-        budget=ByteBudget(initial_budget(settings, block)),
+        budget=ByteBudget(budget),
         planner=planner,
         rank=topology.rank,
         world_size=topology.world_size,

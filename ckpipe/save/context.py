@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import anyio
 
 from ckpipe import threads
-from ckpipe.backend import Backend, UploadLimits
+from ckpipe.backend import Backend
 from ckpipe.catalog.find import check_not_deleted
-from ckpipe.catalog.leases import Sure, reading_ahead, when_sure
+from ckpipe.catalog.leases import Sure, reading, reading_ahead, when_sure
 from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.events import EventBus
 from ckpipe.retention import Rule
@@ -179,15 +179,14 @@ class SaveContext(StoreContext):
             CheckpointIncomplete: If it is being deleted already.
             StoreError: If the store failed.
         """
-
-        async def nothing() -> None:
-            return
-
-        async def once_sure(_: None, sure: Sure) -> T:
-            await sure()
+        if self.settings.read_only:  # a lease would be written
+            await check_not_deleted(self.patient, id)
             return await work()
-
-        return await self.reading_ahead(id, nothing, once_sure)
+        self.loading[str(id)] += 1
+        try:
+            return await reading(self.patient, id, work)
+        finally:
+            self.loading[str(id)] -= 1
 
     async def reading_ahead(
         self,
@@ -226,17 +225,3 @@ class SaveContext(StoreContext):
             self.arena.mark_touched(block)
         while (block := self.arena.next_scattered) is not None:
             await threads.run_sync(block.join_pages)
-
-
-PAGE = 4096
-
-
-def block_size(settings: Settings, limits: UploadLimits) -> int:
-    """The size of a block of staging memory, in bytes: what was set, or what the store needs."""
-    least = -(-limits.min_block_bytes // PAGE) * PAGE
-    return max(settings.staging.block_bytes, least)
-
-
-def initial_budget(settings: Settings, block: int) -> int:
-    """The initial budget in bytes, a whole number of blocks."""
-    return max(block, (settings.staging.bytes or 0) // block * block)
