@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpipe.cli.commands import (
+from ckpipe.cli import (
     ABOUT,
     COMMANDS,
     EPILOG,

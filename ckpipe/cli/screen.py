@@ -37,12 +37,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpipe.backend import without_secrets
-from ckpipe.cli.commands import drop
+from ckpipe.cli import drop
 from ckpipe.types import size_text
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
-    from ckpipe.types import CheckpointInfo
 
 SILENT_SECONDS = 1.0
 """How long an action may take before it shows how far it is."""
@@ -206,10 +205,6 @@ class Screen:
             self.err.print(Text(visible(text)))
         except OSError:
             drop(sys.stderr)
-
-    def left_out(self, info: CheckpointInfo) -> None:
-        """Say that one of several checkpoints was deleted before its turn was over."""
-        self.note(f"{info.id} was deleted meanwhile and is left out")
 
     def matches_nothing(self, patterns: Sequence[str] | None) -> None:
         """Say that no name of what is looked at matches any of some globs, if there are any."""

@@ -1,8 +1,8 @@
 """The command ``timeline``: read the reports that manifests keep, show them, or draw a page.
 
-What is drawn is SVG, so that the page is readable without scripts; the script only shows details
-of what the pointer is on. A policy in the page forbids it to load anything. All text comes from a
-store, may be hostile, and is escaped.
+The page is SVG without scripts; a browser shows the title of the bar under the pointer. A policy in
+the page forbids it to load or run anything. All text comes from a store, may be hostile, and is
+escaped.
 """
 
 from __future__ import annotations
@@ -203,21 +203,6 @@ svg text.mark { fill: var(--mark); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .1rem 1.25rem .1rem 0; text-align: right; font-weight: normal; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--dim); }
-#tip { position: fixed; z-index: 1; padding: .25rem .5rem; border: 1px solid var(--line);
-  border-radius: .25rem; background: var(--ground); color: var(--text); font-size: 13px;
-  pointer-events: none; white-space: pre; } #tip[hidden] { display: none; }
-"""
-
-_SCRIPT = """
-const tip = document.getElementById("tip");
-document.addEventListener("pointermove", event => {
-  const text = event.target.getAttribute && event.target.getAttribute("data-tip");
-  tip.hidden = !text;
-  if (!text) return;
-  tip.textContent = text;
-  tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
-});
 """
 
 _KEYS = (
@@ -257,7 +242,7 @@ def timeline_page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+  content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{escape(id)}</title>
 <style>{_STYLE}</style>
 </head>
@@ -268,8 +253,6 @@ def timeline_page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
 written, its own write for one, is not in it.</p>
 <p>{keys}</p>
 {sections}
-<div id="tip" hidden></div>
-<script>{_SCRIPT}</script>
 </body>
 </html>
 """
@@ -319,8 +302,8 @@ def _drawing(report: SaveReport, blocks: Sequence[BlockReport], until: float) ->
         for (began, ended), kind, tip in bars:
             x, width = _LABELS + began * scale, max(0.6, (ended - began) * scale - 0.4)
             lines.append(
-                f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" '
-                f'data-tip="{escape(tip)}"/>'
+                f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}">'
+                f"<title>{escape(tip)}</title></rect>"
             )
     if report.staged_seconds is not None:
         x = _LABELS + report.staged_seconds * scale

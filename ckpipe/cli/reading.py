@@ -1,0 +1,330 @@
+"""The commands that read the data of checkpoints: ``verify``, ``diff``, ``cp`` and ``export``.
+
+What needs torch is imported when a command runs, so that no help waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ckpipe.backend import Backend, without_secrets
+from ckpipe.catalog.copy import CopyReport, CopySettings, copy_checkpoint
+from ckpipe.catalog.find import check_still_there, discover, read_index
+from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.leases import reading
+from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve
+from ckpipe.cli.screen import Meter, Screen, size, visible
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UsageError,
+)
+from ckpipe.settings import Settings
+from ckpipe.store.registry import Access, open_store
+from ckpipe.store.retry import AimdLimiter, RetryPolicy, logging_policy
+from ckpipe.types import CheckpointInfo, VerifyResult
+
+
+async def _named(backend: Backend, step: str | None, every: bool) -> list[CheckpointInfo]:
+    """The checkpoint that is named; with ``--all`` every complete one, the oldest first."""
+    if every and step is not None:
+        raise UsageError("--all takes every checkpoint", hint="Leave the step out")
+    if not every:
+        return [await chosen(backend, step)]
+    return [each for each in reversed(await discover(backend)) if each.complete]
+
+
+async def _read_each(
+    screen: Screen,
+    infos: Sequence[CheckpointInfo],
+    every: bool,
+    read: Callable[[CheckpointInfo], Awaitable[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Read checkpoints; of several, one that is deleted meanwhile is left out with a note."""
+    done = []
+    for info in infos:
+        try:
+            done.append(await read(info))
+        except CheckpointIncomplete:
+            if not every:
+                raise
+            screen.note(f"{info.id} was deleted meanwhile and is left out")
+    return done
+
+
+def _seconds_since(began: float) -> float:
+    return round(time.perf_counter() - began, 3)
+
+
+def verify(
+    ctx: typer.Context,
+    url: Url,
+    step: MaybeStep = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Verify all complete checkpoints, the oldest first.")
+    ] = False,
+) -> None:
+    """Read a checkpoint whole and check every byte of it. Exits with 1 if it is damaged."""
+
+    async def work(screen: Screen) -> int:
+        with screen.meter("verifying") as meter:
+            async with open_store(url, screen.settings, Access.READ, meter.advance) as backend:
+
+                async def read(info: CheckpointInfo) -> dict[str, Any]:
+                    return await _verified(backend, info, screen.settings, meter)
+
+                infos = await _named(backend, step, every)
+                results = await _read_each(screen, infos, every, read)
+        if not results:
+            raise CheckpointNotFound("There is no complete checkpoint here")
+        screen.result({"url": url, "results": results}, *(Text(_verdict(r)) for r in results))
+        return OK if all(each["ok"] for each in results) else FOUND
+
+    serve(ctx, work)
+
+
+async def _verified(
+    backend: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
+) -> dict[str, Any]:
+    from ckpipe.loading.reader import verify  # needs torch
+    from ckpipe.memory.arena import Arena
+
+    arena = Arena(settings.staging.block_bytes)
+    began = time.perf_counter()
+    data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
+
+    async def work() -> VerifyResult:
+        bundle = await read_index(backend, info.key)
+        meter.expect(data_bytes(bundle))
+        return await verify(backend, bundle, arena, lanes=settings.load.lanes)
+
+    try:
+        done = await reading(backend, info.key, work)
+        data |= {"files": done.files, "bytes": done.bytes}
+    except CorruptCheckpoint as error:
+        # Should the lease not have been written, it is no wonder that parts are gone.
+        await check_still_there(backend, info.key)
+        data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
+    finally:
+        arena.close()
+    return data | {"seconds": _seconds_since(began)}
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    if result["ok"]:
+        files = "1 file" if result["files"] == 1 else f"{result['files']} files"
+        return (
+            f"ok       step {result['step']}: {size(result['bytes'])} in {files} "
+            f"read in {result['seconds']:.1f} s ({result['id']})"
+        )
+    return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
+
+
+def diff(
+    ctx: typer.Context,
+    url: Url,
+    first: Annotated[str, typer.Argument(metavar="A", help="A step or an id.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="A step or an id.")],
+    other: Annotated[
+        str | None, typer.Option("--in", metavar="URL", help="Where B lies, if elsewhere.")
+    ] = None,
+    match: Annotated[
+        list[str] | None, typer.Option(help="Only names that this glob matches; repeatable.")
+    ] = None,
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Compare no values of tensors, so read no data.")
+    ] = False,
+    expanded: Expanded = False,
+) -> None:
+    """Compare two checkpoints: structure, inline values, and norms of differences of tensors.
+
+    Exits with 1 if they differ.
+    """
+
+    from ckpipe.cli.diff import differences  # needs torch
+
+    async def work(screen: Screen) -> int:
+        urls, steps = (url, other or url), (first, second)
+        return await differences(screen, urls, steps, match, structure=structure, expanded=expanded)
+
+    serve(ctx, work)
+
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Where the checkpoint lies.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="Where it goes; made if missing.")]
+
+
+def cp(
+    ctx: typer.Context,
+    source: Source,
+    target: Target,
+    step: MaybeStep = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Copy all complete checkpoints, the oldest first.")
+    ] = False,
+) -> None:
+    """Copy a checkpoint to another store, verified; what is there and whole is not copied again.
+
+    It is complete on the target or absent, wherever copying breaks off.
+    """
+
+    async def work(screen: Screen) -> int:
+        settings = screen.settings
+        with screen.meter("copying") as meter:
+            async with open_store(source, settings, Access.READ) as origin:
+                infos = await _named(origin, step, every)
+                async with open_store(target, settings, Access.CREATE) as place:
+
+                    async def copy(info: CheckpointInfo) -> dict[str, Any]:
+                        return await _copied(origin, place, info, settings, meter)
+
+                    done = await _read_each(screen, infos, every, copy)
+        screen.result(
+            {"source": source, "target": target, "copied": done},
+            *(Text(_copy_text(each)) for each in done),
+            *([] if infos else [Text("no complete checkpoints here")]),
+        )
+        return OK
+
+    serve(ctx, work)
+
+
+async def _copied(
+    origin: Backend, place: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
+) -> dict[str, Any]:
+    began = time.perf_counter()
+    how = CopySettings(
+        _policy(settings),
+        settings.upload.lanes,
+        settings.staging.block_bytes,
+        meter.advance,
+    )
+
+    async def work() -> CopyReport:
+        meter.expect(data_bytes(await read_index(origin, info.key)))
+        return await copy_checkpoint(origin, place, info.key, how)
+
+    try:
+        report = await reading(origin, info.key, work)
+    except CorruptCheckpoint:
+        # Should the lease not have been written, it is no wonder that parts are gone.
+        await check_still_there(origin, info.key)
+        raise
+    return {**asdict(report), "step": info.step, "seconds": _seconds_since(began)}
+
+
+def _copy_text(done: dict[str, Any]) -> str:
+    kept = done["files"] - done["copied_files"]
+    there = f", {kept} of {done['files']} files were there" if kept else ""
+    return (
+        f"copied step {done['step']}: {size(done['copied_bytes'])} in {done['seconds']:.1f} s"
+        f"{there} ({done['id']})"
+    )
+
+
+def _policy(settings: Settings) -> RetryPolicy:
+    """How requests are tried again; a store that throttles gets fewer writes at a time."""
+    return replace(logging_policy(settings.upload), limiter=AimdLimiter())
+
+
+class Form(StrEnum):
+    """The form of an export."""
+
+    TORCH = "torch"
+    HF = "hf"
+
+
+def export(
+    ctx: typer.Context,
+    url: Url,
+    step: MaybeStep = None,
+    *,
+    form: Annotated[
+        Form, typer.Option("--format", help="One file for torch.load, or sharded safetensors.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option("--to", metavar="URL", help="Where the folder goes; else beside it."),
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="The label of what to export; else export.part.")
+    ] = None,
+    max_shard: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The largest shard, such as 2GB.")
+    ] = None,
+    expanded: Expanded = False,
+) -> None:
+    """Write a checkpoint, verified, in a form that other programs load.
+
+    It is written to a folder <id>.torch or <id>.hf, in which nothing is ever replaced.
+    """
+
+    from ckpipe.export import Exported, ExportSettings, export  # needs torch
+    from ckpipe.memory.arena import Arena
+
+    given = {"part": part, "max_shard_bytes": max_shard}
+    given = {name: value for name, value in given.items() if value is not None}
+
+    async def work(screen: Screen) -> int:
+        settings = screen.settings.override(export=given) if given else screen.settings
+        how = ExportSettings(
+            form.value,
+            settings.export.part,
+            settings.export.max_shard_bytes,
+            settings.staging.block_bytes,
+            settings.load.lanes,
+            _policy(settings),
+            pickling=settings.pickle == "allow",
+            expanded=expanded,
+        )
+        began = time.perf_counter()
+        arena = Arena(how.block_bytes)
+        try:
+            with screen.meter("exporting") as meter:
+                async with AsyncExitStack() as stores:
+                    access = Access.CHANGE if target is None else Access.READ
+                    origin = place = await stores.enter_async_context(
+                        open_store(url, settings, access, meter.advance)
+                    )
+                    info = await chosen(origin, step)
+                    if target is not None:
+                        place = await stores.enter_async_context(
+                            open_store(target, settings, Access.CREATE)
+                        )
+
+                    async def write() -> Exported:
+                        bundle = await read_index(origin, info.key)
+                        meter.expect(data_bytes(bundle))
+                        return await export(origin, bundle, arena, how, place)
+
+                    done = await reading(origin, info.key, write)
+        finally:
+            arena.close()
+        folder = done.folder.rstrip("/")
+        data = {
+            "url": url,
+            "target": target or url,
+            "id": info.id,
+            "step": info.step,
+            "format": form.value,
+            "folder": folder,
+            "files": done.files,
+            "bytes": done.bytes,
+            "seconds": _seconds_since(began),
+        }
+        files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+        where = without_secrets(f"{(target or url).rstrip('/')}/{folder}")
+        sentence = f"exported step {info.step}: {size(done.bytes)} in {files} to {where}"
+        screen.result(data, Text(visible(sentence)))
+        return OK
+
+    serve(ctx, work)
