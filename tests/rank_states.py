@@ -55,9 +55,9 @@ async def _write(backend: Backend, name: str, image: bytes) -> None:
     await upload.complete()
 
 
-def request(into: Any = None, **changes: Any) -> LoadRequest:
+def request(into: Any = None, *, include: list[str] | None = None, **changes: Any) -> LoadRequest:
     """A strict load of everything, changed as named."""
-    plain = LoadRequest(into, LabelFilter(), strict=True, cast=False, pickling=False)
+    plain = LoadRequest(into, LabelFilter(include), strict=True, cast=False, pickling=False)
     return dataclasses.replace(plain, **changes)
 
 

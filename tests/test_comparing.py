@@ -6,7 +6,6 @@ import math
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,16 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from bundles import ID, manifest_of
 from commands import Commands, save_steps
 from heard_signals import HEARING
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import ranks
 
 import ckpipe
-from ckpipe.cli.diff import Comparison, TensorDifference, compare_structures, differences
+from ckpipe.cli.diff import Comparison, TensorDifference, differences
 from ckpipe.cli.screen import Meter, Screen
 from ckpipe.export import batches
-from ckpipe.format.codec import encode_bundle
-from ckpipe.format.keys import label_filter
-from ckpipe.format.merge import merge
-from ckpipe.format.names import data_file_key, index_key
-from ckpipe.types import CheckpointId
 
 NAN = math.nan
 ODD_DTYPES = [
@@ -100,16 +94,17 @@ def test_negative_zero_is_a_difference_of_bits_only() -> None:
     assert (found.different, found.norm, found.relative) == (0, 0.0, 0.0)
 
 
-def test_structures() -> None:
+def test_structures(call: Commands, tmp_path: Path) -> None:
     one = {"a": torch.zeros(2), "b": torch.zeros(3), "lr": 0.1, "gone": 1, "set": {1}}
-    two = {"a": torch.ones(2), "b": torch.zeros(4), "lr": 0.2, "new": torch.zeros(1), "set": {2}}
-    found = compare_structures(manifest_of(one)[0], manifest_of(two)[0], label_filter(None))
-    assert found.common == ("a",)
-    assert found.only_first == ("gone",)
-    assert found.only_second == ("new",)
-    assert found.changed["b"] == ("float32[3]", "float32[4]")
-    assert found.changed["lr"] == ("0.1", "0.2")
-    assert set(found.changed) == {"b", "lr", "set"}
+    two = {"a": torch.zeros(2), "b": torch.zeros(4), "lr": 0.2, "new": torch.zeros(1), "set": {2}}
+    save(tmp_path, one, two)
+    found = call("diff", tmp_path, 0, 1, "--json").data
+    assert (found["compared"], found["tensors"]) == (1, [])
+    assert (found["only_first"], found["only_second"]) == (["gone"], ["new"])
+    changed = {each["label"]: (each["first"], each["second"]) for each in found["changed"]}
+    assert changed["b"] == ("float32[3]", "float32[4]")
+    assert changed["lr"] == ("0.1", "0.2")
+    assert set(changed) == {"b", "lr", "set"}
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 200))
@@ -193,20 +188,15 @@ def test_diff_of_a_damaged_checkpoint_says_so(call: Commands, tmp_path: Path) ->
     assert "is not what was saved" in done.err
 
 
-def save_ranks(root: Path, count: int, *seeds: int) -> CheckpointId:
+def save_ranks(root: Path, step: int, *seeds: int) -> str:
     """Leaves a checkpoint of several ranks: one tensor alike, one and a value for each."""
-    id = replace(ID, count=count)
-    parts = []
-    for rank, seed in enumerate(seeds):
-        state = {"alike": torch.ones(4), "own": torch.full((3,), float(seed)), "seed": seed}
-        bundle, images = manifest_of(state, rank, len(seeds))
-        parts.append(replace(bundle, id=id))
-        for name, image in images.items():
-            path = root / data_file_key(id, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(image)
-    (root / index_key(id)).write_bytes(encode_bundle(merge(parts, kind="index")))
-    return id
+    with ranks(str(root), len(seeds), attempt_id=f"run-{step}") as world:
+        for pipeline, seed in zip(world, seeds, strict=True):
+            state = {"alike": torch.ones(4), "own": torch.full((3,), float(seed)), "seed": seed}
+            handle = pipeline.save(state, step=step)
+            handle.wait()
+        world[0].latest()
+    return handle.id
 
 
 def test_what_each_rank_has_for_itself_is_compared_rank_by_rank(
@@ -280,7 +270,7 @@ def test_progress_ends_when_all_that_matches_is_compared(
             differences,
             screen,
             urls,
-            (str(steps[0]), str(steps[1])),
+            steps,
             match,
             structure=False,
             expanded=False,

@@ -7,21 +7,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from commands import Commands
 from pipelines import Stores, same, stores
 from ranks import settle
 from sampling import EVERY
+from stored_files import LEASES
 from torch import nn
 
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.export import INDEX, TORCH_FILE
-from ckpipe.format.names import LEASES
 from ckpipe.testing import Landing
 
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
@@ -193,38 +195,25 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
     assert broken >= 3
 
 
-def test_an_export_is_made_once(tmp_path: Path) -> None:
-    import anyio
-
-    from ckpipe.catalog.find import discover, read_index
-    from ckpipe.export import Exported, ExportSettings
-    from ckpipe.export import export as write
-    from ckpipe.memory.arena import Arena
-    from ckpipe.store.retry import RetryPolicy
-    from ckpipe_local import LocalBackend
-
+def test_an_export_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, state = training()
     with ckpipe.SyncPipeline(tmp_path, **SMALL) as pipeline:
         pipeline.save(state, step=1)
-    chosen = ExportSettings("hf", None, 3000, 65536, 2, RetryPolicy(0, 0, 0, 10))
-
-    async def work() -> Exported:
-        async with LocalBackend(str(tmp_path)) as backend:
-            (info,) = await discover(backend)
-            bundle = await read_index(backend, info.key)
-            return await write(backend, bundle, Arena(65536), chosen)
-
-    first = anyio.run(work)
+    made = partial(
+        Commands(capsys), "export", tmp_path, "--format", "hf", "--max-shard", "3000B", "--json"
+    )
+    first = made().data
     before = {each.name: each.stat().st_mtime_ns for each in export(tmp_path, "hf").iterdir()}
     (export(tmp_path, "hf") / INDEX).unlink()  # as if it had been cut short
-    assert anyio.run(work) == first
+    assert made().data | {"seconds": first["seconds"]} == first
     after = {each.name: each.stat().st_mtime_ns for each in export(tmp_path, "hf").iterdir()}
     assert {k: v for k, v in after.items() if k != INDEX} == {
         k: v for k, v in before.items() if k != INDEX
     }
     (export(tmp_path, "hf") / INDEX).write_text("{}")
-    with pytest.raises(errors.CommitConflict, match="Something else"):
-        anyio.run(work)
+    refused = made()
+    assert (refused.code, refused.data["error"]) == (3, "CommitConflict")
+    assert "Something else" in refused.err
 
 
 @pytest.mark.skipif(

@@ -11,19 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from pipelines import Stores, same, stores
 from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.format import names as object_names
-from ckpipe.format.names import ATTEMPTS
-from ckpipe.ranks import agree
-from ckpipe.ranks.agree import Vote
-from ckpipe.testing import Landing, MemoryBackend
+from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
 FAST: dict[str, Any] = {
@@ -178,27 +171,6 @@ def test_a_target_that_does_not_fit_one_rank_is_its_own_affair(store: Stores) ->
         wrong, right = load_all(world, {"other": torch.zeros(1)}, state(1, 0))
     assert isinstance(wrong, errors.StructureMismatch)
     assert getattr(right, "step", right) == 1
-
-
-@hypothesis_settings(max_examples=40)
-@given(st.data())
-async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 30))
-    votes = data.draw(st.lists(st.integers(0, 10**12), min_size=size, max_size=size))
-    order = data.draw(st.permutations(range(size)))
-    backend = MemoryBackend()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_names, "GROUP_SIZE", 3)
-        patch.setattr(agree, "GROUP_SIZE", 3)
-        seen = []
-        for rank in order:
-            ballot = Vote(backend, "s-Z-a", "question", rank, size)
-            seen.append(await ballot.cast(votes[rank]))
-            assert (await ballot.votes())[rank] == votes[rank]
-        assert seen == [None] * (size - 1) + [max(votes)]
-        assert await ballot.votes() == dict(enumerate(votes))
-        await ballot.clear()
-        assert [each async for each in backend.list(ATTEMPTS)] == []
 
 
 def test_damage_that_is_found_first_in_the_index_says_what_to_do(tmp_path: Path) -> None:

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored_files import ATTEMPTS
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
+from ckpipe.format import names as object_names
+from ckpipe.ranks import agree
+from ckpipe.ranks.agree import Vote
 from ckpipe.ranks.launch import (
     ALONE,
     CheckpointNames,
@@ -218,3 +222,24 @@ async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str
         await backend.put(f"{CheckpointId(attempt, 1, 0)}.json", b"{}", ckpipe.PutMode.CREATE)
     launch = await draft_launch(backend, None, ALONE)
     assert launch.attempt.startswith("21000101T000000000Z-")
+
+
+@settings(max_examples=40)
+@given(st.data())
+async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 30))
+    votes = data.draw(st.lists(st.integers(0, 10**12), min_size=size, max_size=size))
+    order = data.draw(st.permutations(range(size)))
+    backend = MemoryBackend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_names, "GROUP_SIZE", 3)
+        patch.setattr(agree, "GROUP_SIZE", 3)
+        seen = []
+        for rank in order:
+            ballot = Vote(backend, "s-Z-a", "question", rank, size)
+            seen.append(await ballot.cast(votes[rank]))
+            assert (await ballot.votes())[rank] == votes[rank]
+        assert seen == [None] * (size - 1) + [max(votes)]
+        assert await ballot.votes() == dict(enumerate(votes))
+        await ballot.clear()
+        assert [each async for each in backend.list(ATTEMPTS)] == []

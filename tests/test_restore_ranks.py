@@ -27,7 +27,6 @@ from ckpipe.errors import (
     StructureMismatch,
 )
 from ckpipe.format.boxes import Box
-from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Layout, ManifestDocument
 from ckpipe.testing import MemoryBackend
 
@@ -313,7 +312,7 @@ async def test_with_another_number_only_what_is_common_loads_unasked() -> None:
             await load_as(backend, bundle, 1, 2, request(target, strict=False))
         assert caught.value.key == key
         assert target["step"].item() == 0
-    common = request(select=LabelFilter(["lr", "step"]))
+    common = request(include=["lr", "step"])
     state = (await load_as(backend, bundle, 1, 2, common)).state
     assert state == {"lr": 0.5, "step": torch.tensor(7)}
 
