@@ -9,16 +9,21 @@ from dataclasses import replace
 import anyio
 import pytest
 import torch
-from bundles import manifest_of
 from pipelines import Stores, stores
+from stored_files import (
+    DIGESTS,
+    Document,
+    digest_key,
+    document_of,
+    index_key,
+    pin_key,
+    sealed,
+    tombstone_key,
+)
 
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.catalog.find import discover
-from ckpipe.format.codec import encode_bundle
-from ckpipe.format.metrics_sidecar import sidecar_keys, sidecar_of
-from ckpipe.format.names import DIGESTS, index_key, pin_key, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Gate, Operation, Result, WrappedBackend
@@ -26,7 +31,14 @@ from ckpipe.types import CheckpointId
 
 MANY, FEWER = 10_000, 1_000
 ATTEMPT = "20250101T000000000Z-x"
-TEMPLATE, _ = manifest_of({"t": torch.tensor([1])})
+
+
+@pytest.fixture(scope="module")
+def template() -> Document:
+    """The index of a small checkpoint."""
+    with stores() as made, ckpipe.SyncPipeline(made.url, keep_reports=False) as pipeline:
+        id = pipeline.save({"t": torch.tensor([1])}, step=1).wait().id
+        return document_of(bytes(made.memory._store.objects[index_key(id)].data))
 
 
 @pytest.fixture
@@ -41,6 +53,15 @@ def kinds(operations: Sequence[Operation]) -> Counter[str]:
 
 async def put(store: Stores, key: str, data: bytes = b"{}") -> None:
     await store.memory.put(key, data, PutMode.CREATE)
+
+
+async def put_index(store: Stores, template: Document, id: CheckpointId, loss: float) -> None:
+    """Puts what a save with a metric leaves, but for its data."""
+    metrics = {"loss": loss}
+    name = {"step": id.step, "attempt": id.attempt, "count": id.count}
+    await put(store, index_key(id), sealed(template | name | {"metrics": [metrics]}))
+    (size,) = template["parts"]["files"][0]["size"]
+    await put(store, digest_key(id, size, metrics))
 
 
 async def fill(store: Stores, count: int, data: bytes) -> None:
@@ -147,17 +168,13 @@ async def test_metrics_without_digests_are_read_once_for_each_index(store: Store
             assert kinds(store.faulty.operations[before:])["get"] == reads
 
 
-async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(store: Stores) -> None:
+async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(
+    store: Stores, template: Document
+) -> None:
     counts = []
-    (part,) = TEMPLATE.parts
     for steps in (range(2), range(2, 2000)):
         for step in steps:
-            id, loss = CheckpointId(ATTEMPT, step, 0), 2000.0 - step
-            part = replace(part, metrics={"loss": loss})
-            index = replace(TEMPLATE, kind="index", id=id, parts=(part,))
-            await put(store, index_key(id), encode_bundle(index))
-            for key in sidecar_keys(id, sidecar_of(index)):
-                await put(store, key)
+            await put_index(store, template, CheckpointId(ATTEMPT, step, 0), 2000.0 - step)
         async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
             before = len(store.faulty.operations)
             assert await best_step(pipeline) == steps[-1]
@@ -166,15 +183,12 @@ async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(store: 
 
 
 @pytest.mark.parametrize("saved_again", [0, 3])
-async def test_pruning_reads_what_decides_and_no_more(store: Stores, saved_again: int) -> None:
-    (part,) = TEMPLATE.parts
+async def test_pruning_reads_what_decides_and_no_more(
+    store: Stores, template: Document, saved_again: int
+) -> None:
     ids = [CheckpointId(ATTEMPT, step, 0) for step in range(300)]
     for id in [*ids, *(replace(each, count=1) for each in ids[:saved_again])]:
-        index = replace(TEMPLATE, kind="index", id=id)
-        index = replace(index, parts=(replace(part, metrics={"loss": 1.0 + id.step}),))
-        await put(store, index_key(id), encode_bundle(index))
-        for key in sidecar_keys(id, sidecar_of(index)):
-            await put(store, key)
+        await put_index(store, template, id, 1.0 + id.step)
     rule = KeepEvery(steps=1) | KeepBest("loss", n=2)
     async with ckpipe.Pipeline(store.url, retention=rule, worker="thread") as pipeline:
         before = len(store.faulty.operations)
@@ -221,9 +235,10 @@ async def test_the_best_by_a_mistyped_metric_raises_and_names_those_there_are(
 
 async def test_the_best_of_indexes_that_cannot_be_read_raises(store: Stores) -> None:
     await save_losses(store.url, [1.0])
-    (info,) = await discover(store.memory)
-    await store.memory.delete([index_key(info.key)])
-    await put(store, index_key(info.key), b"{}")
+    async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
+        (info,) = await pipeline.steps()
+    await store.memory.delete([index_key(info.id)])
+    await put(store, index_key(info.id), b"{}")
     async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
         with pytest.raises(errors.CheckpointNotFound, match="No index can be read"):
             await pipeline.best("loss")
