@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 import gcs_servers
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction
+from commands import Commands
 from gcs_servers import GcsServer
 from hypothesis import settings
+from lock_actors import DaemonThreads
+from pipelines import Stores, stores
 from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
 from sampling import EVERY, SEED
 
@@ -130,3 +133,22 @@ def saves_by_a_worker() -> None:
     """With CKPIPE_TEST_WORKER set, saves to local disk go through worker processes."""
     if os.environ.get("CKPIPE_TEST_WORKER"):
         LocalBackend.prefers_worker = True
+
+
+@pytest.fixture
+def store() -> Iterator[Stores]:
+    """A store in memory behind a URL of its own."""
+    with stores() as made:
+        yield made
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Commands:
+    """Calls the command line in this process."""
+    return Commands(capsys)
+
+
+@pytest.fixture
+def threads() -> DaemonThreads:
+    """Runs actors on threads, which a test that fails leaves behind."""
+    return DaemonThreads()

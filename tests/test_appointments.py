@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import ranks
 
 import ckpipe
@@ -20,12 +19,6 @@ from ckpipe.testing.wrappers import Operation
 
 LOOK: dict[str, Any] = {"look_every_seconds": 0.02, "staging": {"block_bytes": 65536}}
 TOLD: dict[str, Any] = {"preemption": {"enabled": True, "signals": []}}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def agreeing(verb: str) -> Callable[[Operation], bool]:

@@ -27,11 +27,6 @@ def store() -> Any:
         yield made
 
 
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 PATIENT: dict[str, Any] = {"lock": {"max_step_wait_seconds": PATIENCE}}
 """A step waits for as long as a copy takes, on a machine that is busy, too."""
 

@@ -21,11 +21,6 @@ from ckpipe.cli import COMMANDS
 from ckpipe.cli.app import run
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
 def crashed(root: Path) -> str:
     """Leaves what a save leaves that was killed before its commit."""
     (id,) = save_steps(root, 7)

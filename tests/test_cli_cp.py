@@ -18,11 +18,6 @@ from ckpipe.testing import Landing
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
-@pytest.fixture
 def memory() -> Iterator[Stores]:
     with stores() as made:
         yield made

@@ -20,11 +20,6 @@ from ckpipe.export import INDEX, TORCH_FILE
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
-@pytest.fixture
 def memory() -> Iterator[Stores]:
     with stores() as made:
         yield made

@@ -17,11 +17,6 @@ import ckpipe
 from ckpipe.cli.screen import Screen, size, table, visible
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
 def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save({"\x1b[31mred": torch.zeros(2)}, step=1, metadata={"\x9b2J": "[bold]"})

@@ -32,11 +32,6 @@ ODD_DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
 def save(root: Path, *states: dict[str, Any]) -> None:
     with ckpipe.SyncPipeline(root) as pipeline:
         for step, state in enumerate(states):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe import errors
@@ -25,12 +24,6 @@ from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def saved(url: object, *steps: int) -> list[CheckpointInfo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import anyio
@@ -39,12 +39,6 @@ def template() -> Document:
     with stores() as made, ckpipe.SyncPipeline(made.url, keep_reports=False) as pipeline:
         id = pipeline.save({"t": torch.tensor([1])}, step=1).wait().id
         return document_of(bytes(made.memory._store.objects[index_key(id)].data))
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def kinds(operations: Sequence[Operation]) -> Counter[str]:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ from ckpipe.export import INDEX, TORCH_FILE
 from ckpipe.testing import Landing
 
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 class Tied(nn.Module):

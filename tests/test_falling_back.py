@@ -5,13 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, same, stores
+from pipelines import Stores, same
 from ranks import ranks, settle
 
 import ckpipe
@@ -24,12 +23,6 @@ FAST: dict[str, Any] = {
     "staging": {"block_bytes": 65536},
 }
 Result = ckpipe.types.LoadResult | BaseException | None
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def state(rank: int, step: int) -> dict[str, Any]:

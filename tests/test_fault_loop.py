@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -38,12 +37,6 @@ SAMPLE = 40
 
 UNRETRIED = ("enter", "exit", "abort")
 """What is done once: opening and closing the store, and giving up what has failed already."""
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def content(step: int) -> dict[str, Any]:

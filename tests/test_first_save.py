@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import one_rank, ranks, settle
 from stored_files import ATTEMPTS
 
@@ -21,12 +20,6 @@ from ckpipe.testing.wrappers import Operation
 
 FAST: dict[str, Any] = {"upload": {"backoff_seconds": 0, "retries": 1}}
 STATE: dict[str, Any] = {"a": torch.ones(10)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 class Watched:

@@ -25,11 +25,6 @@ def lock() -> StateLock:
     return StateLock()
 
 
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 class Watched(SGD):
     """SGD that lets a test look, or raise, in the middle of its step."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import settle
 
 import ckpipe
@@ -20,12 +19,6 @@ from ckpipe import errors
 from ckpipe.events import CheckpointDamaged, Completed, RankCommitted, SaveFailed, Staged
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def test_each_kind_is_called_for_every_save_in_order(store: Stores) -> None:

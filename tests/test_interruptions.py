@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,10 @@ from typing import Any
 import pytest
 import torch
 from heard_signals import signals_heard
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe import errors, events
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def interrupt() -> None:

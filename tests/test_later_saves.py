@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe.errors import PipelineBusy, UnsupportedState
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
-
-
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
 
 
 class Changing:

@@ -9,24 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from heard_signals import signals_heard
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe import errors
 
 STATE = {"w": torch.ones(10)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def test_open_and_close_do_what_the_block_does(store: Stores) -> None:

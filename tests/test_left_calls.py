@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,21 +12,10 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held
 from lock_actors import until as waiting
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe.errors import UsageError
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
-
-
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
 
 
 class Gate:

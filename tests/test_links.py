@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from pipelines import Stores, saved_bytes, stores
+from pipelines import Stores, saved_bytes
 
 import ckpipe
 from ckpipe import errors
@@ -134,12 +133,6 @@ def test_what_others_put_into_a_checkpoint_stays_and_is_told_once(
     (said,) = told(caplog, "ckpipe did not write these")
     assert all(f"{first.id}/{name}" in said for name in [*theirs, "folder"])
     assert not list((root / ".ckpipe" / "deleted").glob("*1.*"))
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import ranks
 
 import ckpipe
@@ -24,12 +24,6 @@ from ckpipe.testing import Operation, SlowBackend
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "schema" / "event-v1.json"
 STATE: dict[str, Any] = {"a": torch.ones(250_000)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def told(heard: list[events.Event]) -> list[tuple[str, int]]:

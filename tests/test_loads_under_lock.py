@@ -17,11 +17,6 @@ import ckpipe
 from ckpipe.errors import LockMisuse, PipelineClosed
 
 
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 class Slow:
     """An object that gets its state when a test lets it."""
 

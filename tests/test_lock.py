@@ -28,11 +28,6 @@ def lock() -> StateLock:
     return StateLock()
 
 
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 def test_captures_share_the_lock(lock: StateLock, threads: DaemonThreads) -> None:
     together = threading.Barrier(3)
 

@@ -288,11 +288,6 @@ def lock() -> StateLock:
     return StateLock()
 
 
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 def test_a_load_outlives_the_thread_that_asked_for_it(
     lock: StateLock, threads: DaemonThreads
 ) -> None:

@@ -5,26 +5,19 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lock_actors import PATIENCE
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe import errors, events
 from ckpipe.testing.wrappers import Operation
 
 STATE: dict[str, Any] = {"a": torch.ones(250_000)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 @pytest.fixture

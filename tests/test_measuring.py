@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from commands import Commands, interrupted
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,11 +18,6 @@ rates = st.lists(
     min_size=1,
     unique_by=lambda rate: (rate.lanes, rate.block_bytes),
 )
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
 
 
 @given(rates, st.floats(1, 1e9), st.floats(1, 1e9))

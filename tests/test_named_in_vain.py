@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def state() -> dict[str, Any]:

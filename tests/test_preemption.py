@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import open_rank
 
 import ckpipe
@@ -19,12 +19,6 @@ from ckpipe import errors
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 USR2: dict[str, Any] = {"preemption": {"enabled": True, "signals": ["SIGUSR2"]}}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 @pytest.fixture

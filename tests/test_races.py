@@ -175,12 +175,6 @@ class Checked:
 
 
 @pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
-
-
-@pytest.fixture
 def seed() -> int:
     drawn = random.SystemRandom().randrange(1 << 30)
     sys.stdout.write(f"seed {drawn}\n")

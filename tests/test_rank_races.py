@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import pytest
-from pipelines import Stores, same, stores
+from pipelines import Stores, same
 from ranks import ranks, settle
 from stored_files import ATTEMPTS, DELETED, PINS
 from test_ranks import is_manifest, state
@@ -58,12 +57,6 @@ class Crossing:
         with self._changing:
             barrier = self._barriers.setdefault(name, threading.Barrier(2))
         return barrier.wait(PATIENCE)
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def test_two_ranks_race_for_everything_that_is_created_once(store: Stores) -> None:

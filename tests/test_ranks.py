@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ FAST: dict[str, Any] = {
     "upload": {"backoff_seconds": 0, "retries": 2},
     "staging": {"block_bytes": 65536},
 }
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def state(rank: int) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import ranks, settle
 
 import ckpipe
@@ -17,12 +16,6 @@ from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def saved(pipeline: ckpipe.SyncPipeline, *steps: int) -> list[CheckpointId]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lock_actors import PATIENCE
-from pipelines import Stores, stores
+from pipelines import Stores
 from torch import nn
 
 import ckpipe
@@ -17,12 +16,6 @@ from ckpipe import errors
 BLOCK = 1 << 16
 UNRELATED = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 """Guarded where a save is to have all its memory at once, as ``until="captured"`` does."""
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def test_staged_tensors_are_lent_with_their_structure(store: Stores) -> None:

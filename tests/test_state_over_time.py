@@ -6,13 +6,13 @@ import io
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, saved_bytes, stores
+from pipelines import Stores, saved_bytes
 from ranks import settle
 from torch.utils.data import DataLoader, Dataset
 from usage import MOST_WORKERS, check_that_nothing_grows
@@ -25,12 +25,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8
 
 State = dict[str, torch.Tensor]
 Change = Callable[[random.Random, State], None]
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def drawn(rng: random.Random) -> torch.Tensor:

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import jsonschema
 import pytest
 import torch
 from lock_actors import PATIENCE
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import settle
 from rich.console import Console
 
@@ -35,12 +34,6 @@ STATE = {"a": torch.ones(100_000)}
 QUICK: dict[str, Any] = {
     "staging": {"block_bytes": 65536}, "upload": {"backoff_seconds": 0}, "on_error": "warn",
 }  # fmt: skip
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def test_statistics_count_everything(store: Stores) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +16,7 @@ from bundles import ID, manifest_of
 from commands import Commands, save_steps
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import ranks
 
 import ckpipe
@@ -39,12 +38,6 @@ ATTEMPTS = [f"2026112{n}T000000000Z-{name}" for n, name in enumerate("ab")]
 def incomplete(attempt: str, step: int) -> CheckpointInfo:
     id = CheckpointId(attempt, step, 0)
     return CheckpointInfo(str(id), step, attempt, 0, complete=False, reason=NO_INDEX)
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 times = st.integers(0, 72).map(lambda hours: NOW - timedelta(hours=hours))
@@ -105,11 +98,6 @@ def crash(root: Path, step: int, days: float) -> str:
     (root / f"{id}.json").unlink()
     age(root, days, id.rpartition("-")[2].partition(".")[0])
     return id
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
 
 
 def test_sweep_removes_leftovers_of_dead_runs(call: Commands, tmp_path: Path) -> None:

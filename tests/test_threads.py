@@ -246,11 +246,6 @@ async def test_the_end_of_a_thread_is_awaited_without_a_thread_that_it_may_need(
     assert ended
 
 
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 async def test_what_a_caller_does_not_come_to_do_is_never_done() -> None:
     ended: list[int] = []
 

@@ -30,11 +30,6 @@ SMALL_BLOCKS = {"block_bytes": 65536}
 STAGE = {"began": 0.05, "seconds": 0.4, "waited": 0.0, "bytes": 10**6}
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
 class Page(html.parser.HTMLParser):
     """A page taken apart: elements, and what is written in them."""
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from pipelines import Stores, saved_bytes, stores
+from pipelines import Stores, saved_bytes
 from ranks import settle
 
 import ckpipe
 
 SIZE = 32 << 20
 STAGING: dict[str, Any] = {"block_bytes": 1 << 20}
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def resident() -> int:

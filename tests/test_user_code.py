@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,10 @@ import numpy as np
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, until
-from pipelines import Stores, same, small_state, stores
+from pipelines import Stores, same, small_state
 
 import ckpipe
 from ckpipe.errors import SaveCancelled, StateLockTimeout, UsageError
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
-
-
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
 
 Modes = tuple[int, str, bool, bool]
 
