@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.format.keys import LabelFilter, decode_key, encode_key, join, label_part, unique_label
+from ckpipe.format.keys import (
+    LabelFilter,
+    decode_key,
+    encode_key,
+    join,
+    joined,
+    label_part,
+    unique_label,
+)
 from ckpipe.state.values import NotInline, class_path, decode_value, encode_value, resolve_class
 
 
@@ -66,6 +74,11 @@ def exact(value: Any) -> Any:
 
 def through_json(data: Any) -> Any:
     return json.loads(json.dumps(data, allow_nan=False))
+
+
+@given(st.lists(keys | st.just(("~", "@"))), st.sampled_from(["", "model"]))
+def test_labels_are_the_same_made_one_by_one_or_all_together(each: list[Any], top: str) -> None:
+    assert joined(top, each) == [join(top, key) for key in each]
 
 
 @given(keys)

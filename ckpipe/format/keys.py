@@ -125,7 +125,7 @@ def join(prefix: str, key: object) -> str:
 
 def joined(prefix: str, keys: Iterable[object]) -> list[str]:
     """The label of what lies under each of some keys in one container."""
-    parts = [_escaped(key if type(key) is str else str(label_part(key))) for key in keys]
+    parts = [_escaped(key) if type(key) is str else label_part(key) for key in keys]
     return [f"{prefix}.{part}" for part in parts] if prefix else parts
 
 
