@@ -27,6 +27,7 @@ from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
 from ckpipe.loading.read_plan import Need
+from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import overlaps_itself
 
 ChunkRef = tuple[int, Chunk]
@@ -73,19 +74,7 @@ def _key(row: TensorRow) -> _Key:
     return row.label, row.shape, row.dtype
 
 
-class Region(NamedTuple):
-    """A part of a tensor that a process holds.
-
-    Args:
-        box: Which part of the global tensor it is.
-        at: Where it begins in the process's own tensor.
-    """
-
-    box: Box
-    at: tuple[int, ...]
-
-
-Regions = tuple[Region, ...] | None
+Regions = tuple[HeldBox, ...] | None
 """Parts of a tensor; None for the whole, in its own shape."""
 
 
@@ -242,7 +231,7 @@ class StoredTensors:
         """Tell whether the part that the load begins from holds all of a tensor."""
         return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
 
-    def _find(self, stored: StoredTensor, regions: tuple[Region, ...]) -> tuple[ChunkCopy, ...]:
+    def _find(self, stored: StoredTensor, regions: tuple[HeldBox, ...]) -> tuple[ChunkCopy, ...]:
         near = stored.near
         found, missing = self._covered(stored, near, regions)
         if missing:
@@ -292,7 +281,7 @@ class StoredTensors:
         return len(set(contents)) > 1
 
     def _covered(
-        self, stored: StoredTensor, candidates: list[ChunkRef], regions: tuple[Region, ...]
+        self, stored: StoredTensor, candidates: list[ChunkRef], regions: tuple[HeldBox, ...]
     ) -> tuple[list[tuple[ChunkRef, Box, Box]], list[Box]]:
         """Chunks with the part of each that is wanted, and where it goes; and what is missing."""
         dims = len(stored.shape)
@@ -347,7 +336,7 @@ class StoredTensors:
             raise InvalidExtent(f"Its entry {number} does not exist", key=stored.row.label)
         entry = self.data.number(part, number)
         if start < 0 or stop > self.data.sizes[entry]:
-            raise _outside(stored, start, stop)
+            raise InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.label)
         shared = stride is not None or number in held.shared
         return ChunkCopy(entry, start, stop, stride, shape, inside, target, shared)
 
@@ -438,10 +427,6 @@ class StoredTensors:
         return found
 
 
-def _outside(stored: StoredTensor, start: int, stop: int) -> InvalidExtent:
-    return InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.row.label)
-
-
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor) -> int:
     """The number of elements between the first and behind the last."""
     if len(stride) != len(shape) or min(stride, default=0) < 0:
@@ -449,6 +434,6 @@ def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
-def _all_of(shape: tuple[int, ...]) -> Region:
+def _all_of(shape: tuple[int, ...]) -> HeldBox:
     box = whole(shape)
-    return Region(box, box[0])
+    return HeldBox(box, box[0])

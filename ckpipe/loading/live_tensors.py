@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.loading.chunks import Region, StoredTensor
+from ckpipe.loading.chunks import StoredTensor
+from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import FREED, NUMPY, WHILE_IT_HAS_MEMORY, Shardings, is_freed
 from ckpipe.state.values import plain_numpy_dtype
 
@@ -40,7 +41,7 @@ def why_unplaceable(obj: Any) -> str:
     return ""
 
 
-def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[Region, ...]:
+def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[HeldBox, ...]:
     """The regions of the global tensor that a DTensor's local tensor holds, and their places in
     it.
 
@@ -68,7 +69,7 @@ def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[Region, ...]
             key=label,
             hint="Lay it out with distribute_tensor, or give from_local the true global shape",
         )
-    return tuple([Region(each.box, each.at) for each in spread.held(rank)])
+    return spread.held(rank)
 
 
 def _rank_on(mesh: Any, place: Sequence[int]) -> int:

@@ -49,7 +49,6 @@ from ckpipe.loading.stateful import (
     check_stateful,
     live_state,
     mismatch,
-    must_fit,
 )
 from ckpipe.loading.targets import Targets
 from ckpipe.state.kinds import FACTORIES, is_stateful, registered_as, registered_for
@@ -540,7 +539,8 @@ class Matching:
             names = {key if type(key) is str else decode_key(key) for key in node[1]}
             own = ((join(label, key), live[key]) for key in live if key not in names)
             self.kept += [where for where, each in own if any_selected(each, where, self._select)]
-        return live, Use.FITTING if must_fit(target) else Use.OFFERED, target.load_state_dict
+        fitting = isinstance(target, torch.nn.Module | torch.optim.Optimizer)
+        return live, Use.FITTING if fitting else Use.OFFERED, target.load_state_dict
 
     def _described(self, node: Node, label: str) -> Any:
         """A saved tree as objects, with a description in the place of each tensor."""

@@ -108,14 +108,6 @@ def live_state(obj: Any) -> Any:
     return obj.state_dict()
 
 
-def must_fit(obj: Any) -> bool:
-    """Tell whether tensors that do not fit an object's own are an error."""
-    return isinstance(obj, _STRICT)
-
-
-_STRICT = (torch.nn.Module, torch.optim.Optimizer)
-
-
 def check_stateful(
     obj: Any,
     live: Any,
