@@ -359,6 +359,7 @@ class PipelineBase:
                     self.guard(*self._guarded)
             except BaseException:
                 self._shut(LoopThread.abandon)
+                self._opened = None
                 raise
             self._at_exit = call_at_exit(self._close_at_exit)
 
