@@ -45,7 +45,7 @@ from ckpipe.running.validation import (
     plain_step,
     raise_or_warn,
 )
-from ckpipe.save.save import SaveRequest
+from ckpipe.save.save import Save, SaveRequest
 from ckpipe.settings import PipelineFields, Settings
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
@@ -243,7 +243,7 @@ class PipelineBase:
     def _shown_url(self) -> str:
         return without_secrets(str(self._settings.url))
 
-    def _under_way(self) -> list[Any]:
+    def _under_way(self) -> list[Save]:
         return self._opened.saves.under_way() if self._opened else []
 
     # Opening and closing
