@@ -48,7 +48,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: Any) -> Any:
-    """Reads ``"256 MiB"`` as bytes; leaves what is not text alone.
+    """Read ``"256 MiB"`` as bytes; leave what is not text alone.
 
     Raises:
         ValueError: If the text is no size, or no whole number of bytes.
@@ -238,7 +238,7 @@ def _got(value: Any) -> str:
 
 
 def _source(place: tuple[str, ...], value: Any) -> str:
-    """Names the variable if the value came from one."""
+    """Name the variable if the value came from one."""
     variable = PREFIX + "__".join(place).upper()
     text = os.environ.get(variable)
     same = text and value == _decoded(text, any_json=place[0] == "backends")

@@ -96,7 +96,7 @@ class CkpipeError(Exception):
         return (type(self), (self.message,), self.__dict__)
 
     def located(self, *, step: int | None = None, rank: int | None = None) -> CkpipeError:
-        """Fills in the step and rank where they are not known yet, and returns itself."""
+        """Fill in the step and rank where they are not known yet, and return itself."""
         self.step = step if self.step is None else self.step
         self.rank = rank if self.rank is None else self.rank
         return self

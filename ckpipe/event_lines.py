@@ -86,7 +86,7 @@ class JsonLines:
             self._file = target
 
     def __call__(self, event: Event) -> None:
-        """Has an event written; returns at once."""
+        """Have an event written; return at once."""
         if not isinstance(event, self._skip):
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             data = {"time": now} | event_data(event)
@@ -107,7 +107,7 @@ class JsonLines:
             self._file = None
 
     def close(self) -> None:
-        """Waits until all events are written, and closes the file if it was opened here."""
+        """Wait until all events are written, and close the file if it was opened here."""
         self._thread.shutdown()
         self._file = None
         self._opened.close()

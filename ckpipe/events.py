@@ -315,7 +315,7 @@ class EventBus:
         self._retries: Counter[str] = Counter()
 
     def add(self, listener: Listener) -> None:
-        """Has ``listener`` called with every event from now on. It must not block for long."""
+        """Have ``listener`` called with every event from now on. It must not block for long."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:
@@ -332,7 +332,7 @@ class EventBus:
         self._listeners.remove(listener)
 
     def emit(self, event: Event) -> None:
-        """Logs an event and tells the listeners; one that raises is logged and stays."""
+        """Log an event and tell the listeners; one that raises is logged and stays."""
         level = _LEVELS.get(type(event), logging.DEBUG)
         if isinstance(event, Retrying):
             self._retries[event.id] += 1

@@ -80,7 +80,7 @@ class SaveHandle(_Handle):
         self._save = save
 
     async def captured(self) -> None:
-        """Waits until forward and backward may go on; see :meth:`ckpipe.Pipeline.save`.
+        """Wait until forward and backward may go on; see :meth:`ckpipe.Pipeline.save`.
 
         That is when the state has been copied, or, with ``until="captured"``, all of it but what
         guarded optimizers own.
@@ -92,7 +92,7 @@ class SaveHandle(_Handle):
         self._result(self._save.safe)
 
     async def staged(self) -> None:
-        """Waits until the state has been copied, and training may go on.
+        """Wait until the state has been copied, and training may go on.
 
         Raises:
             CkpipeError: If the save failed or was cancelled before that.
@@ -101,7 +101,7 @@ class SaveHandle(_Handle):
         self._result(self._save.staged)
 
     async def committed(self) -> CheckpointInfo:
-        """Waits until this rank's part is durable.
+        """Wait until this rank's part is durable.
 
         Raises:
             SaveSkipped: If the save was skipped.
@@ -111,13 +111,13 @@ class SaveHandle(_Handle):
         return self._result(self._save.committed)
 
     async def _reached(self, until: str) -> None:
-        """Waits until what ``save`` was asked to wait for; a skipped save has nothing more."""
+        """Wait until what ``save`` was asked to wait for; a skipped save has nothing more."""
         await (self.captured() if until == "captured" else self.staged())
         if until == "committed" and self.status != "skipped":
             await self.committed()
 
     async def complete(self, timeout: float | None = None) -> CheckpointInfo:
-        """Waits until every rank's part is durable, and asks the store whether it is.
+        """Wait until every rank's part is durable, and ask the store whether it is.
 
         With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
 
@@ -136,12 +136,12 @@ class SaveHandle(_Handle):
         return await self._pipeline._run(self._pipeline._engine.housekeeping.complete, info, left)
 
     async def cancel(self) -> None:
-        """Gives the save up unless it is committed already; returns once it has ended."""
+        """Give the save up unless it is committed already; return once it has ended."""
         await self._pipeline._run(self._pipeline._engine.saves.cancel, self._save)
 
     @asynccontextmanager
     async def staged_state(self) -> AsyncIterator[Any]:
-        """Lends the state as it was copied, for checks and uses of your own.
+        """Lend the state as it was copied, for checks and uses of your own.
 
         An async context manager. The tensors lie in the staging memory itself, on the CPU, with
         all structure and sharing; one that crosses from a block to the next is a copy, and one
@@ -177,7 +177,7 @@ class SyncSaveHandle(_Handle):
         self._save = save
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Blocks until forward and backward may go on; see :meth:`ckpipe.SaveHandle.captured`.
+        """Block until forward and backward may go on; see :meth:`ckpipe.SaveHandle.captured`.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -190,7 +190,7 @@ class SyncSaveHandle(_Handle):
         self._result(self._save.safe)
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Blocks until the state has been copied, and training may go on.
+        """Block until the state has been copied, and training may go on.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -203,7 +203,7 @@ class SyncSaveHandle(_Handle):
         self._result(self._save.staged)
 
     def wait(self, timeout: float | None = None) -> CheckpointInfo:
-        """Blocks until this rank's part is durable.
+        """Block until this rank's part is durable.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -217,7 +217,7 @@ class SyncSaveHandle(_Handle):
         return self._result(self._save.committed)
 
     def _wait_reached(self, until: str) -> None:
-        """Blocks until what ``save`` was asked to wait for; a skipped save has nothing more."""
+        """Block until what ``save`` was asked to wait for; a skipped save has nothing more."""
         if until == "captured":
             self.wait_captured()
         else:
@@ -226,7 +226,7 @@ class SyncSaveHandle(_Handle):
             self.wait()
 
     def wait_complete(self, timeout: float | None = None) -> CheckpointInfo:
-        """Blocks until every rank's part is durable, and asks the store whether it is.
+        """Block until every rank's part is durable, and ask the store whether it is.
 
         With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
 
@@ -244,18 +244,18 @@ class SyncSaveHandle(_Handle):
         return self._pipeline._call(self._pipeline._engine.housekeeping.complete, info, left)
 
     def cancel(self) -> None:
-        """Gives the save up unless it is committed already; returns once it has ended."""
+        """Give the save up unless it is committed already; return once it has ended."""
         self._pipeline._call(self._pipeline._engine.saves.cancel, self._save)
 
     def _block(self, future: Future[Any], timeout: float | None) -> None:
-        """Blocks until the end of a future, whatever it is."""
+        """Block until the end of a future, whatever it is."""
         if not future.done():
             self._pipeline._refuse_to_wait_in_vain()
         future.exception(timeout)
 
     @contextmanager
     def staged_state(self) -> Iterator[Any]:
-        """Lends the state as it was copied; see :meth:`ckpipe.SaveHandle.staged_state`.
+        """Lend the state as it was copied; see :meth:`ckpipe.SaveHandle.staged_state`.
 
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
@@ -270,7 +270,7 @@ class SyncSaveHandle(_Handle):
 
 
 async def _until_done(future: Future[Any]) -> None:
-    """Waits for the end of a future, whatever it is."""
+    """Wait for the end of a future, whatever it is."""
     try:
         await wait_for(future)
     except Exception:

@@ -88,7 +88,7 @@ class LiveLine:
         )
 
     def __call__(self, event: Event) -> None:
-        """Takes note of an event; the line shows it when it is drawn next."""
+        """Take note of an event; the line shows it when it is drawn next."""
         save, load = self._saves.get(event.id), self._loads.get(event.id)
         if isinstance(event, SaveStarted):
             self._saves[event.id] = _Work(event.step, "copying")

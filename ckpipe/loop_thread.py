@@ -173,7 +173,7 @@ class Job(Generic[Result]):
         self.outcome: Future[Result] = Future()
 
     async def ended(self, wake: Callable[[], bool] = bool) -> bool:
-        """Wait until the thread has done it, or will not; returns whether it has an outcome.
+        """Wait until the thread has done it, or will not; return whether it has an outcome.
 
         Args:
             wake: Asks the thread again, and returns False if it will not come any more.
@@ -255,13 +255,13 @@ class LoopThread:
         self.portal, self._loop = ready.result()
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
-        """Starts a coroutine function on the loop; cancelling the future cancels it."""
+        """Start a coroutine function on the loop; cancelling the future cancels it."""
         if kwargs:
             return self.portal.start_task_soon(lambda: function(*args, **kwargs))
         return self.portal.start_task_soon(function, *args)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Has the loop call a function soon, after all that it was asked for before."""
+        """Have the loop call a function soon, after all that it was asked for before."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *args)
 
@@ -272,7 +272,7 @@ class LoopThread:
         caller: Caller | None = None,
         **kwargs: Any,
     ) -> T:
-        """Runs a coroutine function on the loop, and awaits it on any.
+        """Run a coroutine function on the loop, and await it on any.
 
         Cancelling cancels it, and goes on once it has ended, however often it is asked for.
 
@@ -311,7 +311,7 @@ class LoopThread:
         caller: Caller | None = None,
         **kwargs: Any,
     ) -> T:
-        """Runs a coroutine function on the loop; blocking.
+        """Run a coroutine function on the loop; blocking.
 
         An interrupt cancels it, and is raised once it has ended; a second one does not wait.
 
@@ -356,11 +356,11 @@ class LoopThread:
         return current_thread() is self._thread
 
     def close(self) -> None:
-        """Ends the loop and its thread, once all that was submitted is through."""
+        """End the loop and its thread, once all that was submitted is through."""
         self._end(cancel=False)
 
     def abandon(self) -> None:
-        """Ends the loop and its thread, and cancels what was submitted and is not through."""
+        """End the loop and its thread, and cancel what was submitted and is not through."""
         self._end(cancel=True)
 
     def _end(self, *, cancel: bool) -> None:
@@ -382,7 +382,7 @@ class _Work(Generic[T]):
         self._unwanted = False
 
     async def run(self) -> T:
-        """Does it, unless it was given up before."""
+        """Do it, unless it was given up before."""
         if not self._unwanted:
             self._over = anyio.Event()
             try:
@@ -393,7 +393,7 @@ class _Work(Generic[T]):
         raise asyncio.CancelledError  # no thread waits
 
     async def give_up(self) -> None:
-        """Cancels it, and returns once it has ended, or if it has not begun and never will."""
+        """Cancel it, and return once it has ended, or if it has not begun and never will."""
         self._unwanted = True
         if self._scope is not None and self._over is not None:
             self._scope.cancel()
@@ -415,7 +415,7 @@ def _run(ready: Future[tuple[BlockingPortal, asyncio.AbstractEventLoop]]) -> Non
 
 
 async def wait_for(future: Future[T]) -> T:
-    """Waits in a coroutine for something that happens on another thread.
+    """Wait in a coroutine for something that happens on another thread.
 
     Cancelling the coroutine does not touch the future.
     """

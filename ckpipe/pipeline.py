@@ -167,7 +167,7 @@ class Pipeline(PipelineBase):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
     ) -> SaveHandle:
-        """Saves a state; returns when it has been copied, so that training may go on.
+        """Save a state; return when it has been copied, so that training may go on.
 
         The first save of a pipeline claims its launch, and raises ``AttemptReused`` and what makes
         a store unfit, before it looks at the state.
@@ -247,7 +247,7 @@ class Pipeline(PipelineBase):
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
-        """Loads a checkpoint, into a state or as a fresh one.
+        """Load a checkpoint, into a state or as a fresh one.
 
         Every byte is checked before it reaches its place. Before the first is written, it is
         certain that the checkpoint fits the target and covers it.
@@ -341,7 +341,7 @@ class Pipeline(PipelineBase):
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
     ) -> CheckpointInfo | None:
-        """Finds the complete checkpoint with the best value of a metric; None if there is none yet.
+        """Find the complete checkpoint with the best value of a metric; None if there is none yet.
 
         NaN never wins, and of equals the newest does. Costs four delimited lists and the index of
         the winner, however many checkpoints there are; one that has no digest
@@ -361,7 +361,7 @@ class Pipeline(PipelineBase):
         return await self._run(self._engine.housekeeping.best, metric, mode)
 
     async def verify(self, step: Which) -> VerifyResult:
-        """Reads a checkpoint whole and checks every byte of it.
+        """Read a checkpoint whole and check every byte of it.
 
         Raises:
             CheckpointNotFound: If it is absent or incomplete.
@@ -370,7 +370,7 @@ class Pipeline(PipelineBase):
         return await self._run(self._engine.housekeeping.verify, which(step))
 
     async def delete(self, step: Which, *, force: bool = False) -> None:
-        """Deletes a checkpoint, with a tombstone, so that a crash cannot leave half of one.
+        """Delete a checkpoint, with a tombstone, so that a crash cannot leave half of one.
 
         An exact id also deletes an incomplete one. What retention never removes is refused: the
         newest complete checkpoint, a pinned one, one that is being loaded, and the one that this
@@ -389,7 +389,7 @@ class Pipeline(PipelineBase):
         await self._run(self._engine.housekeeping.delete, which(step), force=force)
 
     async def pin(self, step: Which) -> None:
-        """Protects a checkpoint from retention until it is unpinned.
+        """Protect a checkpoint from retention until it is unpinned.
 
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
@@ -397,11 +397,11 @@ class Pipeline(PipelineBase):
         await self._run(self._engine.housekeeping.pin, which(step))
 
     async def unpin(self, step: Which) -> None:
-        """Ends the protection of a checkpoint."""
+        """End the protection of a checkpoint."""
         await self._run(self._engine.housekeeping.unpin, which(step))
 
     async def prune(self, *, dry_run: bool = False) -> Decision:
-        """Applies the retention rules now.
+        """Apply the retention rules now.
 
         Args:
             dry_run: Whether to say only what would be done, and why.
@@ -418,7 +418,7 @@ class Pipeline(PipelineBase):
         return await self._run(self._engine.saves.trim)
 
     async def sweep(self, *, dry_run: bool = False) -> SweepReport:
-        """Removes what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
+        """Remove what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
 
         Only what is older than ``retention.sweep_after_seconds`` by the store's own clock and
         belongs to no launch that seems to be running; never names that ckpipe did not write.

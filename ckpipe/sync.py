@@ -105,7 +105,7 @@ class SyncPipeline(PipelineBase):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
-        """Saves a state; returns as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
+        """Save a state; return as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
         select = label_filter(include, exclude)
         step = None if step is None else plain_step(step)
         with Caller() as caller:
@@ -132,7 +132,7 @@ class SyncPipeline(PipelineBase):
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
-        """Loads a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
+        """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
         select, chosen = label_filter(include, exclude), None if step is None else which(step)
         with Caller() as caller:
             request = self._load_request(
@@ -161,15 +161,15 @@ class SyncPipeline(PipelineBase):
         return self._call(self._engine.housekeeping.best, metric, mode)
 
     def verify(self, step: Which) -> VerifyResult:
-        """Reads a checkpoint whole and checks every byte of it."""
+        """Read a checkpoint whole and check every byte of it."""
         return self._call(self._engine.housekeeping.verify, which(step))
 
     def delete(self, step: Which, *, force: bool = False) -> None:
-        """Deletes a checkpoint. See :meth:`ckpipe.Pipeline.delete`."""
+        """Delete a checkpoint. See :meth:`ckpipe.Pipeline.delete`."""
         self._call(self._engine.housekeeping.delete, which(step), force=force)
 
     def pin(self, step: Which) -> None:
-        """Protects a checkpoint from retention until it is unpinned.
+        """Protect a checkpoint from retention until it is unpinned.
 
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
@@ -177,11 +177,11 @@ class SyncPipeline(PipelineBase):
         self._call(self._engine.housekeeping.pin, which(step))
 
     def unpin(self, step: Which) -> None:
-        """Ends the protection of a checkpoint."""
+        """End the protection of a checkpoint."""
         self._call(self._engine.housekeeping.unpin, which(step))
 
     def prune(self, *, dry_run: bool = False) -> Decision:
-        """Applies the retention rules now, or says only what they would do, and why."""
+        """Apply the retention rules now, or say only what they would do, and why."""
         return self._call(self._engine.housekeeping.prune, dry_run=dry_run)
 
     def trim(self) -> int:
@@ -189,7 +189,7 @@ class SyncPipeline(PipelineBase):
         return self._call(self._engine.saves.trim)
 
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
-        """Removes what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
+        """Remove what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
         return self._call(self._engine.housekeeping.sweep, dry_run=dry_run)
 
 

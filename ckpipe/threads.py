@@ -114,7 +114,7 @@ def use_reserve_if_no_thread_starts() -> None:
 async def in_thread(
     function: Callable[[*Args], Result], *args: *Args, limiter: anyio.CapacityLimiter | None = None
 ) -> Result:
-    """Runs a function in a worker thread and never returns while it still runs.
+    """Run a function in a worker thread and never return while it still runs.
 
     A cancelled anyio scope waits for the thread by itself. A task cancelled by asyncio's own
     means does not: its caller would go on while the thread still reads the caller's memory.
@@ -161,7 +161,7 @@ async def in_threads(work: Callable[[], None], count: int) -> None:
 
 
 def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Result:
-    """Awaits something on the loop, from a worker thread; is cancelled if the thread's scope is.
+    """Await something on the loop, from a worker thread; cancelled if the thread's scope is.
 
     anyio looks for whom to cancel when a scope is cancelled, and perhaps never again. So what comes
     to the loop later finds that out itself; otherwise it might wait for ever.
@@ -185,7 +185,7 @@ T = TypeVar("T")
 
 
 async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
-    """Runs a function as several tasks at once, until all have returned or one has failed.
+    """Run a function as several tasks at once, until all have returned or one has failed.
 
     Args:
         count: How many tasks.
@@ -214,7 +214,7 @@ async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Makes several calls at once, and returns what they return, in their order.
+    """Make several calls at once, and return what they return, in their order.
 
     Raises:
         BaseException: What the first failing call raised; the others are cancelled.
@@ -245,7 +245,7 @@ class Ahead(Generic[T]):
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """Fetches beside the block, and gives up at its end.
+        """Fetch beside the block, and give up at its end.
 
         What the block raises comes as it is, without a group.
         """

@@ -188,7 +188,7 @@ class Planner(Protocol):
     """Makes the plan of a rank from the structure of its state."""
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
-        """Plans a save; pure, and called in a worker thread.
+        """Plan a save; pure, and called in a worker thread.
 
         Args:
             captured: The structure; the bytes of its tensors may change meanwhile.
@@ -210,7 +210,7 @@ class JointPlanner(Planner, Protocol):
     """
 
     def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None) -> None:
-        """Gets ready when a pipeline is opened; blocking, called in a worker thread.
+        """Get ready when a pipeline is opened; blocking, called in a worker thread.
 
         Args:
             rank: This rank.
@@ -224,7 +224,7 @@ class JointPlanner(Planner, Protocol):
         ...
 
     def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
-        """Plans a save together with the other ranks; blocking, called in a worker thread.
+        """Plan a save together with the other ranks; blocking, called in a worker thread.
 
         A plan that fits again should be the same object again, since work is remembered with it.
 

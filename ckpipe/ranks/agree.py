@@ -49,7 +49,7 @@ class Vote:
         self._prefix = votes_prefix(attempt, question)
 
     async def cast(self, vote: int) -> int | None:
-        """Votes with a number of zero or more; to be called once.
+        """Vote with a number of zero or more; to be called once.
 
         Returns:
             The greatest of all votes, if this was the last one; else None.
@@ -237,7 +237,7 @@ async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] |
 
 
 async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -> Json:
-    """Decides a question, unless it is decided already; returns the decision, on all ranks alike.
+    """Decide a question, unless it is decided already; return the decision, on all ranks alike.
 
     Args:
         backend: The store; its requests may be tried again, since the object that is there is

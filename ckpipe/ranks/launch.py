@@ -210,7 +210,7 @@ class Rendezvous:
         self._until = time.monotonic() + timeout_seconds
 
     def host(self, attempt: str) -> None:
-        """Gives all other ranks the name of the attempt; for rank 0.
+        """Give all other ranks the name of the attempt; for rank 0.
 
         Raises:
             UnsupportedTopology: If ranks did not come in time; names them.
@@ -226,7 +226,7 @@ class Rendezvous:
         self._store.set(_list_key(call), json.dumps({"attempt": attempt, "hellos": hellos}))
 
     def join(self) -> str:
-        """Gets the name of the attempt from rank 0; for all other ranks.
+        """Get the name of the attempt from rank 0; for all other ranks.
 
         Raises:
             UnsupportedTopology: If rank 0 did not publish one for this rank in time.
@@ -259,7 +259,7 @@ class Rendezvous:
         return str(published["attempt"]) if mine else None
 
     def _wait_for(self, keys: Iterable[str], seconds: float | None = None) -> bool:
-        """Waits until all keys are there; False if they are not in time."""
+        """Wait until all keys are there; False if they are not in time."""
         limit = max(0.001, self._left() if seconds is None else min(seconds, self._left()))
         wanted, began = list(keys), time.monotonic()
         if not wanted:
@@ -484,7 +484,7 @@ class CheckpointNames:
         return step < self._furthest
 
     def go_back(self) -> None:
-        """Makes what is saved from now on newer than all that was saved before."""
+        """Make what is saved from now on newer than all that was saved before."""
         started, launch = attempt_parts(self._attempt)
         self._attempt = attempt_name(started + timedelta(milliseconds=1), launch)
         self._counts.clear()

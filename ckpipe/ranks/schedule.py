@@ -92,7 +92,7 @@ class SaveSchedule:
         return self._clock() - self._last[1]
 
     def begin_at(self, step: int) -> None:
-        """Notes that the state of a step is being saved, or has been loaded."""
+        """Note that the state of a step is being saved, or has been loaded."""
         self._last = (step, self._clock())
         self._begun = True
 
@@ -115,7 +115,7 @@ class Pace:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
 
     def note(self, step: int) -> None:
-        """Notes that a step is asked about now."""
+        """Note that a step is asked about now."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()  # the run was rolled back
         self._seen.append((step, self._clock()))
@@ -173,7 +173,7 @@ class SaveStepAgreement:
             )
 
     def propose(self, occasion: str, seconds: float) -> int:
-        """Promises not to reach a step before it is decided whether to save there.
+        """Promise not to reach a step before it is decided whether to save there.
 
         Args:
             occasion: What for.
@@ -188,7 +188,7 @@ class SaveStepAgreement:
             return bound
 
     def decide(self, occasion: str, step: int) -> bool:
-        """Notes the step that was decided.
+        """Note the step that was decided.
 
         Returns:
             False if it is too late, since the trainer has left that step behind.
@@ -203,7 +203,7 @@ class SaveStepAgreement:
             return not missed
 
     def consume(self, step: int) -> None:
-        """Notes that a save of a step begins; appointments for it or for before it are kept."""
+        """Note that a save of a step begins; appointments for it or for before it are kept."""
         with self._changed:
             for occasion, each in list(self._open.items()):
                 if each.step is not None and each.step <= step:
@@ -252,12 +252,12 @@ class Preemption:
         this one was told counts once the step that they agreed on is there (:meth:`arrive`)."""
 
     def tell(self) -> None:
-        """Notes that the process will be stopped; the first time counts."""
+        """Note that the process will be stopped; the first time counts."""
         if self._since is None:
             self._since = self._clock()
 
     def arrive(self) -> None:
-        """Notes that the step has come that all ranks save at."""
+        """Note that the step has come that all ranks save at."""
         self.tell()
         self._arrived = True
 
@@ -277,7 +277,7 @@ class Preemption:
         return self.told and not self._answered
 
     def answer(self) -> bool:
-        """Notes that a save begins; returns whether it is one that cannot wait for the next."""
+        """Note that a save begins; return whether it is one that cannot wait for the next."""
         self._answered = self.told
         return self._answered
 
@@ -315,7 +315,7 @@ class SignalWatch:
         self._process = os.getpid()
 
     def begin(self) -> None:
-        """Installs the handlers.
+        """Install the handlers.
 
         Raises:
             UsageError: If there are any and this is not the main thread, where alone Python
@@ -332,7 +332,7 @@ class SignalWatch:
             self._before[number] = signal.signal(number, self._handle)
 
     def end(self) -> None:
-        """Puts the handlers back that were there before, unless others have come since.
+        """Put the handlers back that were there before, unless others have come since.
 
         Those of ours that cannot be taken off, since other handlers may hand signals on to them or
         this is not the main thread, do from now on what was done before them.

@@ -148,7 +148,7 @@ class PipelineBase:
         return self._preemption.told
 
     def preempt(self) -> None:
-        """Says that this process will be stopped soon, as one of ``preemption.signals`` does.
+        """Say that this process will be stopped soon, as one of ``preemption.signals`` does.
 
         May be called in any thread, for those who learn of it in another way.
 
@@ -164,7 +164,7 @@ class PipelineBase:
         self._preemption.tell()
 
     def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
-        """Has a function called whenever a state has been copied.
+        """Have a function called whenever a state has been copied.
 
         A plain function runs in a thread of its own, a coroutine function on the pipeline's own
         event loop, which it must not block; so does what a plain function returns if that can
@@ -183,17 +183,17 @@ class PipelineBase:
         return hook
 
     def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
-        """Has a function called whenever this rank's part is durable; see :meth:`on_staged`."""
+        """Have a function called whenever this rank's part is durable; see :meth:`on_staged`."""
         self._hooks.add(RankCommitted, hook)
         return hook
 
     def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
-        """Has a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
+        """Have a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
         self._hooks.add(Completed, hook)
         return hook
 
     def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
-        """Has a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
+        """Have a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
         self._hooks.add(SaveFailed, hook)
         return hook
 
@@ -209,12 +209,12 @@ class PipelineBase:
         )
 
     def guard(self, *optimizers: Optimizer) -> None:
-        """Has every ``step()`` of these optimizers wait for copies under way, until closing."""
+        """Have every ``step()`` of these optimizers wait for copies under way, until closing."""
         self._guards.append(guard(self._lock, *optimizers))
 
     @property
     def lock(self) -> StateLock:
-        """Keeps those who change the state and those who copy it apart."""
+        """The lock between code that changes the state and saves that copy it."""
         return self._lock
 
     @property

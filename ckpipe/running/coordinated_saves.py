@@ -68,7 +68,7 @@ class CoordinatedSaves:
         self._every = site.settings.look_every_seconds
 
     async def serve(self) -> None:
-        """Serves until it is cancelled, or nothing can be called any more.
+        """Serve until it is cancelled, or nothing can be called any more.
 
         Raises:
             AttemptReused: If ``attempt_id`` was used on this root before, so that calls of another

@@ -93,7 +93,7 @@ class Engine:
         return not self._tasks.cancel_scope.cancel_called
 
     async def stop(self) -> None:
-        """Ends :func:`serve`."""
+        """End :func:`serve`."""
         if self._settings.retention.keep_last == 0 and self.saves.lack_final:
             warnings.warn(
                 "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
@@ -104,7 +104,7 @@ class Engine:
         self.stopped.set()
 
     async def announce(self, launch: Launch) -> None:
-        """Agrees with the other ranks when to save, until it is cancelled."""
+        """Agree with the other ranks when to save, until it is cancelled."""
         told = (self.agreement, self.schedule, self._preemption)
         try:
             await CoordinatedSaves(self.site, launch, *told).serve()

@@ -80,7 +80,7 @@ class Hooks:
         events.add(self._heard)
 
     def add(self, kind: type[E], function: Callable[[E], object]) -> None:
-        """Has a function called with every event of a kind from now on; in any thread.
+        """Have a function called with every event of a kind from now on; in any thread.
 
         Raises:
             UsageError: If it cannot be called with one argument.
@@ -106,7 +106,7 @@ class Hooks:
         self._tasks, self._failed = tasks, failed
 
     async def drained(self) -> None:
-        """Waits until every hook that was called has returned."""
+        """Wait until every hook that was called has returned."""
         while self._running:
             self._idle = anyio.Event()
             await self._idle.wait()

@@ -52,7 +52,7 @@ class Housekeeping:
         return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
-        """Looks until a checkpoint that this rank has committed is complete."""
+        """Look until a checkpoint that this rank has committed is complete."""
         return await self._inspected(await until_complete(self._site, info, timeout))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
@@ -65,7 +65,7 @@ class Housekeeping:
         return found
 
     async def verify(self, which: int | str) -> VerifyResult:
-        """Reads and checks every byte of a checkpoint."""
+        """Read and check every byte of a checkpoint."""
         await self._saves.settled(which)
         site = self._site
         info = await find_repaired(site.patient, which)
@@ -83,7 +83,7 @@ class Housekeeping:
             raise error.located(step=info.step) from error.__cause__
 
     async def delete(self, which: int | str, *, force: bool) -> None:
-        """Deletes a checkpoint, also an incomplete one if its exact id is given."""
+        """Delete a checkpoint, also an incomplete one if its exact id is given."""
         site = self._site
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
@@ -97,18 +97,18 @@ class Housekeeping:
         await remove(site.patient, str(id), protected=site.protected(), force=force)
 
     async def pin(self, which: int | str) -> None:
-        """Protects a checkpoint from retention."""
+        """Protect a checkpoint from retention."""
         await self._saves.settled(which)
         await pruning.pin(self._site.patient, (await find_repaired(self._site.patient, which)).key)
 
     async def unpin(self, which: int | str) -> None:
-        """Ends the protection."""
+        """End the protection."""
         await pruning.unpin(
             self._site.patient, (await find_repaired(self._site.patient, which)).key
         )
 
     async def prune(self, *, dry_run: bool) -> Decision:
-        """Applies the retention rules now, or says what they would do."""
+        """Apply the retention rules now, or say what they would do."""
         launch = launch_id(self._site.attempt)
         return await (
             retention.decide(self._site, launch) if dry_run else retention.prune(self._site, launch)
@@ -119,7 +119,7 @@ class Housekeeping:
         return await pruning.best(self._site.patient, metric, mode, self._site.facts)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
-        """Removes what crashed runs left, or says what it would remove."""
+        """Remove what crashed runs left, or say what it would remove."""
         site = self._site
         after = site.settings.retention.sweep_after
         return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)

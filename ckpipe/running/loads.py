@@ -91,7 +91,7 @@ class Loads:
     async def load(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
     ) -> LoadResult | None:
-        """Loads a checkpoint; None if none was named and there is none.
+        """Load a checkpoint; None if none was named and there is none.
 
         Args:
             which: The step or id that was named; None for the newest.
@@ -150,7 +150,7 @@ class Loads:
         *,
         fallback: bool,
     ) -> LoadResult | _Verdict:
-        """Load one checkpoint; returns the verdict if it is damaged and others may be loaded."""
+        """Load one checkpoint; return the verdict if it is damaged and others may be loaded."""
         site, tally = self._site, ReadTally()
 
         async def look() -> ManifestDocument:
@@ -225,7 +225,7 @@ class Loads:
         return replace(result, report=report)
 
     async def close(self) -> None:
-        """Waits for loads that fill a state, and ends those that wait to: maybe for who closes."""
+        """Wait for loads that fill a state; end those that still wait for the lock."""
         self._closed = True
         under_way = list(self._under_way.items())
         for scope, (hold, _) in under_way:
@@ -384,18 +384,18 @@ class _VerdictVote:
         self._agreements, self._question = agreements, question
 
     async def refuse(self, how: str, following: str | None) -> _Verdict:
-        """Says that it is damaged, and which is next; returns what was decided."""
+        """Say that it is damaged, and which is next; return what was decided."""
         proposal = {"damage": how, "next": following}
         return _verdict(await self._agreements.decide(self._question, proposal))
 
     async def accept(self) -> _Verdict | None:
-        """Says that it is whole for this rank; returns what was decided, if anything was."""
+        """Say that it is whole for this rank; return what was decided, if anything was."""
         whole = {"damage": None, "next": None}
         decided = await self._agreements.accept(self._question, whole)
         return None if decided is None else _verdict(decided[0])
 
     async def wait(self) -> _Verdict:
-        """Waits until it is decided, for a bounded time."""
+        """Wait until it is decided, for a bounded time."""
         pause, seconds = _FIRST_PAUSE_SECONDS, self._site.settings.load.agreement_timeout_seconds
         until = time.monotonic() + seconds
         while (decided := await self._agreements.decided(self._question)) is None:

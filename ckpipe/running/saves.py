@@ -136,7 +136,7 @@ class Saves:
             await self._site.warm()
 
     async def _claim(self, step: int) -> StoreError | None:
-        """Claim the launch; returns why it failed if the user asked for warnings."""
+        """Claim the launch; return why it failed if the user asked for warnings."""
         try:
             self._site.attempt = await self._launch.claim()
             self._names = CheckpointNames(self._site.attempt)
@@ -165,13 +165,13 @@ class Saves:
         return names.name(step)
 
     def loaded(self, step: int) -> None:
-        """Notes that training goes on after a step that was loaded."""
+        """Note that training goes on after a step that was loaded."""
         self._next_step = step + 1
         self._names.has_loaded = True
         self._schedule.begin_at(step)
 
     async def _look_back(self) -> None:
-        """Looks what became of earlier checkpoints; a store that fails now is asked again."""
+        """Look what became of earlier checkpoints; a store that fails now is asked again."""
         try:
             await self._follower.look()
         except SaveError as error:
@@ -228,19 +228,19 @@ class Saves:
         self._site.events.emit(ended)
 
     def leave(self, request: SaveRequest) -> None:
-        """Gives up the save of a caller who may change what is not copied yet from now on."""
+        """Give up the save of a caller who may change what is not copied yet from now on."""
         for save in self._active:
             if save.request is request and not save.safe.done():
                 save.call_off()
 
     async def cancel(self, save: Save) -> None:
-        """Cancels a save unless it is committed; returns when it has ended."""
+        """Cancel a save unless it is committed; return when it has ended."""
         if save in self._active and not save.committed.done():
             save.call_off()
             await self._active[save].wait()
 
     async def give_up(self, save: Save) -> None:
-        """Ends a save, or what follows its commit, since the pipeline closes."""
+        """End a save, or what follows its commit, since the pipeline closes."""
         limit = self._site.settings.drain_timeout_seconds
         if save.committed.done():
             logger.warning("What follows the commit of %s was given up on leaving", save.name)
@@ -280,7 +280,7 @@ class Saves:
         return taken
 
     def see(self, error: Exception) -> None:
-        """Notes that a caller was told of a failure; for any thread."""
+        """Note that a caller was told of a failure; for any thread."""
         with contextlib.suppress(ValueError):
             self.unseen.remove(error)
 
@@ -291,12 +291,12 @@ class Saves:
         return list(self._active)
 
     async def ended(self) -> None:
-        """Waits for all saves under way."""
+        """Wait for all saves under way."""
         for ended in list(self._active.values()):
             await ended.wait()
 
     async def settled(self, which: int | str) -> None:
-        """Waits for saves under way here that a step or id names."""
+        """Wait for saves under way here that a step or id names."""
         for save, ended in list(self._active.items()):
             if which in (save.id.step, save.name):
                 await ended.wait()
@@ -310,9 +310,9 @@ class Saves:
         return lend_blocks(save, self._site, thread)
 
     async def release_staged(self, save: Save, held: list[StagedBlock]) -> None:
-        """Ends what :meth:`hold_staged` began."""
+        """End what :meth:`hold_staged` began."""
         take_back(save, self._site, held)
 
     async def trim(self) -> int:
-        """Give free staging memory back to the system; returns how many bytes."""
+        """Give free staging memory back to the system; return how many bytes."""
         return self._site.give_memory_back()

@@ -83,7 +83,7 @@ class Ledger:
         self._since = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Takes note of an event."""
+        """Take note of an event."""
         with self._lock:
             if isinstance(event, SaveStarted):
                 if not self._uncommitted:

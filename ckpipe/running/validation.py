@@ -81,7 +81,7 @@ def _shown(value: object) -> str:
 
 
 def check_until(until: str, step: int | None) -> None:
-    """Looks whether a save can return then.
+    """Look whether a save can return then.
 
     Raises:
         UsageError: If there is no such moment.
@@ -91,7 +91,7 @@ def check_until(until: str, step: int | None) -> None:
 
 
 def check_load(per_rank: object, pickle: str) -> None:
-    """Looks whether a load can be done in this way.
+    """Look whether a load can be done in this way.
 
     Raises:
         UsageError: If one of the two is nothing that there is.
@@ -168,7 +168,7 @@ logger = logging.getLogger("ckpipe")
 
 
 def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
-    """Brings failures of the background before the user."""
+    """Bring failures of the background before the user."""
     if on_error == "warn":
         for each in failures:
             text = "\n".join([f"A checkpoint failed: {each}", *getattr(each, "__notes__", ())])
