@@ -22,9 +22,9 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.export import INDEX, TORCH_FILE
 from ckpipe.testing import Landing
 
+INDEX, TORCH_FILE = "model.safetensors.index.json", "state.pt"
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
 
 

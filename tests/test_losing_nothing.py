@@ -12,7 +12,6 @@ from pipelines import saved_bytes
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.retention import KeepIf
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
@@ -51,13 +50,16 @@ def test_damaged_checkpoints_take_no_place_among_those_to_keep(
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_rule_that_raises_deletes_nothing_and_is_heard_of(tmp_path: Path, on_error: Any) -> None:
-    rule = {"retention": KeepIf(lambda each: bool(1 / (each.step - 1))), "on_error": on_error}
+    settings = {
+        "retention": ckpipe.KeepIf(lambda each: bool(1 / (each.step - 1))),
+        "on_error": on_error,
+    }
     if on_error == "warn":
         with pytest.warns(RuntimeWarning, match="division by zero"):
-            saved(tmp_path, 1, 2, **rule)
+            saved(tmp_path, 1, 2, **settings)
     else:
         with pytest.raises(ZeroDivisionError):
-            saved(tmp_path, 1, 2, **rule)
+            saved(tmp_path, 1, 2, **settings)
     assert 1 in complete(tmp_path)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert torch.equal(saved_bytes(pipeline, 1)["a"], STATE["a"])
