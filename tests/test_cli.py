@@ -17,8 +17,8 @@ from pipelines import small_state, stores
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.cli import COMMANDS
 from ckpipe.cli.app import run
+from ckpipe.cli.commands import COMMANDS
 
 
 def crashed(root: Path) -> str:

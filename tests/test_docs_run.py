@@ -16,8 +16,8 @@ import pytest
 import typer
 
 from ckpipe import errors
-from ckpipe.cli import COMMANDS
 from ckpipe.cli.app import make_app
+from ckpipe.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

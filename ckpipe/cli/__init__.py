@@ -1,7 +1,7 @@
 """The command ``ckpipe``: looks at checkpoints and keeps house, without opening a pipeline.
 
 Importing ``ckpipe`` does not import this package, which needs the extra ``cli`` for all but help
-and version: here is what needs no typer. A command that cannot write its output ends with a code
+and version. A command that cannot write its output ends with a code
 of its own.
 """
 
@@ -13,113 +13,15 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from json import dumps
 from types import FrameType
-from typing import NamedTuple, TextIO
 
-from ckpipe.version import __version__
-
-INSTALL = "pip install 'ckpipe[cli]'"
-
-ABOUT = """Looks at checkpoints and keeps house.
-
-A URL is what a pipeline is given: a plain path, file:///path, s3://bucket/prefix, and so on.
-"""
-
-EPILOG = (
-    "Exit codes: 0 all is well, 1 a check found damage or a difference, 2 the command or a name "
-    "in it is wrong, 3 the store failed, 130 interrupted."
+from ckpipe.cli.commands import (
+    INSTALL,
+    drop,
+    open_closed_streams,
+    plain_help,
+    version_text,
 )
-
-
-class Command(NamedTuple):
-    """A command.
-
-    Args:
-        name: Its name.
-        home: The module and the function in it whose parameters are the command's arguments.
-        summary: What it does, in a line.
-        needs: A module that it needs to do its work, and that takes seconds to import, as whatever
-            needs torch does.
-    """
-
-    name: str
-    home: str
-    summary: str
-    needs: str | None = None
-
-
-COMMANDS = (
-    Command("ls", "ls_info:list_", "List checkpoints, the newest first."),
-    Command("info", "ls_info:info", "Show what a checkpoint holds."),
-    Command(
-        "verify",
-        "reading:verify",
-        "Read a checkpoint whole, check every byte.",
-        "ckpipe.loading.reader",
-    ),
-    Command("diff", "reading:diff", "Compare two checkpoints.", "ckpipe.cli.diff"),
-    Command("cp", "reading:cp", "Copy checkpoints to another store, verified."),
-    Command(
-        "export",
-        "reading:export",
-        "Write a checkpoint as other programs load it.",
-        "ckpipe.export",
-    ),
-    Command("rm", "housekeeping:rm", "Delete a checkpoint."),
-    Command("pin", "housekeeping:pin_", "Protect a checkpoint from retention."),
-    Command("unpin", "housekeeping:unpin_", "End that protection."),
-    Command("prune", "housekeeping:prune_", "Delete what the rules do not keep."),
-    Command("sweep", "housekeeping:sweep_", "Remove what crashed runs left."),
-    Command("bench", "bench:bench", "Measure machine and store; say what to set.", "torch"),
-    Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
-)
-
-
-def version_text(as_json: bool) -> str:
-    """Name the version of the program."""
-    return dumps({"version": __version__}) if as_json else f"ckpipe {__version__}"
-
-
-def plain_help() -> str:
-    """Write the help of the whole program without the packages of the extra ``cli``."""
-    width = max(len(command.name) for command in COMMANDS)
-    lines = (f"  {command.name:{width}}  {command.summary}\n" for command in COMMANDS)
-    return (
-        "Usage: ckpipe [OPTIONS] COMMAND [ARGS]...\n\n"
-        f"{ABOUT}\n"
-        f"The commands need packages that are not installed: {INSTALL}\n\n"
-        f"Commands:\n{''.join(lines)}"
-    )
-
-
-OUTPUT_FAILED = 3
-"""The exit code when the output could not be written."""
-
-NOBODY_READS = 141
-"""The exit code when the reader of a pipe went away: what a shell shows for SIGPIPE."""
-
-
-def open_closed_streams() -> None:
-    """Take the places of standard streams that are closed, which a store's file would take else.
-
-    What is written to standard output fails then, and is not lost in silence.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is None:
-            place = os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
-            if place != number:
-                os.dup2(place, number)
-                os.close(place)
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  for good
-
-
-def drop(stream: TextIO) -> None:
-    """Keep the interpreter from writing what is left, and complaining, when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-
 
 _INTERRUPTED, _CRASHED = 130, 70
 

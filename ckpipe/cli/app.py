@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpipe.cli import (
+from ckpipe.cli.commands import (
     ABOUT,
     COMMANDS,
     EPILOG,

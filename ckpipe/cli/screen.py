@@ -37,7 +37,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpipe.backend import without_secrets
-from ckpipe.cli import drop
+from ckpipe.cli.commands import drop
 from ckpipe.types import size_text
 
 if TYPE_CHECKING:
