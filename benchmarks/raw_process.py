@@ -19,7 +19,7 @@ from typing import Any
 import raw
 from contenders import Contender, Wait
 
-from ckpipe._worker.server import step_back, step_back_together
+from ckpipe.worker.server import step_back, step_back_together
 
 LANES = (1, 2, 4)
 BLOCK = 16 * raw.MIB

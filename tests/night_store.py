@@ -75,4 +75,4 @@ class UnsteadyStore(WrappedBackend):
 
 
 def _in_worker() -> bool:
-    return "ckpipe._worker" in Path("/proc/self/cmdline").read_text().split("\0")
+    return "ckpipe.worker" in Path("/proc/self/cmdline").read_text().split("\0")

@@ -115,7 +115,7 @@ def test_errors_are_those_of_a_thread(pipeline: ckpipe.SyncPipeline, tmp_path: P
 def test_a_worker_is_small_and_knows_no_secret(pipeline: ckpipe.SyncPipeline) -> None:
     pipeline.save({"weight": torch.randn(1 << 22)}).wait()
     process = psutil.Process(worker_of(pipeline))
-    assert process.cmdline()[-3:-1] == ["-m", "ckpipe._worker"]
+    assert process.cmdline()[-3:-1] == ["-m", "ckpipe.worker"]
     assert "hush-1" not in Path(f"/proc/{process.pid}/environ").read_text()
     status = Path(f"/proc/{process.pid}/status").read_text()
     pages = dict(line.split()[:2] for line in status.splitlines() if line.startswith("Rss"))
@@ -136,7 +136,7 @@ def test_a_worker_gives_way_to_training(pipeline: ckpipe.SyncPipeline) -> None:
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions are not grouped")
 def test_a_whole_session_gives_way() -> None:
     code = (
-        "from ckpipe._worker.server import step_back_together as go\n"
+        "from ckpipe.worker.server import step_back_together as go\n"
         "assert go(7)\nprint(open('/proc/self/autogroup').read())"
     )
     done = subprocess.run(

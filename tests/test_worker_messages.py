@@ -16,28 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe import errors
-from ckpipe._worker.channel import Channel, close_socket, socket_pair
-from ckpipe._worker.protocol import (
-    Begin,
-    Ended,
-    Free,
-    GiveUp,
-    Handed,
-    Message,
-    NewCargo,
-    NewShape,
-    Segment,
-    Told,
-    decode,
-    encode,
-    pack_error,
-    unpack_error,
-)
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
 from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
 from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.worker.channel import Channel, close_socket, socket_pair
 from ckpipe.worker.process import LOOKS, HangJudge, ProcessState, parse_state, process_state
+from ckpipe.worker.protocol import (
+    Begin,
+    BlockReleased,
+    Ended,
+    EventMessage,
+    GiveUp,
+    Message,
+    Sealed,
+    Segment,
+    decode,
+    encode,
+)
 
 ID = CheckpointId("20261121T034205123Z-9f3a2c01", 7, 0)
 INFO = CheckpointInfo(str(ID), 7, ID.attempt, 0, True, saved_at=datetime(2026, 11, 21, tzinfo=UTC))
@@ -50,6 +46,14 @@ CARGO = DataFiles(
     LAYOUT,
     (BlockRange(0, 0, 4120, (EntryRange(0, 0, 24, 4096),)),),
 )
+SHAPE = Structure(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),), 2)
+
+
+def sealed(structure: Structure | None, *fields: object) -> Sealed:
+    """A message about a save that is copied."""
+    return Sealed(1, structure, fields, {}, False, None, 0.5)
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -60,13 +64,10 @@ PLAIN = st.recursive(
 @pytest.mark.parametrize(
     "message",
     [
-        NewCargo(3, CARGO),
-        Begin(1, ID, 12.5, "token", False, 3, None, False),
-        NewShape(
-            Structure(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),), 2)
-        ),
-        Told(Completed(str(ID), 7, 0, INFO)),
-        Told(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
+        Begin(1, ID, 12.5, "token", False, CARGO, None, False),
+        sealed(SHAPE),
+        EventMessage(Completed(str(ID), 7, 0, INFO)),
+        EventMessage(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
         Ended(1, None, True, {"zero": 1.0}),
     ],
     ids=lambda message: type(message).__name__,
@@ -77,36 +78,40 @@ def test_messages_come_back_whole(message: Message) -> None:
 
 @given(metadata=st.dictionaries(st.text(), PLAIN), values=st.tuples(PLAIN))
 def test_plain_values_come_back_whole(metadata: dict[str, object], values: tuple[object]) -> None:
-    handed = Handed(
-        1, values, "now", {"torch": "2"}, metadata, {"loss": "NaN"}, True, {}, False, None, 0.5
-    )
-    assert decode(encode(handed)[8:]) == handed
+    message = sealed(None, values, "now", {"torch": "2"}, metadata, True)
+    assert decode(encode(message)[8:]) == message
 
 
 def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
     class Text(str):
         __slots__ = ()
 
-    again = decode(
-        encode(NewShape(Structure([Text("dict"), {Text("k"): (Text("v"),)}], (), 0)))[8:]
-    )
-    assert again == NewShape(Structure(["dict", {"k": ("v",)}], (), 0))
-    assert isinstance(again, NewShape)
-    assert type(again.structure.tree[0]) is str
+    again = decode(encode(sealed(None, Text("dict"), {Text("k"): (Text("v"),)}))[8:])
+    assert again == sealed(None, "dict", {"k": ("v",)})
+    assert isinstance(again, Sealed)
+    assert type(again.fields[0]) is str
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode(Segment(1, 2))
-    monkeypatch.setattr("ckpipe._worker.protocol.VERSION", 2)
+    monkeypatch.setattr("ckpipe.worker.protocol.VERSION", 2)
     with pytest.raises(ValueError, match="different versions"):
         decode(frame[8:])
+
+
+def crossed(error: Exception) -> Exception:
+    """What the trainer raises of an error in the worker."""
+    again = decode(encode(Ended(1, error, True, {}))[8:])
+    assert isinstance(again, Ended)
+    assert isinstance(again.error, Exception)
+    return again.error
 
 
 def test_errors_come_back_with_kind_place_and_cause() -> None:
     error = errors.Throttled("Slow down", key="a/b", step=3, hint="Wait")
     error.retry_after = 2.5
     error.__cause__ = ConnectionResetError("reset")
-    again = unpack_error(pack_error(error))
+    again = crossed(error)
     assert type(again) is errors.Throttled
     assert vars(again) == vars(error)
     assert str(again) == str(error)
@@ -117,16 +122,16 @@ def test_an_error_of_a_plugin_is_of_the_kind_that_it_extends() -> None:
     class Quota(errors.StoreFull):
         pass
 
-    again = unpack_error(pack_error(Quota("No more", key="k")))
+    again = crossed(Quota("No more", key="k"))
     assert type(again) is errors.StoreFull
     assert any("Quota" in note for note in again.__notes__)
-    assert isinstance(unpack_error(pack_error(UnicodeDecodeError("u", b"", 0, 1, "x"))), Exception)
+    assert crossed(UnicodeDecodeError("u", b"", 0, 1, "x"))
 
 
 async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     left, right = (Channel(each) for each in socket_pair())
     read, write = os.pipe()
-    shape = NewShape(Structure(["x" * 3_000_000], (), 0))
+    shape = sealed(None, "x" * 3_000_000)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(left.serve)
         left.post(shape)
@@ -156,23 +161,32 @@ async def test_small_messages_go_together_in_order_and_in_time() -> None:
     left, right = (Channel(each) for each in socket_pair())
     try:
         for number in range(3):
-            left.post_soon(Free(1, number), 600)
+            left.post_soon(BlockReleased(1, number), 600)
         assert not left.has_spoken()
         assert right.receive_nowait() is None
         left.post(GiveUp(1))
         told = [right.receive_nowait() for _ in range(5)]
-        assert told == [Free(1, 0), Free(1, 1), Free(1, 2), GiveUp(1), None]
+        assert told == [
+            BlockReleased(1, 0),
+            BlockReleased(1, 1),
+            BlockReleased(1, 2),
+            GiveUp(1),
+            None,
+        ]
         assert left.has_spoken()
         assert not left.has_spoken()
         began = time.monotonic()
-        left.post_soon(Free(1, 3), 0.05)
-        left.post_soon(Free(1, 4), 600)  # waits no longer than the first
-        assert [await right.receive(), await right.receive()] == [Free(1, 3), Free(1, 4)]
+        left.post_soon(BlockReleased(1, 3), 0.05)
+        left.post_soon(BlockReleased(1, 4), 600)  # waits no longer than the first
+        assert [await right.receive(), await right.receive()] == [
+            BlockReleased(1, 3),
+            BlockReleased(1, 4),
+        ]
         assert 0.05 <= time.monotonic() - began < 60
-        left.post_soon(Free(1, 5), 600)
+        left.post_soon(BlockReleased(1, 5), 600)
         await left.flush()
-        assert right.receive_nowait() == Free(1, 5)
-        left.post_soon(Free(1, 6), 600)
+        assert right.receive_nowait() == BlockReleased(1, 5)
+        left.post_soon(BlockReleased(1, 6), 600)
     finally:
         left.close()
         with pytest.raises(anyio.EndOfStream):  # what was not sent yet is not wanted any more
@@ -182,7 +196,7 @@ async def test_small_messages_go_together_in_order_and_in_time() -> None:
 
 def test_a_forked_child_has_no_end_of_the_socket() -> None:
     code = (
-        "import os; from ckpipe._worker.channel import socket_pair; a, b = socket_pair()\n"
+        "import os; from ckpipe.worker.channel import socket_pair; a, b = socket_pair()\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    try: os.fstat(a.fileno())\n"
@@ -195,7 +209,7 @@ def test_a_forked_child_has_no_end_of_the_socket() -> None:
 
 def test_a_loop_without_memory_ends_the_process_and_other_faults_do_not() -> None:
     code = (
-        "import asyncio, sys; from ckpipe._worker.server import _end_without_memory as end\n"
+        "import asyncio, sys; from ckpipe.worker.server import _end_without_memory as end\n"
         "def fail(error): raise error\n"
         "async def main():\n"
         "    loop = asyncio.get_running_loop()\n"

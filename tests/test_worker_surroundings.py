@@ -35,7 +35,7 @@ def kill_worker(pipeline: ckpipe.SyncPipeline) -> None:
 def customize(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
     """Has every worker run some code when its interpreter starts; returns the file with it."""
     path = folder / "sitecustomize.py"
-    path.write_text(f"import sys\nif 'ckpipe._worker' in sys.orig_argv:\n{indent(code, '    ')}")
+    path.write_text(f"import sys\nif 'ckpipe.worker' in sys.orig_argv:\n{indent(code, '    ')}")
     inherited = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inherited))
     return path
@@ -106,7 +106,7 @@ for each in {GROUP}:
 def test_saves_do_without_workers_of_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = "import ckpipe._worker.protocol as messages\nmessages.VERSION += 1\n"
+    other = "import ckpipe.worker.protocol as messages\nmessages.VERSION += 1\n"
     code = customize(tmp_path, monkeypatch, other)
     with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
         pipeline.save(state_of(1), step=1).wait(timeout=300)
@@ -151,7 +151,7 @@ signal.signal(signal.SIGRTMIN, tell)
 NEEDED = {"ckpipe", "ckpipe_local", "anyio", "typing_extensions", "aiofiles", "numpy", "awscrt"}
 NEEDED |= {"_awscrt", "__mp_main__"}  # the latter is the worker's own, to multiprocessing
 NEEDED |= {"sniffio"}  # anyio imports it where it is installed, as trio has it
-TRAINERS_OWN = ("pipeline", "sync", "handles", "settings", "running", "lock", "state", "worker")
+TRAINERS_OWN = ("pipeline", "sync", "handles", "settings", "running", "lock", "state")
 
 
 def test_a_worker_has_no_module_of_the_trainer(

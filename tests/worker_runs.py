@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import ckpipe
-from ckpipe._worker import IGNORED
+from ckpipe.worker.protocol import IGNORED
 
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}}
 

@@ -39,7 +39,7 @@ from ckpipe.save.context import SaveContext
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, scheme_of
 from ckpipe.store.retry import RetryingBackend, logging_policy
-from ckpipe.worker.crossing import make_hello, surroundings, uses_process
+from ckpipe.worker.crossing import make_init, uses_process
 from ckpipe.worker.uploader import WorkerUploader
 
 logger = logging.getLogger("ckpipe")
@@ -252,15 +252,16 @@ async def _enter(
     """Find the name of this launch and the planner, and make the context; write nothing."""
     policy, limits = logging_policy(settings.upload), backend.limits
     by_worker = await anyio.to_thread.run_sync(uses_process, settings, backend)
-    around = await anyio.to_thread.run_sync(surroundings) if by_worker else None
+    ranks = (topology.rank, topology.world_size)
+    pages = -(-limits.min_block_bytes // _PAGE)
+    block = max(settings.staging.block_bytes, pages * _PAGE)
+    budget = max(block, (settings.staging.bytes or 0) // block * block)
+    init = await anyio.to_thread.run_sync(make_init, settings, *ranks, block) if by_worker else None
     patient = RetryingBackend(backend, policy, read_only=settings.read_only)
     if settings.read_only:
         launch = Launch(patient, unclaimed_attempt(), topology)
     else:
         launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
-    pages = -(-limits.min_block_bytes // _PAGE)
-    block = max(settings.staging.block_bytes, pages * _PAGE)
-    budget = max(block, (settings.staging.bytes or 0) // block * block)
     largest_file = None if limits.max_blocks is None else limits.max_blocks * block
     planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
     site = SaveContext(
@@ -269,7 +270,7 @@ async def _enter(
         settings=settings,
         lock=lock,
         events=events,
-        arena=Arena(block, pin=settings.staging.pinned != "never", shared=around is not None),
+        arena=Arena(block, pin=settings.staging.pinned != "never", shared=by_worker),
         budget=ByteBudget(budget),
         planner=planner,
         rank=topology.rank,
@@ -284,9 +285,9 @@ async def _enter(
         switch_interval=settings.switch_interval_seconds,
         prune_delay=_PRUNE_DELAY_SECONDS,
     )
-    if around is None:
+    if init is None:
         return site, launch, None
-    worker = WorkerUploader(settings.worker, lambda: make_hello(settings, site, around), site)
+    worker = WorkerUploader(settings.worker, init, site)
     site.uploader, site.arena.on_drop = worker, worker.drop
     return site, launch, worker
 

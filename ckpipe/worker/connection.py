@@ -5,41 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 from copy import copy
+from dataclasses import fields
+from operator import attrgetter
 
 import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
-from ckpipe._worker.channel import Channel
-from ckpipe._worker.protocol import (
-    Begin,
-    Block,
-    Dropped,
-    Ended,
-    Finish,
-    Free,
-    GiveUp,
-    Handed,
-    Hello,
-    Logged,
-    Message,
-    NewCargo,
-    NewShape,
-    Segment,
-    Settled,
-    Stop,
-    Told,
-    Unable,
-    encode,
-)
-from ckpipe._worker.server import MOST_CARGOES
 from ckpipe.errors import CkpipeError, WorkerDied
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.memory.arena import Segment as ArenaSegment
 from ckpipe.save.context import StoreContext
+from ckpipe.save.record import FilledBlock, ManifestFields
 from ckpipe.save.save import Save, StagedBlock
+from ckpipe.worker.channel import Channel
 from ckpipe.worker.process import LOOKS, HangJudge, WorkerProcess
+from ckpipe.worker.protocol import (
+    Begin,
+    Block,
+    BlockReleased,
+    Committed,
+    Dropped,
+    Ended,
+    EventMessage,
+    Finish,
+    GiveUp,
+    Init,
+    Logged,
+    Message,
+    Sealed,
+    Segment,
+    StartFailed,
+    encode,
+)
 
 logger = logging.getLogger("ckpipe")
 
@@ -54,19 +55,29 @@ REAP_SECONDS = 5.0
 """How long the end of a process that was killed is waited for."""
 
 
-class Errand:
-    """One save that a worker has to bring to the store.
+class SaveInTransit:
+    """A save in the trainer while a worker, or one after the other, brings it to the store.
 
     Args:
         save: The save.
-        number: Its number on the socket.
-        places: The number of each block, by file and offset.
     """
 
-    def __init__(self, save: Save, number: int, places: dict[tuple[int, int], int]) -> None:
-        self.save, self.number, self.places = save, number, places
-        self.blocks: dict[int, StagedBlock] = {}
-        self.freed: list[tuple[StagedBlock, int]] = []
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self.blocks: list[StagedBlock] = []
+        """Its blocks, in order of arrival."""
+        self.numbers: dict[tuple[int, int], int] = {}
+        """The number of each block among those of its files, by file and offset."""
+        self._all_here = False
+        self._changed = anyio.Event()
+        self.begin_anew(0)
+
+    def begin_anew(self, number: int) -> None:
+        """Begins with another worker, in which the save has this number."""
+        self.number = number
+        self.announced: dict[int, StagedBlock] = {}
+        """The blocks that the worker has, by their number among those of the save's files."""
+        self.released: list[tuple[StagedBlock, int]] = []
         """The blocks that the worker was through with, and how often each was handed out then."""
         self.error: Exception | None = None
         self.ended = anyio.Event()
@@ -76,73 +87,100 @@ class Errand:
         self.error = error
         self.ended.set()
 
+    async def collect(self, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
+        """Take the blocks as they are filled."""
+        async for filled in inbox:
+            assert isinstance(filled, StagedBlock)
+            self.blocks.append(filled)
+            self._change()
+        self._all_here = self.save.copied.is_set()
+        self._change()
 
-class Link:
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def each(self) -> AsyncIterator[StagedBlock]:
+        """Iterate over all blocks from the first, and return once the save is copied as well."""
+        number = 0
+        while True:
+            changed = self._changed
+            while number < len(self.blocks):
+                yield self.blocks[number]
+                number += 1
+            if self._all_here:
+                return
+            await changed.wait()
+
+    def take_again(self) -> bool:
+        """Take the blocks that a dead worker was through with; False if one holds other bytes."""
+        taken: dict[StagedBlock, StagedBlock] = {}
+        for filled, uses in self.released:
+            if (again := self.save.use_again(filled, uses, first=True)) is None:
+                for each in taken.values():
+                    each.release()
+                return False
+            taken[filled] = again
+        self.blocks = [taken.get(filled, filled) for filled in self.blocks]
+        return True
+
+
+class WorkerConnection:
     """One worker process, from its start to its end. All of it is used on the pipeline's loop.
 
     Args:
         process: The process, just started.
-        hello: What it is told first.
+        init: What it is told first.
         depot: Where its events go.
         hang_seconds: How long it hangs until it is killed.
     """
 
     def __init__(
-        self, process: WorkerProcess, hello: Hello, depot: StoreContext, hang_seconds: float
+        self, process: WorkerProcess, init: Init, depot: StoreContext, hang_seconds: float
     ) -> None:
         self.process, self._depot = process, depot
         self._hang_seconds = hang_seconds
         self._channel = Channel(process.socket)
-        self._errands: dict[int, Errand] = {}
+        self._saves: dict[int, SaveInTransit] = {}
         self._begun = 0
         self._segments: set[int] = set()
-        self._cargoes: dict[int, tuple[DataFiles, dict[tuple[int, int], int]]] = {}
-        self._cargo_number = 0
+        self._files: DataFiles | None = None
         self._structure: Structure | None = None
-        self._shaping = anyio.Lock()
+        self._sealing = anyio.Lock()
         self._closing = self._heard = self._abandoned = False
         self._failure: Exception | None = None
         self._killed, self._listening = anyio.Event(), anyio.CancelScope()
         self.ending = False
         self.over = anyio.Event()
-        self._channel.post(hello)
+        self._channel.post(init)
 
     @property
     def idle(self) -> bool:
         """Tell whether no save is under way."""
-        return not self._errands
+        return not self._saves
 
     # What the worker is told
 
-    def begin(self, save: Save) -> Errand:
+    def begin(self, transit: SaveInTransit) -> None:
         """Announces a save, of which it is known what it stores."""
+        save = transit.save
         assert save.files is not None
-        cargo, places = self._cargo(save.files)
+        # Saves of one plan have the same object.
+        files = None if save.files is self._files else save.files
+        self._files = save.files
         self._begun += 1
-        errand = self._errands[self._begun] = Errand(save, self._begun, places)
+        transit.begin_anew(self._begun)
+        transit.numbers = {(each.file, each.offset): n for n, each in enumerate(save.files.blocks)}
+        self._saves[self._begun] = transit
         waits = save.ration is None or save.ration.waits
-        resumed_from = self._depot.resumed_from
         self._channel.post(
             Begin(
-                errand.number, save.id, save.began, save.token, save.again, cargo,
-                resumed_from, waits,
+                self._begun, save.id, save.began, save.token, save.again, files,
+                self._depot.resumed_from, waits,
             )
         )  # fmt: skip
-        return errand
 
-    def _cargo(self, cargo: DataFiles) -> tuple[int, dict[tuple[int, int], int]]:
-        for number, (known, places) in self._cargoes.items():
-            if known is cargo:
-                return number, places
-        self._cargo_number += 1
-        places = {(each.file, each.offset): n for n, each in enumerate(cargo.blocks)}
-        self._cargoes[self._cargo_number] = (cargo, places)
-        while len(self._cargoes) > MOST_CARGOES:  # the worker forgets the same one
-            del self._cargoes[min(self._cargoes)]
-        self._channel.post(NewCargo(self._cargo_number, cargo))
-        return self._cargo_number, places
-
-    def announce(self, errand: Errand, filled: StagedBlock) -> None:
+    def announce(self, transit: SaveInTransit, filled: StagedBlock) -> None:
         """Says that the stages may have a block."""
         segment = filled.block.segment
         if segment.number not in self._segments:
@@ -150,10 +188,10 @@ class Link:
             self._segments.add(segment.number)
             message = Segment(segment.number, len(segment.memory), segment.offset)
             self._channel.post(message, segment.descriptor)
-        number = errand.places[filled.plan.file, filled.plan.offset]
-        errand.blocks[number] = filled
+        number = transit.numbers[filled.plan.file, filled.plan.offset]
+        transit.announced[number] = filled
         at, sums = filled.block.at, filled.sums.tobytes()
-        block = Block(errand.number, number, segment.number, at, sums)
+        block = Block(transit.number, number, segment.number, at, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: ArenaSegment) -> None:
@@ -162,38 +200,36 @@ class Link:
             self._segments.remove(segment.number)
             self._channel.post(Dropped(segment.number))
 
-    async def hand_over(self, errand: Errand) -> None:
+    async def seal(self, transit: SaveInTransit) -> None:
         """Says that all blocks were announced, and returns when the worker will get to know it."""
-        async with self._shaping:  # the shape that was sent last is that of the save sent next
-            frames = await threads.run_sync(self._last_words, errand)
-            for frame in frames:
-                self._channel.post(frame)
+        async with self._sealing:  # the structure sent last is that of the save sealed next
+            frame = await threads.run_sync(self._sealed, transit)
+            self._channel.post(frame)
         await self._channel.flush()
 
-    def _last_words(self, errand: Errand) -> list[bytes]:
-        save = errand.save
-        contents = save.contents()
-        handed = Handed(
-            errand.number, contents.values, contents.started, contents.writer,
-            contents.metadata, contents.metrics, contents.final,
-            save.clock.to_data(), save.replanned, save.captured_seconds,
-            save.staged_seconds or save.elapsed,
-        )  # fmt: skip
-        frames = [encode(handed)]
+    def _sealed(self, transit: SaveInTransit) -> bytes:
+        save = transit.save
+        structure, *others = attrgetter(*(each.name for each in fields(ManifestFields)))(
+            save.contents()
+        )
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
-        if contents.structure is not self._structure:
-            frames.insert(0, encode(NewShape(contents.structure)))
-            self._structure = contents.structure
-        return frames
+        new = None if structure is self._structure else structure
+        self._structure = structure
+        return encode(
+            Sealed(
+                transit.number, new, tuple(others), save.clock.to_data(), save.replanned,
+                save.captured_seconds, save.staged_seconds or save.elapsed,
+            )
+        )  # fmt: skip
 
-    def give_up(self, errand: Errand) -> None:
+    def give_up(self, transit: SaveInTransit) -> None:
         """Says that a save is not wanted any more; its end is told as ever."""
-        self._channel.post(GiveUp(errand.number))
+        self._channel.post(GiveUp(transit.number))
 
     # What the worker says
 
     async def run(self) -> None:
-        """Listens until the worker has ended; no errand is left open then.
+        """Listens until the worker has ended; no save is left open then.
 
         Cancelled, it leaves the worker to itself, which finishes what is staged and ends.
         """
@@ -215,7 +251,7 @@ class Link:
                 self._end_all(WorkerDied("The worker process was left to itself"))
             else:
                 with anyio.CancelScope(shield=True):
-                    await self._bury()
+                    await self._clean_up()
             self.over.set()
 
     async def _listen(self) -> None:
@@ -241,36 +277,29 @@ class Link:
     def _hear(self, message: Message) -> None:
         self._heard = True
         match message:
-            case Free():
-                self._free(message)
-            case Told():
+            case BlockReleased():
+                if (transit := self._saves.get(message.save)) is not None:
+                    filled = transit.announced.pop(message.number)
+                    transit.released.append((filled, filled.block.uses))
+                    filled.release()
+            case EventMessage():
                 self._depot.events.emit(message.event)
-            case Settled():
-                self._settle(message)
+            case Committed():
+                save = self._saves[message.save].save
+                save.durable_seconds = message.seconds
+                save.clock.absorb(message.clock)
+                save.unsettled = message.info if message.unsettled else None
+                save.settle(message.info)
             case Ended():
-                errand = self._errands.pop(message.save)
-                errand.save.clock.absorb(message.clock)
+                transit = self._saves.pop(message.save)
+                transit.save.clock.absorb(message.clock)
                 if not message.unsettled:
-                    errand.save.unsettled = None
-                errand.end(message.error)
+                    transit.save.unsettled = None
+                transit.end(message.error)
             case Logged():
                 logger.log(message.level, "The worker says: %s", message.text)
-            case Unable():
+            case StartFailed():
                 self._failure = message.error
-
-    def _free(self, free: Free) -> None:
-        errand = self._errands.get(free.save)
-        if errand is not None:
-            filled = errand.blocks.pop(free.number)
-            errand.freed.append((filled, filled.block.uses))
-            filled.release()
-
-    def _settle(self, settled: Settled) -> None:
-        save = self._errands[settled.save].save
-        save.durable_seconds = settled.seconds
-        save.clock.absorb(settled.clock)
-        save.unsettled = settled.info if settled.unsettled else None
-        save.settle(settled.info)
 
     # How its end is noticed
 
@@ -304,7 +333,7 @@ class Link:
         self._abandoned = True
         self._listening.cancel()
 
-    async def _bury(self) -> None:
+    async def _clean_up(self) -> None:
         """Sees to it that the process is gone, and fails what it left undone."""
         gone = self.process.end.done() or (not self._abandoned and await self._reaped())
         if not gone:
@@ -314,12 +343,12 @@ class Link:
                 self.process.id,
                 self.process.id,
             )
-        if self._closing and not self._errands and self._failure is None:
+        if self._closing and not self._saves and self._failure is None:
             if gone:
                 await threads.run_sync(self.process.forget_log)
             return
-        error = await self._obituary()
-        if not self._errands:
+        error = await self._death_error()
+        if not self._saves:
             logger.warning("%s", error)
         self._end_all(error)
 
@@ -331,11 +360,11 @@ class Link:
         return await threads.run_sync(process.ended, REAP_SECONDS)
 
     def _end_all(self, error: Exception) -> None:
-        for errand in self._errands.values():
-            errand.end(copy(error))  # each gets the step of its own save
-        self._errands.clear()
+        for transit in self._saves.values():
+            transit.end(copy(error))  # each gets the step of its own save
+        self._saves.clear()
 
-    async def _obituary(self) -> Exception:
+    async def _death_error(self) -> Exception:
         """The error for callers that still waited for the worker."""
         failure = self._failure
         if isinstance(failure, CkpipeError) and not isinstance(failure, WorkerDied):
@@ -356,9 +385,9 @@ class Link:
         if self.idle:
             self.kill()  # it has nothing to lose
         else:
-            self._channel.post(Finish())
+            self._channel.post(Finish(give_up=False))
         if not await self._over_within(seconds):
-            self._channel.post(Stop())
+            self._channel.post(Finish(give_up=True))
             if not await self._over_within(seconds):
                 self.kill()
         await self.over.wait()

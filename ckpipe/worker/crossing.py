@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpipe._worker import MARK
-from ckpipe._worker.protocol import Hello, is_plain, plain
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
-from ckpipe.save.context import StoreContext
 from ckpipe.store.registry import is_registered_here, scheme_of
 from ckpipe.worker.process import LOOKS
+from ckpipe.worker.protocol import MARK, Init, can_cross
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -86,7 +83,7 @@ def obstacle(settings: Settings) -> str | None:
             f"the backend for {scheme_of(url)!r} was registered in this process only, "
             "and not by an entry point of an installed package"
         )
-    if not is_plain(plain(settings.backends.get(scheme_of(url), {}))):
+    if not can_cross(settings.backends.get(scheme_of(url), {})):
         return f"an option of the backend for {scheme_of(url)!r} is an object of this process"
     try:
         if rule is not None:
@@ -96,50 +93,32 @@ def obstacle(settings: Settings) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The environment that the root and the backend's options may depend on.
+def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) -> Init:
+    """All that the workers of a pipeline have to know, as of now; blocking.
 
-    It is that of the opening for every worker of a pipeline: one that is started later would put
-    what it saves elsewhere, if the program has gone to another directory meanwhile.
-
-    Args:
-        path: The import path.
-        directory: The working directory.
-        environment: The environment.
+    The root and the backend's options may depend on the directory and the environment. A worker
+    that is started later gets those of the opening too, else it would put what it saves elsewhere
+    if the program has gone to another directory meanwhile.
     """
-
-    path: list[str]
-    directory: str
-    environment: dict[str, str]
-
-
-def surroundings() -> Surroundings:
-    """Those of this process at this moment; blocking."""
-    return Surroundings(_path(), _directory(), dict(os.environ))
-
-
-def make_hello(settings: Settings, depot: StoreContext, around: Surroundings) -> Hello:
-    """All that a worker has to know."""
-    url, upload = settings.url or "", settings.upload
-    return Hello(
+    url, upload, retention = settings.url or "", settings.upload, settings.retention
+    return Init(
         trainer=os.getpid(),
-        path=around.path,
-        directory=around.directory,
-        environment=around.environment,
+        path=_path(),
+        directory=_directory(),
+        environment=dict(os.environ),
         url=url,
-        options=plain(settings.backends.get(scheme_of(url), {})),
-        rank=depot.rank,
-        world_size=depot.world_size,
-        block_bytes=depot.block_bytes,
-        lanes=depot.lanes,
+        options=settings.backends.get(scheme_of(url), {}),
+        rank=rank,
+        world_size=world_size,
+        block_bytes=block_bytes,
+        lanes=upload.lanes,
         retry=(
             upload.retries, upload.backoff_seconds, upload.backoff_max_seconds,
             upload.attempt_timeout_seconds, upload.deadline_seconds,
         ),
-        sweep_after=depot.sweep_after.total_seconds(),
-        rule=None if depot.rule is None else depot.rule.to_data(),
-        keep_reports=depot.keep_reports,
+        sweep_after=retention.sweep_after.total_seconds(),
+        rule=None if retention.rule is None else retention.rule.to_data(),
+        keep_reports=settings.keep_reports,
         survive=settings.worker.survive,
         heartbeat=settings.worker.hang_seconds / LOOKS,
         niceness=settings.worker.niceness,

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
 
-from ckpipe._worker import IGNORED, MARK, TELL_STACKS
-from ckpipe._worker.channel import close_socket, socket_pair
+from ckpipe.worker.channel import close_socket, socket_pair
+from ckpipe.worker.protocol import IGNORED, MARK, TELL_STACKS
 
 LOOKS = 30
 """How many looks in a row have to find the same before a process is taken to hang."""
@@ -178,7 +178,7 @@ class WorkerProcess:
     def _start(self, theirs: socket) -> subprocess.Popen[bytes]:
         with open(self.log, "wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "ckpipe._worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "ckpipe.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
 
 import anyio
 import anyio.lowlevel
@@ -31,17 +30,17 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
-from ckpipe._worker.protocol import Hello
 from ckpipe.errors import WorkerDied
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
 from ckpipe.save.context import StoreContext
 from ckpipe.save.record import FilledBlock
 from ckpipe.save.run import deliver_here
-from ckpipe.save.save import Save, StagedBlock
+from ckpipe.save.save import Save
 from ckpipe.settings import Worker
-from ckpipe.worker.connection import Errand, Link
+from ckpipe.worker.connection import SaveInTransit, WorkerConnection
 from ckpipe.worker.process import WorkerProcess
+from ckpipe.worker.protocol import Init
 
 logger = logging.getLogger("ckpipe")
 
@@ -53,65 +52,19 @@ WORKERS = 2
 """How many workers may die with a save in hand before a thread delivers it."""
 
 
-class _Voyage:
-    """A save while it is copied and brought to the store: its blocks, in order of arrival."""
-
-    def __init__(self) -> None:
-        self.blocks: list[StagedBlock] = []
-        self._ended = False
-        self._changed = anyio.Event()
-
-    async def collect(self, save: Save, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
-        """Take the blocks as they are filled."""
-        async for filled in inbox:
-            assert isinstance(filled, StagedBlock)
-            self.blocks.append(filled)
-            self._change()
-        self._ended = save.copied.is_set()
-        self._change()
-
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def each(self) -> AsyncIterator[StagedBlock]:
-        """Iterate over all blocks from the first, and return once the save is copied as well."""
-        number = 0
-        while True:
-            changed = self._changed
-            while number < len(self.blocks):
-                yield self.blocks[number]
-                number += 1
-            if self._ended:
-                return
-            await changed.wait()
-
-    def take_again(self, save: Save, errand: Errand) -> bool:
-        """Take the blocks that a dead worker was through with; False if one holds other bytes."""
-        taken: dict[StagedBlock, StagedBlock] = {}
-        for filled, uses in errand.freed:
-            if (again := save.use_again(filled, uses, first=True)) is None:
-                for each in taken.values():
-                    each.release()
-                return False
-            taken[filled] = again
-        self.blocks = [taken.get(filled, filled) for filled in self.blocks]
-        return True
-
-
 class WorkerUploader:
     """Starts worker processes, one at a time, and hands saves to them.
 
     Args:
         settings: How they are started and ended.
-        hello: Makes what a worker is told first; called before each start.
+        init: What each is told first.
         depot: Where events go.
     """
 
-    def __init__(self, settings: Worker, hello: Callable[[], Hello], depot: StoreContext) -> None:
-        self._settings, self._hello, self._depot = settings, hello, depot
+    def __init__(self, settings: Worker, init: Init, depot: StoreContext) -> None:
+        self._settings, self._init, self._depot = settings, init, depot
         self._tasks: TaskGroup | None = None
-        self._link: Link | None = None
+        self._link: WorkerConnection | None = None
         self._starting = anyio.Lock()
         self._closed = False
 
@@ -135,33 +88,30 @@ class WorkerUploader:
         except WorkerDied as error:  # the save that needs it says so
             logger.warning("%s", error)
 
-    async def _connected(self) -> Link:
+    async def _connected(self) -> WorkerConnection:
         async with self._starting:
             if self._link is not None and self._link.ending:
                 await self._link.over.wait()
                 self._link = None
             if self._link is None:
-                self._link = await self._new_link()
+                self._link = await self._connect()
             return self._link
 
-    async def _new_link(self) -> Link:
+    async def _connect(self) -> WorkerConnection:
         assert self._tasks is not None
         if self._closed:
             raise WorkerDied("The pipeline is closing, and its worker process is gone")
         try:
             with anyio.CancelScope(shield=True):  # a process that was started must not be lost
-                hello, process = await threads.run_sync(self._spawn)
+                process = await threads.run_sync(WorkerProcess, self._settings.log_dir)
         except (OSError, RuntimeError) as error:
             raise WorkerDied(
                 f"No worker process could be started: {error}",
                 hint="Set worker='thread' to do without one",
             ) from error
-        link = Link(process, hello, self._depot, self._settings.hang_seconds)
+        link = WorkerConnection(process, self._init, self._depot, self._settings.hang_seconds)
         self._tasks.start_soon(link.run, name=f"worker {process.id}")
         return link
-
-    def _spawn(self) -> tuple[Hello, WorkerProcess]:
-        return self._hello(), WorkerProcess(self._settings.log_dir)
 
     def drop(self, segment: Segment) -> None:
         """Tells the worker that staging memory was given back."""
@@ -178,75 +128,72 @@ class WorkerUploader:
                 again.
             CkpipeError: What went wrong in the worker.
         """
-        voyage = _Voyage()
+        transit = SaveInTransit(save)
         async with blocks, anyio.create_task_group() as tasks:
-            tasks.start_soon(voyage.collect, save, blocks)
-            await self._bring(save, depot, voyage)
+            tasks.start_soon(transit.collect, blocks)
+            await self._bring(transit, depot)
             tasks.cancel_scope.cancel()
 
-    async def _bring(self, save: Save, depot: StoreContext, voyage: _Voyage) -> None:
+    async def _bring(self, transit: SaveInTransit, depot: StoreContext) -> None:
         """Deliver a save by a worker, by the next one if that dies, and then by a thread."""
+        save, crashed = transit.save, False
         for _ in range(WORKERS):
             try:
-                link = await self._embark(save)
+                await self._connected()  # it starts while it is found out what is to be stored
+                await save.ready.wait()
+                worker = await self._connected()
             except WorkerDied as error:
                 death = error
                 continue
-            errand = link.begin(save)
-            await self._by_worker(save, voyage, link, errand)
-            if not isinstance(errand.error, WorkerDied):
-                if errand.error is not None:
-                    raise errand.error
+            await self._by_worker(transit, worker)
+            if not isinstance(transit.error, WorkerDied):
+                if transit.error is not None:
+                    raise transit.error
                 return
-            death = errand.error
+            death, crashed = transit.error, worker.process.crashed
             if save.committed.done():
                 # The next save applies the retention rules, and whichever rank commits or looks
                 # next completes a checkpoint of many ranks.
                 logger.warning("%s was committed before its worker died: %s", save.name, death)
                 return
-            await (
-                anyio.lowlevel.checkpoint()
-            )  # a pipeline that is torn down leaves it to the worker
+            # A pipeline that is torn down leaves the save to the worker.
+            await anyio.lowlevel.checkpoint()
             save.again = True
-            if self._closed or not voyage.take_again(save, errand):
+            if self._closed or not transit.take_again():
                 raise death
             logger.warning("%s is delivered again: %s", save.name, death)
-        if self._closed or (save.again and link.process.crashed):
+        if self._closed or crashed:
             raise death
         logger.warning("%s is delivered by a thread of this process: %s", save.name, death)
-        await _by_thread(save, depot, voyage)
+        await _by_thread(transit, depot)
 
-    async def _embark(self, save: Save) -> Link:
-        """The worker that a save goes by, once it is known what is to be stored."""
-        await self._connected()  # it starts while that is found out
-        await save.ready.wait()
-        return await self._connected()
-
-    async def _by_worker(self, save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
+    async def _by_worker(self, transit: SaveInTransit, worker: WorkerConnection) -> None:
         """Tell a worker all of a save, and wait for its end there, good or bad."""
+        worker.begin(transit)
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_tell, save, voyage, link, errand)
+                tasks.start_soon(_tell, transit, worker)
                 # Else a loop of Python hears late that all is durable.
                 with short_switch_interval(self._depot.switch_interval):
-                    await errand.ended.wait()
+                    await transit.ended.wait()
                 tasks.cancel_scope.cancel()
         finally:
-            await self._end(save, link, errand)
+            await self._end(transit, worker)
 
-    async def _end(self, save: Save, link: Link, errand: Errand) -> None:
+    async def _end(self, transit: SaveInTransit, worker: WorkerConnection) -> None:
         """Makes sure that the worker does not look at the blocks of a save any more."""
-        if errand.ended.is_set():
+        save = transit.save
+        if transit.ended.is_set():
             return
         if save.handed_over.is_set() and self._settings.survive and not save.cancel_requested:
             return  # the pipeline is torn down, which does not concern what is staged
-        link.give_up(errand)
+        worker.give_up(transit)
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(GIVE_UP_SECONDS):
-                await errand.ended.wait()
-            if not errand.ended.is_set():
-                link.kill()
-                await errand.ended.wait()
+                await transit.ended.wait()
+            if not transit.ended.is_set():
+                worker.kill()
+                await transit.ended.wait()
 
     async def close(self) -> None:
         """Ends the worker; saves that it has not finished by then are lost."""
@@ -257,23 +204,23 @@ class WorkerUploader:
             await link.close(self._settings.stop_seconds)
 
 
-async def _tell(save: Save, voyage: _Voyage, link: Link, errand: Errand) -> None:
+async def _tell(transit: SaveInTransit, worker: WorkerConnection) -> None:
     """Announce each block to a worker, and then what the manifest says."""
-    async for filled in voyage.each():
-        link.announce(errand, filled)
-    await link.hand_over(errand)
-    save.handed_over.set()
+    async for filled in transit.each():
+        worker.announce(transit, filled)
+    await worker.seal(transit)
+    transit.save.handed_over.set()
 
 
-async def _by_thread(save: Save, depot: StoreContext, voyage: _Voyage) -> None:
+async def _by_thread(transit: SaveInTransit, depot: StoreContext) -> None:
     """Deliver a save in this process, as if it had no worker."""
     blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
 
     async def feed() -> None:
         async with blocks_out:
-            async for filled in voyage.each():
+            async for filled in transit.each():
                 blocks_out.send_nowait(filled)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(feed)
-        await deliver_here(save, depot, blocks)
+        await deliver_here(transit.save, depot, blocks)

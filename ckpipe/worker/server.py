@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import faulthandler
 import logging
 import math
 import os
+import signal
+import socket
 import sys
 import time
 from concurrent.futures import Future
@@ -27,28 +31,6 @@ import anyio.to_thread
 from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 
-from ckpipe._worker.channel import Channel
-from ckpipe._worker.protocol import (
-    Alive,
-    Begin,
-    Block,
-    Dropped,
-    Ended,
-    Finish,
-    Free,
-    GiveUp,
-    Handed,
-    Hello,
-    Logged,
-    Message,
-    NewCargo,
-    NewShape,
-    Segment,
-    Settled,
-    Stop,
-    Told,
-    Unable,
-)
 from ckpipe.backend import Backend
 from ckpipe.catalog.leases import Lease
 from ckpipe.errors import SaveCancelled, first_error
@@ -65,6 +47,27 @@ from ckpipe.save.record import FilledBlock, ManifestFields, SaveRecord
 from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
 from ckpipe.types import CheckpointInfo
+from ckpipe.worker.channel import Channel
+from ckpipe.worker.protocol import (
+    IGNORED,
+    TELL_STACKS,
+    Alive,
+    Begin,
+    Block,
+    BlockReleased,
+    Committed,
+    Dropped,
+    Ended,
+    EventMessage,
+    Finish,
+    GiveUp,
+    Init,
+    Logged,
+    Message,
+    Sealed,
+    Segment,
+    StartFailed,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,34 +80,11 @@ NOTICE_SECONDS = 0.05
 of the trainer, which takes the interpreter from the one that trains."""
 
 
-class SharedMemory:
-    """The segments of the trainer's staging memory, as this process maps them."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, memoryview] = {}
-
-    def map(self, segment: Segment, descriptor: int) -> None:
-        """Maps a segment, and closes its descriptor."""
-        try:
-            view = map_to_read(descriptor, segment.nbytes, segment.offset)
-        finally:
-            os.close(descriptor)
-        self._segments[segment.number] = view
-
-    def drop(self, number: int) -> None:
-        """Forgets a segment; it is unmapped when the last view of it is gone."""
-        self._segments.pop(number, None)
-
-    def view(self, segment: int, at: int, nbytes: int) -> memoryview:
-        """Bytes of a segment."""
-        return self._segments[segment][at : at + nbytes]
-
-
 class SharedBlock(FilledBlock):
     """A block that lies in shared memory.
 
     Args:
-        job: The save.
+        save: The save.
         number: Its number among the blocks of the save.
         plan: Where it belongs.
         data: Its bytes.
@@ -112,62 +92,63 @@ class SharedBlock(FilledBlock):
     """
 
     def __init__(
-        self, job: Job, number: int, plan: BlockRange, data: memoryview, sums: NDArray[np.int64]
+        self,
+        save: RemoteSave,
+        number: int,
+        plan: BlockRange,
+        data: memoryview,
+        sums: NDArray[np.int64],
     ) -> None:
         super().__init__(plan, data, sums)
-        self._job, self.number = job, number
+        self._save, self.number = save, number
 
     def release(self) -> None:
         """See :class:`~ckpipe.save.record.FilledBlock`."""
-        self._job.free(self)
+        self._save.free(self)
 
 
-class Job:
+class RemoteSave(SaveRecord):
     """A save on its way through the worker.
 
     Args:
         begin: What the trainer said of it.
-        cargo: What it stores.
+        files: What it stores.
         rank: The rank.
         channel: Where the trainer is told how it goes.
     """
 
-    def __init__(self, begin: Begin, cargo: DataFiles, rank: int, channel: Channel) -> None:
-        self.save = SaveRecord(begin.id, rank, begin.began, begin.token)
-        self.save.again, self.save.files = begin.again, cargo
-        self.save.committed.add_done_callback(self._settle)
-        self.number, self._cargo, self._channel = begin.save, cargo, channel
+    def __init__(self, begin: Begin, files: DataFiles, rank: int, channel: Channel) -> None:
+        super().__init__(begin.id, rank, begin.began, begin.token)
+        self.again, self.files = begin.again, files
+        self.committed.add_done_callback(self._tell_committed)
+        self._number, self._blocks_of_files, self._channel = begin.save, files.blocks, channel
         self._waits = begin.waits
         self._filled, self._blocks = create_memory_object_stream[FilledBlock](math.inf)
         self._scope = anyio.CancelScope()
         self.settled = anyio.Event()
 
     @property
-    def handed(self) -> bool:
+    def sealed(self) -> bool:
         """Tell whether the trainer has announced all of it."""
-        return self.save.fields is not None
+        return self.fields is not None
 
-    def take(self, block: Block, memory: SharedMemory) -> None:
+    def take(self, block: Block, segment: memoryview) -> None:
         """Passes a block on to the stages."""
         import numpy as np
 
-        plan = self._cargo.blocks[block.number]
-        view = memory.view(block.segment, block.at, plan.nbytes)
+        plan = self._blocks_of_files[block.number]
+        view = segment[block.at : block.at + plan.nbytes]
         sums = np.frombuffer(block.sums, np.int64).copy()
         with contextlib.suppress(anyio.BrokenResourceError):  # the save has failed
             self._filled.send_nowait(SharedBlock(self, block.number, plan, view, sums))
 
-    def seal(self, handed: Handed, structure: Structure) -> None:
+    def seal(self, sealed: Sealed, structure: Structure) -> None:
         """Takes what the manifest says; no blocks come after it."""
-        save = self.save
-        save.clock.absorb(handed.clock)
-        save.replanned = handed.planned
-        save.captured_seconds, save.staged_seconds = handed.captured_seconds, handed.staged_seconds
-        save.fields = ManifestFields(
-            structure, handed.values, handed.started, handed.writer, handed.metadata,
-            handed.metrics, handed.final,
-        )  # fmt: skip
-        save.copied.set()
+        self.clock.absorb(sealed.clock)
+        self.replanned = sealed.planned
+        self.captured_seconds, self.staged_seconds = sealed.captured_seconds, sealed.staged_seconds
+        self.fields = ManifestFields(structure, *sealed.fields)
+        self.copied.set()
         self._filled.close()
 
     def give_up(self) -> None:
@@ -176,20 +157,19 @@ class Job:
 
     def free(self, filled: SharedBlock) -> None:
         """Tells the trainer that a block is in use no more."""
-        free = Free(self.number, filled.number)
-        if self._waits and not self.handed:
-            self._channel.post(free)
+        released = BlockReleased(self._number, filled.number)
+        if self._waits and not self.sealed:
+            self._channel.post(released)
         else:
-            self._channel.post_soon(free, NOTICE_SECONDS)
+            self._channel.post_soon(released, NOTICE_SECONDS)
 
-    def _settle(self, committed: Future[CheckpointInfo]) -> None:
-        save = self.save
+    def _tell_committed(self, committed: Future[CheckpointInfo]) -> None:
         self.settled.set()
-        assert save.durable_seconds is not None
-        logger.info("%s is committed by rank %d", save.name, save.rank)
-        unsettled, clock = save.unsettled is not None, save.clock.to_data()
+        assert self.durable_seconds is not None
+        logger.info("%s is committed by rank %d", self.name, self.rank)
+        unsettled, clock = self.unsettled is not None, self.clock.to_data()
         self._channel.post(
-            Settled(self.number, committed.result(), save.durable_seconds, unsettled, clock)
+            Committed(self._number, committed.result(), self.durable_seconds, unsettled, clock)
         )
 
     async def run(self, depot: StoreContext) -> None:
@@ -201,18 +181,14 @@ class Job:
         error: Exception | None = SaveCancelled("The save was given up")
         try:
             with self._scope:
-                await deliver(self.save, depot, self._blocks)
+                await deliver(self, depot, self._blocks)
                 error = None
         except Exception as group:
             error = first_error(group)
             # For the log of the worker only: the trainer raises it.
-            logger.info("%s: %s: %s", self.save.name, type(error).__name__, error)
-        unsettled = self.save.unsettled is not None
-        self._channel.post(Ended(self.number, error, unsettled, self.save.clock.to_data()))
-
-
-MOST_CARGOES = 4
-"""How many of the trainer's plans are remembered; the trainer forgets the same ones."""
+            logger.info("%s: %s: %s", self.name, type(error).__name__, error)
+        unsettled = self.unsettled is not None
+        self._channel.post(Ended(self._number, error, unsettled, self.clock.to_data()))
 
 
 class Service:
@@ -220,18 +196,17 @@ class Service:
 
     Args:
         channel: The way to the trainer.
-        hello: What the trainer has said first.
+        init: What the trainer has said first.
     """
 
-    def __init__(self, channel: Channel, hello: Hello) -> None:
-        self._channel, self._hello = channel, hello
-        self._memory = SharedMemory()
-        self._cargoes: dict[int, DataFiles] = {}
+    def __init__(self, channel: Channel, init: Init) -> None:
+        self._channel, self._init = channel, init
+        self._segments: dict[int, memoryview] = {}
+        self._files: DataFiles | None = None
         self._structure: Structure | None = None
-        self._jobs: dict[int, Job] = {}
+        self._saves: dict[int, RemoteSave] = {}
         self._listening = anyio.CancelScope()
-        self._stopped = False
-        self._end: Finish | Stop | None = None
+        self._end: Finish | None = None
 
     async def run(self) -> bool:
         """Serves until the trainer has had enough or is gone; False if it cannot."""
@@ -246,118 +221,120 @@ class Service:
                 beside.start_soon(self._step_back, name="priority of the session")
                 # Else the first save has the loop wait for imports.
                 beside.start_soon(anyio.to_thread.run_sync, prepare, name="imports")
-                async with anyio.create_task_group() as jobs:
-                    await self._listen(jobs)
+                async with anyio.create_task_group() as saves:
+                    await self._listen(saves)
                     await self._wind_up(beside)
                 beside.cancel_scope.cancel()
         return True
 
     async def _open(self) -> Backend | None:
-        hello = self._hello
+        init = self._init
         try:
-            return await anyio.to_thread.run_sync(create_backend, hello.url, hello.options)
+            return await anyio.to_thread.run_sync(create_backend, init.url, init.options)
         except Exception as error:
             # For the log of the worker only: the trainer raises it.
             logger.info("The store cannot be used", exc_info=True)
-            self._channel.post(Unable(error))
+            self._channel.post(StartFailed(error))
             await self._channel.flush()
             return None
 
     def _make_depot(self, backend: Backend) -> StoreContext:
-        hello = self._hello
-        policy = RetryPolicy(*hello.retry, on_retry=RetryLog())
+        init = self._init
+        policy = RetryPolicy(*init.retry, on_retry=RetryLog())
         events = EventBus()
         events.add(self._tell)
         return StoreContext(
             backend=backend,
             patient=RetryingBackend(backend, policy),
             events=events,
-            rank=hello.rank,
-            world_size=hello.world_size,
-            block_bytes=hello.block_bytes,
-            lanes=hello.lanes,
+            rank=init.rank,
+            world_size=init.world_size,
+            block_bytes=init.block_bytes,
+            lanes=init.lanes,
             retry=policy,
-            sweep_after=timedelta(seconds=hello.sweep_after),
-            rule=None if hello.rule is None else from_data(hello.rule),
-            keep_reports=hello.keep_reports,
+            sweep_after=timedelta(seconds=init.sweep_after),
+            rule=None if init.rule is None else from_data(init.rule),
+            keep_reports=init.keep_reports,
         )
 
     # What the trainer says
 
-    async def _listen(self, jobs: TaskGroup) -> None:
+    async def _listen(self, tasks: TaskGroup) -> None:
         with self._listening, contextlib.suppress(anyio.EndOfStream):
             while self._end is None:
-                self._hear(await self._channel.receive(), jobs)
+                self._hear(await self._channel.receive(), tasks)
         with contextlib.suppress(anyio.EndOfStream):  # what a trainer said that is gone
             while self._end is None and (message := self._channel.receive_nowait()) is not None:
-                self._hear(message, jobs)
+                self._hear(message, tasks)
 
-    def _hear(self, message: Message, jobs: TaskGroup) -> None:
+    def _hear(self, message: Message, tasks: TaskGroup) -> None:
         match message:
             case Segment():
-                self._memory.map(message, self._channel.take_descriptor())
-            case Dropped():
-                self._memory.drop(message.number)
-            case NewCargo():
-                self._cargoes[message.number] = message.cargo
-                while len(self._cargoes) > MOST_CARGOES:
-                    del self._cargoes[min(self._cargoes)]
-            case NewShape():
-                self._structure = message.structure
+                descriptor = self._channel.take_descriptor()
+                try:
+                    view = map_to_read(descriptor, message.nbytes, message.offset)
+                finally:
+                    os.close(descriptor)
+                self._segments[message.number] = view
+            case Dropped():  # it is unmapped when the last view of it is gone
+                self._segments.pop(message.number, None)
             case Begin():
-                self._begin(message, jobs)
+                self._begin(message, tasks)
             case Block():
-                if (job := self._jobs.get(message.save)) is not None:
-                    job.take(message, self._memory)
-            case Handed():
-                job, structure = self._jobs.get(message.save), self._structure
-                if job is not None and structure is not None:
-                    job.seal(message, structure)
+                if (save := self._saves.get(message.save)) is not None:
+                    save.take(message, self._segments[message.segment])
+            case Sealed():
+                self._structure = message.structure or self._structure
+                assert self._structure is not None
+                if (save := self._saves.get(message.save)) is not None:
+                    save.seal(message, self._structure)
             case GiveUp():
-                if (job := self._jobs.get(message.save)) is not None:
-                    job.give_up()
-            case Finish() | Stop():
+                if (save := self._saves.get(message.save)) is not None:
+                    save.give_up()
+            case Finish():
                 self._end = message
 
-    def _begin(self, begin: Begin, jobs: TaskGroup) -> None:
+    def _begin(self, begin: Begin, tasks: TaskGroup) -> None:
         self._depot.resumed_from = begin.resumed_from
-        job = Job(begin, self._cargoes[begin.cargo], self._hello.rank, self._channel)
-        self._jobs[begin.save] = job
-        jobs.start_soon(self._run, job, name=f"save {job.save.name}")
+        self._files = begin.files or self._files
+        assert self._files is not None
+        save = RemoteSave(begin, self._files, self._init.rank, self._channel)
+        self._saves[begin.save] = save
+        tasks.start_soon(self._run, begin.save, save, name=f"save {save.name}")
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, number: int, save: RemoteSave) -> None:
         try:
-            await job.run(self._depot)
+            await save.run(self._depot)
         finally:
-            del self._jobs[job.number]
+            del self._saves[number]
 
-    # Beside the jobs
+    # Beside the saves
 
     async def _beat(self) -> None:
         while True:
-            await anyio.sleep(self._hello.heartbeat)
+            await anyio.sleep(self._init.heartbeat)
             if self._channel.idle and not self._channel.has_spoken():
                 self._channel.post(Alive())
 
     async def _step_back(self) -> None:
-        if niceness := self._hello.niceness:
+        if niceness := self._init.niceness:
             await anyio.to_thread.run_sync(step_back_together, niceness, abandon_on_cancel=True)
 
     def _tell(self, event: Event) -> None:
         """Tells the trainer of an event; of progress, which is frequent, with some delay."""
         if isinstance(event, BlockUploaded):
-            self._channel.post_soon(Told(event), NOTICE_SECONDS)
+            self._channel.post_soon(EventMessage(event), NOTICE_SECONDS)
         else:
-            self._channel.post(Told(event))
+            self._channel.post(EventMessage(event))
 
     async def _watch(self) -> None:
         """Notice the trainer's death, also while another process holds its socket open."""
         try:
-            watched = os.pidfd_open(self._hello.trainer)
+            watched = os.pidfd_open(self._init.trainer)
         except OSError:  # it is gone, and its socket tells
             return
         try:
-            if os.getppid() == self._hello.trainer:  # else the number is somebody else's by now
+            if os.getppid() == self._init.trainer:  # else the number is somebody else's by now
                 await anyio.wait_readable(watched)
             self._listening.cancel()
         finally:
@@ -366,26 +343,26 @@ class Service:
     # The end
 
     async def _wind_up(self, beside: TaskGroup) -> None:
-        """Ends the jobs as the end of the trainer's words asks; the caller waits for them."""
+        """Ends the saves as the end of the trainer's words asks; the caller waits for them."""
         if self._end is None:
-            logger.warning("The trainer (process %d) is gone", self._hello.trainer)
-        keep = isinstance(self._end, Finish) or (self._end is None and self._hello.survive)
-        for job in list(self._jobs.values()):
-            if not keep or not job.handed:
-                job.give_up()
-            elif self._end is None and not job.settled.is_set():
-                logger.warning("%s was staged and is brought to its end", job.save.name)
-                for subject in (job.save.name, launch_id(job.save.id.attempt)):
-                    beside.start_soon(self._hold, job, subject, name=f"lease on {subject}")
+            logger.warning("The trainer (process %d) is gone", self._init.trainer)
+        keep = self._init.survive if self._end is None else not self._end.give_up
+        for save in list(self._saves.values()):
+            if not keep or not save.sealed:
+                save.give_up()
+            elif self._end is None and not save.settled.is_set():
+                logger.warning("%s was staged and is brought to its end", save.name)
+                for subject in (save.name, launch_id(save.id.attempt)):
+                    beside.start_soon(self._hold, save, subject, name=f"lease on {subject}")
 
-    async def _hold(self, job: Job, subject: str) -> None:
+    async def _hold(self, save: RemoteSave, subject: str) -> None:
         """Holds a lease until a save is committed: others wait for it, and no sweep removes it."""
         lease = Lease(self._depot.patient, subject)
         try:
             await lease.renew()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(lease.keep)
-                await job.settled.wait()
+                await save.settled.wait()
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
@@ -406,13 +383,13 @@ class _Forwarding(logging.Handler):
                 self._loop.call_soon_threadsafe(self._channel.post, message)
 
 
-def adopt(hello: Hello) -> None:
+def adopt(init: Init) -> None:
     """Takes the trainer's import path, directory and environment over; blocking."""
-    sys.path[:] = hello.path
+    sys.path[:] = init.path
     os.environ.clear()
-    os.environ.update(hello.environment)
+    os.environ.update(init.environment)
     with contextlib.suppress(OSError):  # the directory is gone
-        os.chdir(hello.directory)
+        os.chdir(init.directory)
 
 
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -433,15 +410,15 @@ async def serve(channel: Channel) -> int:
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(channel.serve, name="channel")
-            hello = await channel.receive()
-            if not isinstance(hello, Hello):
-                raise ValueError(f"A trainer begins with {type(hello).__name__}")
-            if hello.niceness:
-                step_back(hello.niceness)  # before there is another thread, for all inherit it
-            await anyio.to_thread.run_sync(adopt, hello)
+            init = await channel.receive()
+            if not isinstance(init, Init):
+                raise ValueError(f"A trainer begins with {type(init).__name__}")
+            if init.niceness:
+                step_back(init.niceness)  # before there is another thread, for all inherit it
+            await anyio.to_thread.run_sync(adopt, init)
             logger.addHandler(_Forwarding(channel, asyncio.get_running_loop()))
-            logger.info("This worker (process %d) serves process %d", os.getpid(), hello.trainer)
-            code = 0 if await Service(channel, hello).run() else 1
+            logger.info("This worker (process %d) serves process %d", os.getpid(), init.trainer)
+            code = 0 if await Service(channel, init).run() else 1
             await channel.flush()
             tasks.cancel_scope.cancel()
     except* anyio.EndOfStream:
@@ -449,7 +426,7 @@ async def serve(channel: Channel) -> int:
     except* Exception as group:
         error = first_error(group)
         logger.error("The worker fails", exc_info=error)
-        channel.post(Unable(error))
+        channel.post(StartFailed(error))
         code = 1
     return code
 
@@ -486,3 +463,36 @@ def step_back_together(niceness: int) -> bool:
         else:
             return True
     return False
+
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def go_on_when_the_trainer_dies() -> None:
+    """Has a worker that somebody has stopped continue once its trainer is dead: prctl(2).
+
+    Nobody else would let it go on, and what is staged would neither be stored nor given up. The
+    kernel does the same for process groups that lose their parent within a session.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+async def _serve(descriptor: int) -> int:
+    return await serve(Channel(socket.socket(fileno=descriptor)))
+
+
+def main() -> int:
+    """Serves on the socket whose descriptor is the only argument; returns the exit code."""
+    for each in IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which kept them away until now
+    go_on_when_the_trainer_dies()
+    faulthandler.enable()
+    faulthandler.register(TELL_STACKS)
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(log)
+    logging.getLogger("ckpipe").setLevel(logging.INFO)
+    code = anyio.run(_serve, int(sys.argv[1]))
+    logging.getLogger("ckpipe").info("The worker ends with %d", code)
+    return code

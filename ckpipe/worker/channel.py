@@ -10,8 +10,8 @@ from collections import deque
 
 import anyio
 
-from ckpipe._worker.protocol import Message, decode, encode
 from ckpipe.memory.mapping import forget, keep_private
+from ckpipe.worker.protocol import Message, decode, encode
 
 _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 32
