@@ -18,7 +18,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -136,71 +136,21 @@ def _joined(ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return joined
 
 
-class OwnedFacts:
-    """All that :class:`OwnedMemory` reads of tensors, so that it need not be read again.
+def owned_facts(tensors: Iterable[torch.Tensor]) -> list[list[Any]] | None:
+    """All that :class:`OwnedMemory` reads of tensors: while it is the same, so are owned leaves.
 
-    Most of what optimizers own stands in the state itself, and then the walk has read it already.
-
-    Args:
-        tensors: The owned tensors.
-        objects: The tensors and arrays of the state, as the walk has met them.
-
-    Raises:
-        RuntimeError: If there are no such facts, such as strides, of one of them.
+    Returns:
+        One list for each fact; None if there are no such facts, such as strides, of one of them.
     """
-
-    def __init__(self, tensors: list[torch.Tensor], objects: list[Any]) -> None:
-        numbers = {id(each): number for number, each in enumerate(objects)}
-        found = [numbers.get(id(each)) for each in tensors]
-        self._count = len(tensors)
-        self._walked = [n for n, number in enumerate(found) if number is not None]
-        self._numbers = [number for number in found if number is not None]
-        self._others = [n for n, number in enumerate(found) if number is None]
-        others = _locals([tensors[n] for n in self._others])
-        self._parts = len(others)
-        self._addresses = list(map(torch.Tensor.data_ptr, others))
-        self._facts = _columns(others)
-
-    def hold(self, tensors: list[torch.Tensor], objects: list[Any]) -> bool:
-        """Tell whether the same leaves are owned as before.
-
-        Args:
-            tensors: What is owned now.
-            objects: What the walk has met now, and of which it has found the same as before.
-        """
-        if len(tensors) != self._count:
-            return False
-        walked = [tensors[n] for n in self._walked]
-        if not all(map(is_, walked, [objects[n] for n in self._numbers])):
-            return False
-        others = _locals([tensors[n] for n in self._others])
-        try:
-            if len(others) != self._parts:
-                return False
-            if list(map(torch.Tensor.data_ptr, others)) != self._addresses:
-                return False
-            return _columns(others) == self._facts
-        except RuntimeError:
-            return False
-
-
-def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    odd = set(map(type, tensors)).difference(PLAIN_TYPES)
-    if not odd:
-        return tensors
-    if odd == {dtensor_type()}:
-        parts = [each._local_tensor if type(each) in odd else each for each in tensors]  # type: ignore[attr-defined]
-        if set(map(type, parts)).issubset(PLAIN_TYPES):
-            return parts
-    found = [_local(each) if type(each) in odd else each for each in tensors]
-    return [part for part in found if part is not None]
-
-
-def _columns(tensors: list[torch.Tensor]) -> list[list[Any]]:
-    return [list(map(fact, tensors)) for fact in _MEMORY_FACTS]
+    parts = [part for part in map(_local, tensors) if part is not None]
+    try:
+        return [list(map(fact, parts)) for fact in _MEMORY_FACTS]
+    except RuntimeError:
+        return None
 
 
 _MEMORY_FACTS: tuple[Callable[[Any], Any], ...] = (
+    torch.Tensor.data_ptr,
     torch.Tensor.stride,
     attrgetter("shape"),
     attrgetter("dtype"),

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
 from ckpipe.format.data_file import BlockRange, DataFiles, EntryRange
 from ckpipe.lock.late_copies import (
     ByteSample,
-    OwnedFacts,
+    owned_facts,
     owned_leaves,
     owned_tensors,
     worth_watching,
@@ -357,7 +358,7 @@ class EarlyLateSplit:
 
     leaves: list[TensorLeaf]
     program: CopyProgram
-    facts: OwnedFacts | None = None
+    facts: list[list[Any]] | None = None
     owned: list[int] = field(default_factory=list)
     halves: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
     samples: list[ByteSample] = field(default_factory=list)
@@ -375,8 +376,7 @@ class EarlyLateSplit:
             return False
         if not self.worth:
             return True
-        facts = self.facts
-        return facts is not None and facts.hold(owned_tensors(owners), captured.objects)
+        return self.facts is not None and owned_facts(owned_tensors(owners)) == self.facts
 
 
 def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> EarlyLateSplit:
@@ -392,9 +392,7 @@ def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]
     if not worth_watching([captured.tensors[number] for number in owned]):
         return EarlyLateSplit(captured.tensors, program, worth=False)
     halves = [plan.split(owned) for plan in program.blocks]
-    try:
-        facts = OwnedFacts(tensors, captured.objects)
-    except RuntimeError:  # such as that there are no strides
-        facts = None
     samples = [ByteSample(captured.tensors, later.tensors) for _, later in halves]
-    return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)
+    return EarlyLateSplit(
+        captured.tensors, program, owned_facts(tensors), sorted(owned), halves, samples
+    )
