@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 import ckpipe
-from ckpipe.worker.protocol import IGNORED
+
+GROUP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+"""What a whole group of processes may get, and a worker ignores."""
 
 SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}}
 
@@ -53,7 +55,7 @@ def train(case: dict[str, Any]) -> None:
     pipeline.__enter__()
     pipeline.save(state_of(1), step=1).wait()
     process = worker_of(pipeline)
-    for each in [signal.SIGSTOP, *IGNORED] if case["stopped"] else []:
+    for each in [signal.SIGSTOP, *GROUP] if case["stopped"] else []:
         os.kill(process, each)
     pipeline.save(state_of(2), step=2)
     Path(case["told"]).write_text(str(process))
