@@ -9,16 +9,17 @@ from typing import Any
 import aiohttp
 import botocore.exceptions as client_errors
 import pytest
+from awscrt.checksums import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe import errors
+from ckpipe_gcs.access import ENDPOINT, Tokens, find_endpoint
 from ckpipe_gcs.access import Access as GcsAccess
-from ckpipe_gcs.access import Tokens
 from ckpipe_gcs.bucket import Address as GcsAddress
 from ckpipe_gcs.bucket import GcsBucket
 from ckpipe_gcs.bucket import MemoryBody as GcsBody
-from ckpipe_gcs.upload import received
+from ckpipe_gcs.upload import Part, joined, received
 from ckpipe_http.buckets import Bucket
 from ckpipe_http.failures import MAX_RETRY_AFTER_SECONDS, Refused, retry_after
 from ckpipe_http.requests import checksum_text, read_checksum
@@ -220,3 +221,26 @@ async def test_an_ended_body_for_gcs_never_touches_its_memory_again() -> None:
     await body.write(sink)
     assert sink.pieces == []
     data.clear()  # impossible while a view of it is held
+
+
+# Google Cloud Storage
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=70))
+def test_pieces_joined_have_the_checksum_of_the_whole(contents: list[bytes]) -> None:
+    whole = b"".join(contents)
+    pieces = [Part("name", "1", len(content), crc32c(content)) for content in contents]
+    assert joined(pieces) == (len(whole), crc32c(whole))
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "endpoint", "emulated"),
+    [
+        (None, "", ENDPOINT, False),
+        (None, "localhost:9023", "http://localhost:9023", True),
+        (None, "https://here:1/", "https://here:1", True),
+        ("http://there", "localhost:9023", "http://there", False),
+    ],
+)
+def test_endpoints(option: str | None, variable: str, endpoint: str, emulated: bool) -> None:
+    assert find_endpoint(option, {"STORAGE_EMULATOR_HOST": variable}) == (endpoint, emulated)
