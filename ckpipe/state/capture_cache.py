@@ -158,10 +158,11 @@ class _Containers:
     def __init__(self, opened: OpenedState) -> None:
         each = opened.containers
         self._types = list(map(type, opened.met))
-        self._kinds = [(one.kind, one.first, one.attached, bool(one.is_replicated)) for one in each]
-        self._inner = [index for one in each for index in (len(one.inner), *one.inner)]
-        # As text, in which 1 and True differ.
-        self._heads = repr([one.head for one in each])
+        self._facts = [
+            (one.kind, one.first, one.attached, one.is_replicated is None, tuple(one.inner),
+             None if one.head is None else repr(one.head))  # as text, in which 1 and True differ
+            for one in each
+        ]  # fmt: skip
         keys = chain.from_iterable(one.keys or () for one in each)
         self._keys = list(keys)
         self.key_types = list(map(type, self._keys))
@@ -170,9 +171,7 @@ class _Containers:
         return (
             isinstance(other, _Containers)
             and self._types == other._types
-            and self._kinds == other._kinds
-            and self._inner == other._inner
-            and self._heads == other._heads
+            and self._facts == other._facts
             # Keys of other classes may be equal, or have an equality of their own.
             and self.key_types == other.key_types
             and self._keys == other._keys
