@@ -46,9 +46,8 @@ from store_contenders import CONTENDERS, Contender
 from store_sockets import Lanes
 
 import ckpipe
+from ckpipe_s3.backend import MemoryBody, open_client
 from ckpipe_s3.bucket import Access, Address
-from ckpipe_s3.client import open_client
-from ckpipe_s3.upload import MemoryBody
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import s3_servers

@@ -27,8 +27,8 @@ from stores import LANES, OBJECT, PART, READ_LANES, Costs, Plan, cost, in_lanes,
 
 import ckpipe
 from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
+from ckpipe_gcs.backend import MAX_SOURCES
 from ckpipe_gcs.bucket import Address, GcsBucket, MemoryBody, json_body, related
-from ckpipe_gcs.upload import MAX_SOURCES
 
 # isort: split
 # Importing `stores` has made the servers of the tests importable.

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from ckpipe import errors
 from ckpipe_gcs.access import ENDPOINT, Tokens, find_endpoint
 from ckpipe_gcs.access import Access as GcsAccess
+from ckpipe_gcs.backend import Part, joined, received
 from ckpipe_gcs.bucket import Address as GcsAddress
 from ckpipe_gcs.bucket import GcsBucket
 from ckpipe_gcs.bucket import MemoryBody as GcsBody
-from ckpipe_gcs.upload import Part, joined, received
 from ckpipe_http.buckets import Bucket
 from ckpipe_http.failures import MAX_RETRY_AFTER_SECONDS, Refused, retry_after
 from ckpipe_http.requests import checksum_text, read_checksum
+from ckpipe_s3.backend import MemoryBody as S3Body
 from ckpipe_s3.bucket import Access as S3Access
 from ckpipe_s3.bucket import Address as S3Address
 from ckpipe_s3.bucket import S3Bucket
-from ckpipe_s3.upload import MemoryBody as S3Body
 
 # Errors
 

@@ -42,7 +42,7 @@ def die():
 """
 
 AT_A_WRITE = """
-from ckpipe_local.writes import LocalUpload as upload
+from ckpipe_local.backend import LocalUpload as upload
 write_all = upload.write_all
 async def write_some_and_die(self, blocks):
     await write_all(self, blocks[:1])

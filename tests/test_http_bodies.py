@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_s3_backend import self_signed
 
-from ckpipe_http.bodies import _Inflow, fill
+from ckpipe_http.requests import _Inflow, fill
 
 MIB = 1 << 20
 BODY = bytes(range(256)) * (3 * MIB // 256)
@@ -87,7 +87,7 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(len(self._rest))
             await super().run()
 
-    monkeypatch.setattr("ckpipe_http.bodies._Inflow", Counted)
+    monkeypatch.setattr("ckpipe_http.requests._Inflow", Counted)
     return sizes
 
 
@@ -194,7 +194,7 @@ async def test_a_connection_that_goes_silent(monkeypatch: pytest.MonkeyPatch) ->
             super().buffer_updated(nbytes)
             heard.set()
 
-    monkeypatch.setattr("ckpipe_http.bodies._Inflow", Impatient)
+    monkeypatch.setattr("ckpipe_http.requests._Inflow", Impatient)
 
     async def silent(writer: Writer) -> None:
         await whole(BODY[:MIB], length=len(BODY))(writer)
@@ -224,7 +224,7 @@ async def test_memory_is_let_go_when_a_read_is_cancelled(
             super().buffer_updated(nbytes)
             begun.set()
 
-    monkeypatch.setattr("ckpipe_http.bodies._Inflow", Telling)
+    monkeypatch.setattr("ckpipe_http.requests._Inflow", Telling)
 
     async def slow(writer: Writer) -> None:
         await whole(BODY[: 2 * MIB], length=len(BODY))(writer)

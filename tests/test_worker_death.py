@@ -23,7 +23,7 @@ from test_worker_surroundings import PROCESS, customize
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
-from ckpipe.worker import connection
+from ckpipe.worker import uploader
 from ckpipe.worker.process import WorkerProcess
 
 OFTEN_LOOKED_AT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 9}} | SETTINGS
@@ -129,7 +129,7 @@ def kept_from_ending(process: int) -> Iterator[None]:
 @pytest.fixture
 def soon_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not end is left to the system soon; any process may trace it."""
-    monkeypatch.setattr(connection, "REAP_SECONDS", 0.1)
+    monkeypatch.setattr(uploader, "REAP_SECONDS", 0.1)
     anybody = "import ctypes\nctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))\n"
     customize(tmp_path, monkeypatch, anybody)
 

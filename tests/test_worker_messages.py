@@ -29,8 +29,8 @@ from ckpipe.worker.protocol import (
     EventMessage,
     GiveUp,
     Message,
+    NewSegment,
     Sealed,
-    Segment,
     decode,
     encode,
 )
@@ -93,7 +93,7 @@ def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = encode(Segment(1, 2))
+    frame = encode(NewSegment(1, 2))
     monkeypatch.setattr("ckpipe.worker.protocol.VERSION", 2)
     with pytest.raises(ValueError, match="different versions"):
         decode(frame[8:])
@@ -135,13 +135,13 @@ async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(left.serve)
         left.post(shape)
-        left.post(Segment(1, 5), read)
-        left.post(Segment(2, 6))
+        left.post(NewSegment(1, 5), read)
+        left.post(NewSegment(2, 6))
         assert not left.idle
         assert await right.receive() == shape
-        assert await right.receive() == Segment(1, 5)
+        assert await right.receive() == NewSegment(1, 5)
         mine = right.take_descriptor()
-        assert await right.receive() == Segment(2, 6)
+        assert await right.receive() == NewSegment(2, 6)
         await left.flush()
         tasks.cancel_scope.cancel()
     os.write(write, b"hello")
@@ -151,7 +151,7 @@ async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     left.close()
     with pytest.raises(anyio.EndOfStream):
         await right.receive()
-    right.post(Segment(3, 7))  # nobody gets it, and nothing happens
+    right.post(NewSegment(3, 7))  # nobody gets it, and nothing happens
     await right.flush()
     right.close()
     gc.collect()

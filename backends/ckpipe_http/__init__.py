@@ -2,5 +2,5 @@
 
 :mod:`ckpipe_http.buckets` has addresses, requests, the probe for conditional writes and uploads in
 blocks. :mod:`ckpipe_http.failures` translates errors by a table for each store.
-:mod:`ckpipe_http.requests` has options and checksums, :mod:`ckpipe_http.bodies` reads answers.
+:mod:`ckpipe_http.requests` has options and checksums, :mod:`ckpipe_http.requests` reads answers.
 """

@@ -34,9 +34,8 @@ from ckpipe.errors import (
     TruncatedObject,
     UsageError,
 )
-from ckpipe_http.bodies import fill
 from ckpipe_http.failures import Refused, Table, broken, refused
-from ckpipe_http.requests import checksum_of
+from ckpipe_http.requests import checksum_of, fill
 
 logger = logging.getLogger("ckpipe")
 

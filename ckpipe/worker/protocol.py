@@ -95,7 +95,7 @@ class Init:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class NewSegment:
     """A piece of shared memory; its descriptor comes with it, and maps from an offset on."""
 
     number: int
@@ -267,7 +267,7 @@ class Ended:
 
 
 Message = (
-    Init | Segment | Dropped | Begin | Block | Sealed | GiveUp | Finish
+    Init | NewSegment | Dropped | Begin | Block | Sealed | GiveUp | Finish
     | Alive | StartFailed | BlockReleased | EventMessage | Logged | Committed | Ended
 )  # fmt: skip
 

@@ -64,8 +64,8 @@ from ckpipe.worker.protocol import (
     Init,
     Logged,
     Message,
+    NewSegment,
     Sealed,
-    Segment,
     StartFailed,
 )
 
@@ -269,7 +269,7 @@ class Service:
 
     def _hear(self, message: Message, tasks: TaskGroup) -> None:
         match message:
-            case Segment():
+            case NewSegment():
                 descriptor = self._channel.take_descriptor()
                 try:
                     view = map_to_read(descriptor, message.nbytes, message.offset)

@@ -20,8 +20,14 @@ hangs is killed first, since it might wake up and store what lies in its blocks 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
+from collections.abc import AsyncIterator
+from copy import copy
+from dataclasses import fields
+from operator import attrgetter
 
 import anyio
 import anyio.lowlevel
@@ -30,19 +36,400 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
-from ckpipe.errors import WorkerDied
+from ckpipe.errors import CkpipeError, WorkerDied
+from ckpipe.format.data_file import DataFiles
+from ckpipe.format.manifest import Structure
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
 from ckpipe.save.context import StoreContext
-from ckpipe.save.record import FilledBlock
+from ckpipe.save.record import FilledBlock, ManifestFields
 from ckpipe.save.run import deliver_here
-from ckpipe.save.save import Save
+from ckpipe.save.save import Save, StagedBlock
 from ckpipe.settings import Worker
-from ckpipe.worker.connection import SaveInTransit, WorkerConnection
-from ckpipe.worker.process import WorkerProcess
-from ckpipe.worker.protocol import Init
+from ckpipe.worker.channel import Channel
+from ckpipe.worker.process import LOOKS, HangJudge, WorkerProcess
+from ckpipe.worker.protocol import (
+    Begin,
+    Block,
+    BlockReleased,
+    Committed,
+    Dropped,
+    Ended,
+    EventMessage,
+    Finish,
+    GiveUp,
+    Init,
+    Logged,
+    Message,
+    NewSegment,
+    Sealed,
+    StartFailed,
+    encode,
+)
 
 logger = logging.getLogger("ckpipe")
+
+ANNOUNCE_SECONDS = 0.002
+"""How long a block that is filled waits for others to be announced with: much less than it takes
+the store to have written those before it."""
+
+STACKS_SECONDS = 0.5
+"""How long a worker that hangs has to write to its log where its threads are."""
+
+REAP_SECONDS = 5.0
+"""How long the end of a process that was killed is waited for."""
+
+
+class SaveInTransit:
+    """A save in the trainer while a worker, or one after the other, brings it to the store.
+
+    Args:
+        save: The save.
+    """
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self.blocks: list[StagedBlock] = []
+        """Its blocks, in order of arrival."""
+        self.numbers: dict[tuple[int, int], int] = {}
+        """The number of each block among those of its files, by file and offset."""
+        self._all_here = False
+        self._changed = anyio.Event()
+        self.begin_anew(0)
+
+    def begin_anew(self, number: int) -> None:
+        """Begins with another worker, in which the save has this number."""
+        self.number = number
+        self.announced: dict[int, StagedBlock] = {}
+        """The blocks that the worker has, by their number among those of the save's files."""
+        self.released: list[tuple[StagedBlock, int]] = []
+        """The blocks that the worker was through with, and how often each was handed out then."""
+        self.error: Exception | None = None
+        self.ended = anyio.Event()
+
+    def end(self, error: Exception | None) -> None:
+        """Lets those go on who wait for its end."""
+        self.error = error
+        self.ended.set()
+
+    async def collect(self, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
+        """Take the blocks as they are filled."""
+        async for filled in inbox:
+            assert isinstance(filled, StagedBlock)
+            self.blocks.append(filled)
+            self._change()
+        self._all_here = self.save.copied.is_set()
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def each(self) -> AsyncIterator[StagedBlock]:
+        """Iterate over all blocks from the first, and return once the save is copied as well."""
+        number = 0
+        while True:
+            changed = self._changed
+            while number < len(self.blocks):
+                yield self.blocks[number]
+                number += 1
+            if self._all_here:
+                return
+            await changed.wait()
+
+    def take_again(self) -> bool:
+        """Take the blocks that a dead worker was through with; False if one holds other bytes."""
+        taken: dict[StagedBlock, StagedBlock] = {}
+        for filled, uses in self.released:
+            if (again := self.save.use_again(filled, uses, first=True)) is None:
+                for each in taken.values():
+                    each.release()
+                return False
+            taken[filled] = again
+        self.blocks = [taken.get(filled, filled) for filled in self.blocks]
+        return True
+
+
+class WorkerConnection:
+    """One worker process, from its start to its end. All of it is used on the pipeline's loop.
+
+    Args:
+        process: The process, just started.
+        init: What it is told first.
+        depot: Where its events go.
+        hang_seconds: How long it hangs until it is killed.
+    """
+
+    def __init__(
+        self, process: WorkerProcess, init: Init, depot: StoreContext, hang_seconds: float
+    ) -> None:
+        self.process, self._depot = process, depot
+        self._hang_seconds = hang_seconds
+        self._channel = Channel(process.socket)
+        self._saves: dict[int, SaveInTransit] = {}
+        self._begun = 0
+        self._segments: set[int] = set()
+        self._files: DataFiles | None = None
+        self._structure: Structure | None = None
+        self._sealing = anyio.Lock()
+        self._closing = self._heard = self._abandoned = False
+        self._failure: Exception | None = None
+        self._killed, self._listening = anyio.Event(), anyio.CancelScope()
+        self.ending = False
+        self.over = anyio.Event()
+        self._channel.post(init)
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether no save is under way."""
+        return not self._saves
+
+    # What the worker is told
+
+    def begin(self, transit: SaveInTransit) -> None:
+        """Announces a save, of which it is known what it stores."""
+        save = transit.save
+        assert save.files is not None
+        # Saves of one plan have the same object.
+        files = None if save.files is self._files else save.files
+        self._files = save.files
+        self._begun += 1
+        transit.begin_anew(self._begun)
+        transit.numbers = {(each.file, each.offset): n for n, each in enumerate(save.files.blocks)}
+        self._saves[self._begun] = transit
+        waits = save.ration is None or save.ration.waits
+        self._channel.post(
+            Begin(
+                self._begun, save.id, save.began, save.token, save.again, files,
+                self._depot.resumed_from, waits,
+            )
+        )  # fmt: skip
+
+    def announce(self, transit: SaveInTransit, filled: StagedBlock) -> None:
+        """Says that the stages may have a block."""
+        segment = filled.block.segment
+        if segment.number not in self._segments:
+            assert segment.descriptor is not None
+            self._segments.add(segment.number)
+            message = NewSegment(segment.number, len(segment.memory), segment.offset)
+            self._channel.post(message, segment.descriptor)
+        number = transit.numbers[filled.plan.file, filled.plan.offset]
+        transit.announced[number] = filled
+        at, sums = filled.block.at, filled.sums.tobytes()
+        block = Block(transit.number, number, segment.number, at, sums)
+        self._channel.post_soon(block, ANNOUNCE_SECONDS)
+
+    def drop(self, segment: Segment) -> None:
+        """Says that a piece of memory was given back."""
+        if segment.number in self._segments:
+            self._segments.remove(segment.number)
+            self._channel.post(Dropped(segment.number))
+
+    async def seal(self, transit: SaveInTransit) -> None:
+        """Says that all blocks were announced, and returns when the worker will get to know it."""
+        async with self._sealing:  # the structure sent last is that of the save sealed next
+            frame = await threads.run_sync(self._sealed, transit)
+            self._channel.post(frame)
+        await self._channel.flush()
+
+    def _sealed(self, transit: SaveInTransit) -> bytes:
+        save = transit.save
+        structure, *others = attrgetter(*(each.name for each in fields(ManifestFields)))(
+            save.contents()
+        )
+        # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
+        new = None if structure is self._structure else structure
+        self._structure = structure
+        return encode(
+            Sealed(
+                transit.number, new, tuple(others), save.clock.to_data(), save.replanned,
+                save.captured_seconds, save.staged_seconds or save.elapsed,
+            )
+        )  # fmt: skip
+
+    def give_up(self, transit: SaveInTransit) -> None:
+        """Says that a save is not wanted any more; its end is told as ever."""
+        self._channel.post(GiveUp(transit.number))
+
+    # What the worker says
+
+    async def run(self) -> None:
+        """Listens until the worker has ended; no save is left open then.
+
+        Cancelled, it leaves the worker to itself, which finishes what is staged and ends.
+        """
+        left = True
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._channel.serve, name="worker channel")
+                tasks.start_soon(self._watch, name="watch of the worker")
+                tasks.start_soon(self._let_go, name="end of the worker")
+                self._loop = asyncio.get_running_loop()
+                self.process.end.add_done_callback(self._stop_listening_soon)
+                await self._listen()
+                left = False
+                tasks.cancel_scope.cancel()
+        finally:
+            self.ending = True
+            self._channel.close()
+            if left:
+                self._end_all(WorkerDied("The worker process was left to itself"))
+            else:
+                with anyio.CancelScope(shield=True):
+                    await self._clean_up()
+            self.over.set()
+
+    async def _listen(self) -> None:
+        """Hears the worker to its end; kills one that says what cannot be understood."""
+        try:
+            with self._listening:
+                while True:
+                    self._hear(await self._channel.receive())
+            # It has ended. A child of it may hold its socket open, but says nothing.
+            while (message := self._channel.receive_nowait()) is not None:
+                self._hear(message)
+        except anyio.EndOfStream:
+            return
+        except Exception as error:  # as of another version of ckpipe, installed meanwhile
+            said = f"{type(error).__name__}: {error}"
+            self._failure = WorkerDied(f"it said what cannot be understood ({said}) and was killed")
+            self.process.kill()
+
+    def _stop_listening_soon(self, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the worker
+            self._loop.call_soon_threadsafe(self._listening.cancel)
+
+    def _hear(self, message: Message) -> None:
+        self._heard = True
+        match message:
+            case BlockReleased():
+                if (transit := self._saves.get(message.save)) is not None:
+                    filled = transit.announced.pop(message.number)
+                    transit.released.append((filled, filled.block.uses))
+                    filled.release()
+            case EventMessage():
+                self._depot.events.emit(message.event)
+            case Committed():
+                save = self._saves[message.save].save
+                save.durable_seconds = message.seconds
+                save.clock.absorb(message.clock)
+                save.unsettled = message.info if message.unsettled else None
+                save.settle(message.info)
+            case Ended():
+                transit = self._saves.pop(message.save)
+                transit.save.clock.absorb(message.clock)
+                if not message.unsettled:
+                    transit.save.unsettled = None
+                transit.end(message.error)
+            case Logged():
+                logger.log(message.level, "The worker says: %s", message.text)
+            case StartFailed():
+                self._failure = message.error
+
+    # How its end is noticed
+
+    async def _watch(self) -> None:
+        """Kill the worker if it hangs; one that has ended is noticed at once, and not here."""
+        judge, hangs = HangJudge(), False
+        while not hangs:
+            await anyio.sleep(self._hang_seconds / LOOKS)
+            now = await threads.run_sync(self.process.state)
+            if now is not None and now.killed:
+                self._killed.set()
+            hangs = judge.hangs(now, spoke=self._heard)
+            self._heard = False
+        self._failure = WorkerDied(
+            f"it hung: each of {LOOKS} times in {self._hang_seconds:g} s that the trainer looked, "
+            "it had said nothing, all its threads slept (S) and it had used no processor time "
+            "(worker.hang_seconds). It was killed"
+        )
+        self.process.tell_stacks()
+        await anyio.sleep(STACKS_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the worker. One that the system does not end is soon left to the system."""
+        self.process.kill()
+        self._killed.set()
+
+    async def _let_go(self) -> None:
+        await self._killed.wait()
+        await anyio.sleep(REAP_SECONDS)  # it ends at once, unless it waits for a device
+        self._abandoned = True
+        self._listening.cancel()
+
+    async def _clean_up(self) -> None:
+        """Sees to it that the process is gone, and fails what it left undone."""
+        gone = self.process.end.done() or (not self._abandoned and await self._reaped())
+        if not gone:
+            logger.error(
+                "The worker process %d was killed and does not end. It will once the device that "
+                "it waits for answers; look at the disk and at /proc/%d/stack",
+                self.process.id,
+                self.process.id,
+            )
+        if self._closing and not self._saves and self._failure is None:
+            if gone:
+                await threads.run_sync(self.process.forget_log)
+            return
+        error = await self._death_error()
+        if not self._saves:
+            logger.warning("%s", error)
+        self._end_all(error)
+
+    async def _reaped(self) -> bool:
+        process = self.process
+        if await threads.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0):
+            return True
+        process.kill()
+        return await threads.run_sync(process.ended, REAP_SECONDS)
+
+    def _end_all(self, error: Exception) -> None:
+        for transit in self._saves.values():
+            transit.end(copy(error))  # each gets the step of its own save
+        self._saves.clear()
+
+    async def _death_error(self) -> Exception:
+        """The error for callers that still waited for the worker."""
+        failure = self._failure
+        if isinstance(failure, CkpipeError) and not isinstance(failure, WorkerDied):
+            return failure
+        lines = await threads.run_sync(self.process.last_lines)
+        said = f"; its log ends with:\n{lines}" if lines else ", and logged nothing"
+        return WorkerDied(
+            f"The worker process {self.process.id} is dead: {_cause(failure)}, "
+            f"{self.process.describe_end()}{said}",
+            hint=f"Another is started. The whole log is {self.process.log}",
+        )
+
+    # How it is ended
+
+    async def close(self, seconds: float) -> None:
+        """Ends the worker: lets it finish for so long, then has it give up, then kills it."""
+        self._closing = True
+        if self.idle:
+            self.kill()  # it has nothing to lose
+        else:
+            self._channel.post(Finish(give_up=False))
+        if not await self._over_within(seconds):
+            self._channel.post(Finish(give_up=True))
+            if not await self._over_within(seconds):
+                self.kill()
+        await self.over.wait()
+
+    async def _over_within(self, seconds: float) -> bool:
+        with anyio.move_on_after(seconds):
+            await self.over.wait()
+        return self.over.is_set()
+
+
+def _cause(failure: Exception | None) -> str:
+    if failure is None:
+        return "it is gone"
+    if isinstance(failure, WorkerDied):
+        return failure.message
+    return f"it failed ({type(failure).__name__}: {failure})"
+
 
 GIVE_UP_SECONDS = 30.0
 """How long a worker has to give a save up, longer than any upload takes to be given up."""
