@@ -23,6 +23,9 @@ from sampling import EVERY, SEED
 from ckpipe import Pipeline, SyncPipeline  # noqa: F401
 from ckpipe_local import LocalBackend
 
+# Files that take its helpers may be collected before those that run the suite.
+pytest.register_assert_rewrite("ckpipe.testing.conformance")
+
 settings.register_profile("ckpipe", deadline=None, print_blob=True)
 settings.load_profile("ckpipe")
 
