@@ -41,7 +41,7 @@ from ckpipe.errors import SettingsError
 from ckpipe.retention import KeepLast, Rule, from_data
 from ckpipe.types import Planner
 
-PREFIX = "CKPIPE_"
+_PREFIX = "CKPIPE_"
 _NOT_SETTINGS = ("CKPIPE_TEST_", "CKPIPE_BENCH_", "CKPIPE_DEMO_", "CKPIPE_NATIVE")
 _SHORT = {"staging_bytes": ("staging", "bytes"), "keep_last": ("retention", "keep_last")}
 _UNITS = {"": 1, "b": 1}
@@ -72,7 +72,7 @@ _OF_PEERS = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_size(value: Any) -> Any:
+def _parse_size(value: Any) -> Any:
     """Read ``"256 MiB"`` as bytes; leave what is not text alone.
 
     Raises:
@@ -93,7 +93,7 @@ def parse_size(value: Any) -> Any:
     return size
 
 
-def grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with groups as dicts and shorthands moved into their groups.
 
     Raises:
@@ -130,18 +130,18 @@ def _as_group(name: str, value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """One nested dict of several; where they differ, the later wins."""
     result: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
             below = result.get(name)
             both = isinstance(below, Mapping) and isinstance(value, Mapping)
-            result[name] = merged(below, value) if both else value  # type: ignore[arg-type]
+            result[name] = _merged(below, value) if both else value  # type: ignore[arg-type]
     return result
 
 
-def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Read the environment into a nested dict with lower-case names.
 
     Raises:
@@ -150,7 +150,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     # A group's own variable sorts before those of its parts, which therefore win over it.
     for variable in sorted(environment):
-        if not variable.startswith(PREFIX) or variable.startswith(_NOT_SETTINGS):
+        if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
             continue
         if text := environment[variable]:
             _place(values, variable, text)
@@ -158,7 +158,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _place(values: dict[str, Any], variable: str, text: str) -> None:
-    *groups, last = variable.removeprefix(PREFIX).lower().split("__")
+    *groups, last = variable.removeprefix(_PREFIX).lower().split("__")
     target = values
     for group in groups:
         inside = target.setdefault(group, {})
@@ -181,7 +181,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def read_toml(path: str | os.PathLike[str], table: str | None = None) -> dict[str, Any]:
+def _read_toml(path: str | os.PathLike[str], table: str | None = None) -> dict[str, Any]:
     """The content of a TOML file, or of a table in it.
 
     Raises:
@@ -214,7 +214,7 @@ def _table(content: Any, table: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def explained(error: ValidationError, settings: type[BaseModel]) -> SettingsError:
+def _explained(error: ValidationError, settings: type[BaseModel]) -> SettingsError:
     """One readable error, with a line for each wrong setting: where it came from, what is valid."""
     texts: dict[str, list[str]] = {}
     hints: dict[str, str] = {}
@@ -264,7 +264,7 @@ def _got(value: Any) -> str:
 
 def _source(place: tuple[str, ...], value: Any) -> str:
     """Name the variable if the value came from one."""
-    variable = PREFIX + "__".join(place).upper()
+    variable = _PREFIX + "__".join(place).upper()
     text = os.environ.get(variable)
     same = text and value == _decoded(text, any_json=place[0] == "backends")
     return f" (from {variable})" if same else ""
@@ -288,7 +288,7 @@ def _suggestion(unknown: str, names: list[str], *, variable: bool) -> str:
     if nearest is None:
         return "help(ckpipe.Settings) names all of them"
     if variable:
-        return f"The nearest valid name is {PREFIX + nearest.replace('.', '__').upper()}"
+        return f"The nearest valid name is {_PREFIX + nearest.replace('.', '__').upper()}"
     return f"The nearest valid name is {nearest!r}"
 
 
@@ -309,7 +309,7 @@ def _nearest(unknown: str, names: list[str]) -> str | None:
     return best if near else None
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+Size = Annotated[int, BeforeValidator(_parse_size)]
 """A number of bytes; also text such as ``"256MiB"`` or ``"4 GB"``."""
 
 BlockSize = Annotated[Size, Field(ge=64 * 1024, multiple_of=4096)]
@@ -723,10 +723,10 @@ class Settings(BaseModel):
         if isinstance(given.get("url"), os.PathLike):
             given["url"] = os.fspath(given["url"])
         try:
-            super().__init__(**merged(grouped(read_environment(os.environ)), grouped(given)))
+            super().__init__(**_merged(_grouped(_read_environment(os.environ)), _grouped(given)))
         except ValidationError as error:
             # The explanation has all of it, without the values that may be secret.
-            raise explained(error, type(self)) from None
+            raise _explained(error, type(self)) from None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
@@ -762,8 +762,11 @@ class Settings(BaseModel):
             SettingsError: If the file cannot be read, is not TOML, has no such table, or holds
                 what is not valid.
         """
-        file, environment = grouped(read_toml(path, table)), grouped(read_environment(os.environ))
-        return cls(**merged(file, environment, grouped(overrides)))
+        file, environment = (
+            _grouped(_read_toml(path, table)),
+            _grouped(_read_environment(os.environ)),
+        )
+        return cls(**_merged(file, environment, _grouped(overrides)))
 
     def override(self, **fields: Unpack[SettingsFields]) -> Self:
         """New settings: these, with some of them changed.
@@ -776,4 +779,4 @@ class Settings(BaseModel):
         """
         # Not model_dump, which would need a plain form of every rule.
         present = {name: dict(v) if isinstance(v, BaseModel) else v for name, v in self}
-        return type(self)(**merged(present, grouped(fields)))
+        return type(self)(**_merged(present, _grouped(fields)))
