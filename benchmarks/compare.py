@@ -146,7 +146,7 @@ def _ending(code: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all that it started in its session."""
+    """Kill a process and all that it started in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -231,7 +231,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Measures, prints the tables, and writes JSON and plots."""
+    """Measure, print the tables, and write JSON and plots."""
     began = time.monotonic()
     signal.signal(signal.SIGTERM, _interrupted)
     folder = Path(tempfile.mkdtemp(prefix="ckpipe-bench-", dir=given.root or Path.cwd()))

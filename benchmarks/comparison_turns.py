@@ -57,7 +57,7 @@ LOOPS: dict[str, Callable[[], None]] = {"python": python_step, "matmul": matmul_
 
 
 def settle() -> None:
-    """Brings to an end what one contender has left to the system and would slow down the next."""
+    """Bring to an end what one contender has left to the system and would slow down the next."""
     gc.collect()
     os.sync()
 

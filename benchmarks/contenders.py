@@ -59,7 +59,7 @@ class Contender(ABC):
         return self.root / str(self.number)
 
     def save(self, state: dict[str, Any]) -> Wait:
-        """Saves, and returns as soon as the trainer may change the state again."""
+        """Save, and return as soon as the trainer may change the state again."""
         self.number += 1
         wait = self._save(plain(state))
 
@@ -299,7 +299,7 @@ def start_process_group(root: Path) -> None:
 
 
 def allow_many_files() -> str | None:
-    """Lets peers share as many tensors with a process as there are: each takes an open file.
+    """Let peers share as many tensors with a process as there are: each takes an open file.
 
     Returns:
         What to know of it: where the system does not allow so many, torch shares them by name.

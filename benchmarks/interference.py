@@ -82,7 +82,7 @@ class Ours(contenders.Ours):
 
 
 def python_step() -> int:
-    """Holds the interpreter's lock for some milliseconds."""
+    """Hold the interpreter's lock for some milliseconds."""
     total = 0
     for number in range(PYTHON_ROUNDS):
         total = (total * 31 + number) & 0xFFFF

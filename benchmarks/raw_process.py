@@ -94,7 +94,7 @@ def fewest_lanes(seconds: Mapping[int, float]) -> int:
 
 
 def main(path: Path, nbytes: int) -> None:
-    """Writes, and makes the file anew, whenever it is told to."""
+    """Write, and make the file anew, whenever it is told to."""
     step_back(NICENESS)
     step_back_together(NICENESS)
     memory = raw.touched(nbytes)

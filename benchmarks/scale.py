@@ -166,7 +166,7 @@ def document(results: Results) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints, and writes JSON and a plot."""
+    """Measure, print, and write JSON and a plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the two smallest worlds")
     parser.add_argument("--json", type=Path, default=None)

@@ -20,7 +20,7 @@ class Contender(Protocol):
     """Writes, reads and removes one object."""
 
     async def write(self) -> None:
-        """Sends the object."""
+        """Send the object."""
 
     async def read(self) -> None:
         """Read it into the memory that it was sent from."""

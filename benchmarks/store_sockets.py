@@ -58,7 +58,7 @@ class Connection:
         return found
 
     async def ask(self, head: bytes, body: memoryview, into: memoryview) -> Mapping[str, str]:
-        """Sends a request and receives the answer's body; returns its headers in lower case."""
+        """Send a request and receive the answer's body; return its headers in lower case."""
         await self._loop.sock_sendall(self._socket, head)
         if body:
             await self._loop.sock_sendall(self._socket, body)

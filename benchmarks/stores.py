@@ -111,7 +111,7 @@ class Plan:
 async def in_lanes(
     lanes: int, pieces: Iterable[int], work: Callable[[int], Awaitable[None]]
 ) -> None:
-    """Does a piece of work after the other in each of so many lanes."""
+    """Do a piece of work after the other in each of so many lanes."""
     waiting = iter(pieces)
 
     async def lane() -> None:
@@ -137,7 +137,7 @@ class Bare:
         self._where = {"Bucket": address.bucket, "Key": address.prefix + OBJECT}
 
     async def write(self) -> None:
-        """Sends the object in parts."""
+        """Send the object in parts."""
         begun = await self._client.create_multipart_upload(**self._where)
         upload = {**self._where, "UploadId": begun["UploadId"]}
         parts: dict[int, Any] = {}

@@ -57,7 +57,7 @@ class Bare:
             await answer.read()
 
     async def write(self) -> None:
-        """Sends the object in parts, composes them, and deletes the parts."""
+        """Send the object in parts, compose them, and delete the parts."""
         token, offsets = secrets.token_hex(4), range(0, len(self._data), PART)
         names = {offset: f"{self._name}.{token}.{offset}" for offset in offsets}
 

@@ -76,7 +76,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def judge(self, newest_first: Sequence[Candidate], now: datetime) -> dict[str, Verdict]:
-        """Judges every checkpoint.
+        """Judge every checkpoint.
 
         Args:
             newest_first: All complete checkpoints, the newest first.
@@ -367,7 +367,7 @@ class KeepBest(_Leaf):
         return set(self.winners(newest_first))
 
     def judge(self, newest_first: Sequence[Candidate], now: datetime) -> dict[str, Verdict]:
-        """Judges every checkpoint; all are kept if none has the metric."""
+        """Judge every checkpoint; all are kept if none has the metric."""
         if not self.missing_metrics(newest_first):
             return _Leaf.judge(self, newest_first, now)
         verdict = Verdict(True, f"no checkpoint has a number for {self.metric}")
@@ -453,7 +453,7 @@ def _check_whole(rule: str, name: str, value: object, *, least: int) -> None:
 
 
 def check_seconds(rule: str, value: object, *, least: float) -> None:
-    """Refuses what is no finite number of at least ``least`` seconds."""
+    """Refuse what is no finite number of at least ``least`` seconds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not least <= value < math.inf:  # type: ignore[operator]
         raise SettingsError(f"seconds of {rule} is a number of at least {least}, not {value!r}")
@@ -484,7 +484,7 @@ def decide(
     now: datetime,
     protected: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Decides which complete checkpoints stay.
+    """Decide which complete checkpoints stay.
 
     The newest is always kept, whatever the rule says, and so is everything protected.
 
@@ -525,7 +525,7 @@ def decide(
 
 
 def from_data(data: Any) -> Rule:
-    """Builds a rule from its plain form.
+    """Build a rule from its plain form.
 
     A dict has a ``keep`` (``last``, ``every``, ``best``, ``within``, ``any_of``, ``all_of``) and
     that rule's arguments, as in ``{"keep": "every", "steps": 1000}``; ``within`` takes

@@ -143,7 +143,7 @@ class Store(Root):
         )
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Checks that a state is saved as step 1, or nothing is, and nothing lies beside it."""
+        """Check that a state is saved as step 1, or nothing is, and nothing lies beside it."""
         assert self.leftovers() == []
         with self.pipeline(self.server.url) as opened:
             found = [info for info in opened.steps() if info.complete]

@@ -104,7 +104,7 @@ def manifest_of(
 def as_shard(
     bundle: ManifestDocument, label: str, dimension_size: int, first: int
 ) -> ManifestDocument:
-    """Makes a whole tensor of a manifest one block of rows of a larger one."""
+    """Make a whole tensor of a manifest one block of rows of a larger one."""
     (structure,), (layout,) = bundle.structures, bundle.layouts
     number = next(n for n, row in enumerate(structure.tensors) if row.label == label)
     local = structure.tensors[number].shape

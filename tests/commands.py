@@ -56,7 +56,7 @@ class Commands:
 
 
 def program(*arguments: object, **options: Any) -> Done:
-    """Calls the real program and waits for it."""
+    """Call the real program and wait for it."""
     done = subprocess.run(
         [*PROGRAM, *map(str, arguments)],
         capture_output=True,
@@ -119,12 +119,12 @@ def interrupted(
 
 
 def damage(root: Path, id: str, at: int = -3) -> None:
-    """Flips a bit of a data file."""
+    """Flip a bit of a data file."""
     flip(root / data_file_key(id), at)
 
 
 def save_steps(url: object, *steps: int, **settings: Any) -> list[str]:
-    """Saves small states as checkpoints of these steps; returns their ids."""
+    """Save small states as checkpoints of these steps; return their ids."""
     ids = []
     with ckpipe.SyncPipeline(str(url), **settings) as pipeline:
         for step in steps:

@@ -51,7 +51,7 @@ _NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of a class that names a ``sample`` of its tests only that, but in the long form."""
+    """Leave of a class that names a ``sample`` of its tests only that, but in the long form."""
     if EVERY:
         return
     left_out = [item for item in items if not _is_sampled(item)]
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what matrices of cells came to, and how to draw the same samples again."""
+    """Say what matrices of cells came to, and how to draw the same samples again."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, line in report.user_properties:
             if name == "matrix":
@@ -76,7 +76,7 @@ def _is_sampled(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def loops_never_blocked() -> Iterator[None]:
-    """Makes blocking calls of library code fail on any thread that runs an event loop.
+    """Make blocking calls of library code fail on any thread that runs an event loop.
 
     The tests themselves may block: they run beside the library, not in it.
     """
@@ -123,7 +123,7 @@ def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 
 @pytest.fixture(scope="session")
 def aligned_buffer() -> Callable[[int], memoryview]:
-    """Makes writable memory that begins at a page."""
+    """Make writable memory that begins at a page."""
 
     def make(size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
@@ -147,11 +147,11 @@ def store() -> Iterator[Stores]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    """Calls the command line in this process."""
+    """Call the command line in this process."""
     return Commands(capsys)
 
 
 @pytest.fixture
 def threads() -> DaemonThreads:
-    """Runs actors on threads, which a test that fails leaves behind."""
+    """Run actors on threads, which a test that fails leaves behind."""
     return DaemonThreads()

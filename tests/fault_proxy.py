@@ -180,7 +180,7 @@ class FaultProxy:
         return sum(fault is not None for _, fault in self.log)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection."""
+        """Serve one connection."""
         # A loop alone does not keep a task that waits for a connection which is being given up.
         task = asyncio.current_task()
         self._serving.add(task)
@@ -258,7 +258,7 @@ class FaultProxy:
         return reset(writer) if fault is Fault.RESET_BACK else None
 
     async def _leave_half(self, first: str, headers: dict[str, str], half: bytes) -> None:
-        """Gives the server half of a body, and waits until it has taken note of the end."""
+        """Give the server half of a body, and wait until it has taken note of the end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
         writer.write(upstream_head(first, headers) + half)
         await writer.drain()
@@ -291,7 +291,7 @@ def flipped(body: bytes) -> bytes:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Resets a connection, so that the other end sees an error and no end."""
+    """Reset a connection, so that the other end sees an error and no end."""
     raw = writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {"staging": {"block_bytes": 65536}, "meeting_timeout_
 
 
 def mortal(case: Case) -> None:
-    """Puts the store of a case behind ``URL``; it kills one rank at an operation, or slows one."""
+    """Put the store of a case behind ``URL``; it kills one rank at an operation, or slows one."""
     inner: Backend = LocalBackend(case["root"])
     url = case.get("bucket", "")
     if url.startswith("s3:"):
@@ -69,7 +69,7 @@ def mortal(case: Case) -> None:
 
 
 def tell(case: Case, **what: Any) -> None:
-    """Adds a line to what the world's log says of this rank."""
+    """Add a line to what the world's log says of this rank."""
     note(case["root"], json.dumps({"rank": dist.get_rank()} | what))
 
 
@@ -80,7 +80,7 @@ def collectives() -> list[int]:
 
 
 def meet(case: Case) -> None:
-    """Opens two pipelines, one after the other, and tells the names of their attempts."""
+    """Open two pipelines, one after the other, and tell the names of their attempts."""
     for _ in range(2):
         with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
             tell(case, attempt=pipeline._engine.site.attempt)
@@ -92,7 +92,7 @@ def private(rank: int, step: int) -> dict[str, Any]:
 
 
 def run(case: Case) -> None:
-    """Loads what is newest and goes on for some saves, in orders that differ between ranks."""
+    """Load what is newest and go on for some saves, in orders that differ between ranks."""
     if case.get("group_size"):
         for name in ("ckpipe.format.names", "ckpipe.catalog.complete"):
             vars(pkgutil.resolve_name(name))["GROUP_SIZE"] = case["group_size"]
@@ -130,7 +130,7 @@ def matrix(rows: int, step: int) -> DTensor:
 
 
 def divide(case: Case) -> None:
-    """Loads a matrix that is divided between the ranks, and saves others some times."""
+    """Load a matrix that is divided between the ranks, and save others some times."""
     mortal(case)
     settings = SETTINGS | {"keep_last": case.get("keep_last")}
     with ckpipe.SyncPipeline(URL, **settings) as pipeline:
@@ -147,7 +147,7 @@ def divide(case: Case) -> None:
 
 
 def plan_together(case: Case) -> None:
-    """Saves states that differ more or less between ranks, with one plan for all of them."""
+    """Save states that differ more or less between ranks, with one plan for all of them."""
     rank, root = dist.get_rank(), Path(case["root"])
     planner = joint_planner(case["store"], root, case["seconds"])
     before = collectives()
@@ -174,7 +174,7 @@ def plan_together(case: Case) -> None:
 
 
 def place(case: Case) -> None:
-    """Saves a state in some layouts and loads each into others."""
+    """Save a state in some layouts and load each into others."""
     before = collectives()
     with ckpipe.SyncPipeline(case["root"], plan=case["plan"], **SETTINGS) as pipeline:
         for saved, loaded in case["pairs"]:
@@ -196,7 +196,7 @@ def alone(case: Case) -> None:
 
 
 def barrier(case: Case) -> None:
-    """Shows that a collective would be noticed, of whatever kind and in whatever group."""
+    """Show that a collective would be noticed, of whatever kind and in whatever group."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
     part, inner = torch.ones(2), mesh.get_group("inner")
@@ -220,7 +220,7 @@ def barrier(case: Case) -> None:
 
 
 def preempted(case: Case) -> None:
-    """Takes steps together until one rank gets a signal; tells what was saved, and who handled."""
+    """Take steps together until one rank gets a signal; tell what was saved, and who handled."""
     rank, handled = dist.get_rank(), []
     watched = signal.SIGUSR1 if case["how"] == "SIGUSR1" else signal.SIGTERM
     signal.signal(watched, lambda number, frame: handled.append(number))
@@ -244,7 +244,7 @@ def preempted(case: Case) -> None:
 
 
 def retain(case: Case) -> None:
-    """Saves up to a step and keeps two; some ranks prune besides, after each of their saves."""
+    """Save up to a step and keep two; some ranks prune besides, after each of their saves."""
     mortal(case)
     rank, hurry = dist.get_rank(), case.get("slow") != dist.get_rank()
     with ckpipe.SyncPipeline(URL, keep_last=2, **SETTINGS) as pipeline:
@@ -261,7 +261,7 @@ def retain(case: Case) -> None:
 
 
 def train(case: Case) -> None:
-    """Trains, saves or loads, and goes on: the loss tells whether all of it came back."""
+    """Train, save or load, and go on: the loss tells whether all of it came back."""
     model = wrapped(case["kind"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     state = {"training": ckpipe.distributed.training_state(model, optimizer)}

@@ -88,7 +88,7 @@ class Api:
             return refused(refusal)
 
     def _check(self, request: web.Request) -> None:
-        """Refuses requests without a good token, or for which nobody pays."""
+        """Refuse requests without a good token, or for which nobody pays."""
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         # The name of a session is as good as a token, for that session.
         if self._authorize and token not in self._tokens and "upload_id" not in request.query:
@@ -158,7 +158,7 @@ class Api:
             self._store.keep_session(session, whole=whole)
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Ends a session."""
+        """End a session."""
         self._store.end(self._store.session(asked(request, "session").get("upload_id", "")))
         return web.Response(status=499)
 
@@ -235,7 +235,7 @@ class Api:
         return web.json_response({"kind": "storage#bucket", "name": name})
 
     async def grant(self, request: web.Request) -> web.Response:
-        """Gives a token to who has the refresh token (RFC 6749, section 6)."""
+        """Give a token to who has the refresh token (RFC 6749, section 6)."""
         form = await request.post()
         if form.get("refresh_token") != "good":
             return web.json_response({"error": "invalid_grant"}, status=400)
@@ -245,17 +245,17 @@ class Api:
         return web.json_response({"access_token": token, "expires_in": TOKEN_SECONDS})
 
     async def expire(self, request: web.Request) -> web.Response:
-        """Makes all tokens bad."""
+        """Make all tokens bad."""
         self._tokens.clear()
         return web.Response(status=204)
 
     async def add_bucket(self, request: web.Request) -> web.Response:
-        """Makes a bucket without a token."""
+        """Make a bucket without a token."""
         self._store.make_bucket(request.match_info["bucket"])
         return web.Response(status=204)
 
     async def end_sessions(self, request: web.Request) -> web.Response:
-        """Ends all sessions, as the store does after a week."""
+        """End all sessions, as the store does after a week."""
         for session in self._store.sessions.values():
             self._store.end(session)
         return web.Response(status=204)
@@ -339,7 +339,7 @@ def refused(refusal: Refusal) -> web.Response:
 
 
 def main() -> None:
-    """Serves until it is stopped."""
+    """Serve until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--folder", type=Path, help="where everything is kept; else in memory")

@@ -38,11 +38,11 @@ class GcsServer:
         return f"http://127.0.0.1:{self.port}"
 
     def make_bucket(self, name: str) -> None:
-        """Makes a bucket; blocks."""
+        """Make a bucket; blocks."""
         self.ask("POST", "/storage/v1/b?project=test", {"name": name})
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Sends a request, and returns the JSON of the answer; blocks."""
+        """Send a request, and return the JSON of the answer; blocks."""
         data = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
@@ -67,7 +67,7 @@ class GcsServer:
 
 
 def set_up_process() -> None:
-    """Hides the credentials of the user from this process and its children."""
+    """Hide the credentials of the user from this process and its children."""
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "STORAGE_EMULATOR_HOST"):
         os.environ.pop(name, None)
     if not metadata.entry_points(group="ckpipe.backends", name="gs"):

@@ -141,12 +141,12 @@ class Store:
             os.replace(new, path)
 
     def make_bucket(self, name: str) -> None:
-        """Makes a bucket; one that is there is left alone."""
+        """Make a bucket; one that is there is left alone."""
         self.buckets.add(name)
         self._keep(self._file("bucket", name), name)
 
     def check_bucket(self, bucket: str) -> None:
-        """Refuses what concerns a bucket that is not there."""
+        """Refuse what concerns a bucket that is not there."""
         if bucket not in self.buckets:
             raise Refusal(404, "notFound", "The specified bucket does not exist.")
 
@@ -170,7 +170,7 @@ class Store:
         query: Mapping[str, str],
         components: int | None = None,
     ) -> Stored:
-        """Makes an object, if what was told of it and the conditions hold."""
+        """Make an object, if what was told of it and the conditions hold."""
         self.check_bucket(bucket)
         name = check_name(told.get("name"))
         check_conditions(query, self.objects.get((bucket, name)))
@@ -189,7 +189,7 @@ class Store:
         return stored
 
     def delete(self, stored: Stored) -> None:
-        """Deletes an object."""
+        """Delete an object."""
         file = self._file("object", stored.bucket, stored.name)
         if file is not None:
             file.unlink()
@@ -202,7 +202,7 @@ class Store:
         told: Mapping[str, Any],
         query: Mapping[str, str],
     ) -> Stored:
-        """Makes an object of others."""
+        """Make an object of others."""
         found = list(sources)
         if not 1 <= len(found) <= MAX_SOURCES:
             raise Refusal(400, "invalid", f"between 1 and {MAX_SOURCES} source components")
@@ -219,7 +219,7 @@ class Store:
     # Sessions
 
     def begin(self, bucket: str, told: dict[str, Any], query: Mapping[str, str]) -> Session:
-        """Begins an upload session."""
+        """Begin an upload session."""
         self.check_bucket(bucket)
         check_conditions(query, self.objects.get((bucket, check_name(told.get("name")))))
         session = Session(secrets.token_urlsafe(48), bucket, told, dict(query))
@@ -237,7 +237,7 @@ class Store:
         return found
 
     def keep_session(self, session: Session, *, whole: bool = True) -> None:
-        """Makes durable what a session has.
+        """Make durable what a session has.
 
         Args:
             session: The session.
@@ -249,7 +249,7 @@ class Store:
         self._keep(self._file("session", session.id), told, bytes(session.received))
 
     def finish(self, session: Session) -> dict[str, Any]:
-        """Makes the object of a session that has all its bytes."""
+        """Make the object of a session that has all its bytes."""
         try:
             made = self.put(session.bucket, bytes(session.received), session.told, session.query)
         except Refusal:
@@ -261,7 +261,7 @@ class Store:
         return session.done
 
     def end(self, session: Session) -> None:
-        """Ends a session that was not done."""
+        """End a session that was not done."""
         if session.done is None:
             session.ended, session.received = True, bytearray()
             self.keep_session(session)
@@ -278,7 +278,7 @@ def now() -> str:
 
 
 def check_name(name: object) -> str:
-    """Refuses names that no object may have."""
+    """Refuse names that no object may have."""
     if not isinstance(name, str) or not name:
         raise Refusal(400, "required", "Required")
     if len(name.encode()) > 1024 or name in (".", "..") or "\n" in name or "\r" in name:
@@ -287,7 +287,7 @@ def check_name(name: object) -> str:
 
 
 def check_conditions(query: Mapping[str, str], found: Stored | None) -> None:
-    """Refuses what concerns another generation than the conditions say; 0 is no object."""
+    """Refuse what concerns another generation than the conditions say; 0 is no object."""
     generation = found.generation if found else 0
     wanted, unwanted = query.get("ifGenerationMatch"), query.get("ifGenerationNotMatch")
     if wanted is not None and int(wanted) != generation:

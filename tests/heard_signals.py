@@ -29,7 +29,7 @@ threading.Thread(target=wake, daemon=True).start()
 
 @contextmanager
 def signals_heard() -> Iterator[None]:
-    """Wakes this thread, which is the main one, again and again from whatever it waits for."""
+    """Wake this thread, which is the main one, again and again from whatever it waits for."""
     waiting, over = threading.get_ident(), threading.Event()
     before = signal.signal(signal.SIGURG, lambda *_: None)  # without a handler nothing happens
 

@@ -25,7 +25,7 @@ class HeldBackend(LocalBackend):
         self._beside = Path(path)
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        """Waits before the commit until it is not held; tells when a lease is there."""
+        """Wait before the commit until it is not held; tell when a lease is there."""
         if key.startswith(_HELD):
             await anyio.to_thread.run_sync(_wait_for, self._beside.with_suffix(".held"))
         await super().put(key, data, mode)
@@ -39,7 +39,7 @@ def _wait_for(path: Path) -> None:
 
 
 def install(folder: Path) -> None:
-    """Makes the store known to whoever has a directory on its path, beside that of this module."""
+    """Make the store known to whoever has a directory on its path, beside that of this module."""
     about = folder / "held_store-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: held-store\nVersion: 1\n")
@@ -48,7 +48,7 @@ def install(folder: Path) -> None:
 
 @contextmanager
 def held(root: Path) -> Iterator[None]:
-    """Holds the commit, and makes the pipe that tells of a lease."""
+    """Hold the commit, and make the pipe that tells of a lease."""
     os.mkfifo(root.with_suffix(".leased"))
     with open(root.with_suffix(".held"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -56,5 +56,5 @@ def held(root: Path) -> Iterator[None]:
 
 
 def lease_taken(root: Path) -> str:
-    """Waits for a lease on step 2; returns its key."""
+    """Wait for a lease on step 2; return its key."""
     return root.with_suffix(".leased").read_text()

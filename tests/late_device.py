@@ -34,7 +34,7 @@ class Event:
         return self._stream.done >= self._place
 
     def synchronize(self) -> None:
-        """Does the work before it."""
+        """Do the work before it."""
         self._stream.run(self._place)
 
 
@@ -47,7 +47,7 @@ class Queue:
         _queues.append(self)
 
     def run(self, to: int) -> None:
-        """Does the work up to a place."""
+        """Do the work up to a place."""
         with _lock:
             while self.done < to:
                 work, self.done = self.work[self.done], self.done + 1
@@ -97,7 +97,7 @@ class Late:
 
 
 def kernel(work: Callable[[], object]) -> None:
-    """Queues work on the current stream."""
+    """Queue work on the current stream."""
     Late.current_stream().work.append(work)
 
 

@@ -60,13 +60,13 @@ class Held:
 
 
 def noted(hold: AbstractContextManager[None], order: list[str], name: str) -> None:
-    """Enters and leaves a hold, and writes down when."""
+    """Enter and leave a hold, and write down when."""
     with hold:
         order.append(name)
 
 
 def until(lock: StateLock, *, waiters: int, holders: int | None = None) -> None:
-    """Returns once so many wait for the lock, and hold it; what comes is told on its condition."""
+    """Return once so many wait for the lock, and hold it; what comes is told on its condition."""
 
     def found() -> bool:
         now = lock.statistics()

@@ -37,7 +37,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def note(root: str, line: str) -> None:
-    """Appends a line to the run's log, in one system call, so that a kill cannot tear it."""
+    """Append a line to the run's log, in one system call, so that a kill cannot tear it."""
     log = os.open(f"{root}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.write(log, f"{line}\n".encode())
     os.close(log)
@@ -50,7 +50,7 @@ def notes(root: Path) -> list[str]:
 
 
 def die(*_: object) -> None:
-    """Ends this process as a power switch would end its program."""
+    """End this process as a power switch would end its program."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -87,7 +87,7 @@ def mortal_backend(case: dict[str, Any]) -> Mortal:
 
 
 def save_some(case: dict[str, Any]) -> None:
-    """Goes on from the newest checkpoint for some saves, and notes each that is committed."""
+    """Go on from the newest checkpoint for some saves, and note each that is committed."""
     backend = mortal_backend(case)
     with ckpipe.SyncPipeline(URL, keep_last=2, staging=STAGING) as pipeline:
         loaded = pipeline.load()
@@ -102,7 +102,7 @@ def save_some(case: dict[str, Any]) -> None:
 
 
 def train(case: dict[str, Any]) -> None:
-    """Trains a small model with dropout, and notes every loss to the last bit."""
+    """Train a small model with dropout, and note every loss to the last bit."""
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)

@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def mounted(options: list[str], where: Path) -> Iterator[Path]:
-    """Mounts something for a while, or skips the test where that is not allowed."""
+    """Mount something for a while, or skip the test where that is not allowed."""
     where.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting needs root and the program mount")

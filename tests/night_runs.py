@@ -60,7 +60,7 @@ class Ledger:
         self.path = path
 
     def note(self, *words: object) -> None:
-        """Appends a line."""
+        """Append a line."""
         log = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             os.write(log, (" ".join(map(str, words)) + "\n").encode())
@@ -113,7 +113,7 @@ class Trainer:
             self._ledger.note("gave-up", case["life"], type(error).__name__)
 
     def _outlive_the_worker(self, pipeline: ckpipe.SyncPipeline) -> None:
-        """Saves once to notice, at the latest, that the worker is dead, and once to a new one."""
+        """Save once to notice, at the latest, that the worker is dead, and once to a new one."""
         for _ in range(2):
             self._save(pipeline)
             drain(pipeline)
@@ -188,13 +188,13 @@ def worker_of(pipeline: ckpipe.SyncPipeline) -> int | None:
 
 
 def drain(pipeline: ckpipe.SyncPipeline) -> None:
-    """Waits for the end of all saves."""
+    """Wait for the end of all saves."""
     pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
 
 
 @contextmanager
 def soon(seconds: float, process: int | None, *signals: int) -> Iterator[None]:
-    """Sends signals to a process, one after the other, beside what is done inside."""
+    """Send signals to a process, one after the other, beside what is done inside."""
 
     def send() -> None:
         if process is None:
@@ -212,7 +212,7 @@ def soon(seconds: float, process: int | None, *signals: int) -> Iterator[None]:
 
 @contextmanager
 def full_disk(root: Path, leave: int) -> Iterator[None]:
-    """Leaves so many bytes of a small file system free for a while."""
+    """Leave so many bytes of a small file system free for a while."""
     ballast = root / "ballast"
     found = os.statvfs(root)
     with ballast.open("wb") as file:
@@ -244,7 +244,7 @@ def _live(case: dict[str, Any], rank: int, number: int) -> None:
 
 
 def install(folder: Path) -> None:
-    """Installs the unsteady store for all processes that have a folder in their path."""
+    """Install the unsteady store for all processes that have a folder in their path."""
     about = folder / "night-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: night\nVersion: 1.0\n")

@@ -51,7 +51,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def layouts(case: Case) -> None:
-    """Saves a state in odd layouts and loads each into others."""
+    """Save a state in odd layouts and load each into others."""
     for plan in ("local", "global"):
         with opened(case | {"root": f"{case['root']}-{plan}"}, plan=plan) as pipeline:
             for saved, loaded in case["pairs"]:
@@ -63,7 +63,7 @@ def layouts(case: Case) -> None:
 
 
 def refused(case: Case) -> None:
-    """Saves what cannot be saved, and tells the errors."""
+    """Save what cannot be saved, and tell the errors."""
     rank = dist.get_rank()
     # The rank that completes a checkpoint keeps the error as well, for whoever closes.
     with contextlib.suppress(InvalidManifest), opened(case, plan=case["plan"]) as pipeline:
@@ -76,7 +76,7 @@ def refused(case: Case) -> None:
 
 
 def meshes_of_their_own(case: Case) -> None:
-    """Saves different values by one name on two meshes, and loads them there and elsewhere."""
+    """Save different values by one name on two meshes, and load them there and elsewhere."""
     far = 1 + dist.get_rank() // 2
     rows, turned = spread(HALVES, Shard(0)), spread([3, 1, 0, 2], Shard(0))
     with opened(case) as pipeline:
@@ -105,7 +105,7 @@ def stage_of(stage: int, ranks: list[int], experts: list[int], factor: int) -> d
 
 
 def save_stages(case: Case) -> None:
-    """Saves two stages, each cut over two ranks, with an expert and a generator of each rank."""
+    """Save two stages, each cut over two ranks, with an expert and a generator of each rank."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     planner = {"planner": case["plan"]}
@@ -122,7 +122,7 @@ def save_stages(case: Case) -> None:
 
 
 def load_stages(case: Case) -> None:
-    """Loads a stage into each of two ranks, with the experts of both that had it."""
+    """Load a stage into each of two ranks, with the experts of both that had it."""
     rank = dist.get_rank()
     mine = partial(stage_of, rank, [rank], [2 * rank, 2 * rank + 1])
     with opened(case) as pipeline:
@@ -138,7 +138,7 @@ def check_stage(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def racing(case: Case) -> None:
-    """Saves and loads what is newest again and again, while others are elsewhere."""
+    """Save and load what is newest again and again, while others are elsewhere."""
     rank = dist.get_rank()
     with opened(case) as pipeline:
         for step in range(case["saves"]):
@@ -156,7 +156,7 @@ def is_commit(operation: Operation) -> bool:
 
 
 def straggle(case: Case) -> None:
-    """Saves a step.
+    """Save a step.
 
     A rank that is late outlives its world, and commits only when there is a file that says so.
     """
@@ -182,7 +182,7 @@ def straggle(case: Case) -> None:
 
 
 def normalized(case: Case) -> None:
-    """Saves or loads a model whose normalization has seen other data on each rank."""
+    """Save or load a model whose normalization has seen other data on each rank."""
     rank, model = dist.get_rank(), wrapped(case["kind"])
     buffers = dict(model.named_buffers())
     (mean,) = (each for name, each in buffers.items() if name.endswith("running_mean"))
@@ -220,7 +220,7 @@ class Tied(torch.nn.Module):
 
 
 def tied(case: Case) -> None:
-    """Trains, saves or loads a sharded model with tied weights, and tells its losses."""
+    """Train, save or load a sharded model with tied weights, and tell its losses."""
     torch.manual_seed(5)
     model = Tied()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -250,7 +250,7 @@ def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: i
 
 
 def meshes_within_meshes(case: Case) -> None:
-    """Saves tensors on parts of a mesh that was made after opening, and loads them onto others.
+    """Save tensors on parts of a mesh that was made after opening, and load them onto others.
 
     One of the ranks loads a part of them only. In the end the process group is gone.
     """

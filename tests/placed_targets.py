@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process one rank of a world in which nobody else answers."""
+    """Make this process one rank of a world in which nobody else answers."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield

@@ -41,7 +41,7 @@ Held = Sequence[tuple[Box, int]]
 async def store(
     state: Any, backend: Backend, *, rank: int = 0, world_size: int = 1
 ) -> ManifestDocument:
-    """Writes the data files of a rank's state and returns its manifest."""
+    """Write the data files of a rank's state and return its manifest."""
     bundle, images = manifest_of(state, rank, world_size, planned_for=world_size)
     for name, image in images.items():
         await _write(backend, name, image)
@@ -62,7 +62,7 @@ def request(into: Any = None, *, include: list[str] | None = None, **changes: An
 
 
 async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
-    """Verifies with two lanes and blocks of 2 MiB."""
+    """Verify with two lanes and blocks of 2 MiB."""
     arena = Arena(BLOCK_BYTES)
     try:
         return await verify(backend, bundle, arena, lanes=2)
@@ -73,7 +73,7 @@ async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
 async def store_ranks(
     backend: Backend, states: Sequence[Any], held: Sequence[Mapping[str, Held]] | None = None
 ) -> ManifestDocument:
-    """Writes the data files of several ranks and returns their index, as it is read back.
+    """Write the data files of several ranks and return their index, as it is read back.
 
     Args:
         backend: The store.
@@ -151,7 +151,7 @@ def _sums(entries: Sequence[Entry], data: bytes) -> tuple[int, ...]:
 async def load_as(
     backend: Backend, bundle: ManifestDocument, rank: int, world_size: int, request: LoadRequest
 ) -> LoadResult:
-    """Loads as one rank of a world, with two lanes and blocks of 2 MiB."""
+    """Load as one rank of a world, with two lanes and blocks of 2 MiB."""
     arena = Arena(2 << 20)
     ready = await read_all(
         backend, bundle, request, arena, lanes=2, rank=rank, world_size=world_size
@@ -162,7 +162,7 @@ async def load_as(
 async def store_planned(
     backend: Backend, make_state: Callable[[int], Any], world_size: int
 ) -> ManifestDocument:
-    """Saves as each rank of a world would, with what ckpipe plans for it; returns the index.
+    """Save as each rank of a world would, with what ckpipe plans for it; return the index.
 
     Args:
         backend: The store.

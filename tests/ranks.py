@@ -13,7 +13,7 @@ from ckpipe import SyncPipeline
 
 
 def open_rank(url: str, rank: int, world_size: int, **fields: Any) -> SyncPipeline:
-    """Enters a pipeline as one of several ranks of the attempt that is named, or of ``"run"``."""
+    """Enter a pipeline as one of several ranks of the attempt that is named, or of ``"run"``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(world_size))
@@ -43,5 +43,5 @@ def ranks(url: str, world_size: int, **fields: Any) -> Iterator[list[SyncPipelin
 
 
 def settle(pipeline: SyncPipeline) -> None:
-    """Waits until a rank's saves, with all that follows a commit, are through."""
+    """Wait until a rank's saves, with all that follows a commit, are through."""
     pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()

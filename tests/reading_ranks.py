@@ -16,7 +16,7 @@ from ckpipe.errors import UnsupportedTopology
 
 
 def newest(case: dict[str, Any]) -> None:
-    """Loads the newest checkpoint by two pipelines, twice each, while a newer one is saved."""
+    """Load the newest checkpoint by two pipelines, twice each, while a newer one is saved."""
     for number in range(2):
         fields = {"per_rank": "rank0", **case["fields"]}
         with ckpipe.SyncPipeline(case["root"], **fields) as pipeline:
@@ -29,7 +29,7 @@ def newest(case: dict[str, Any]) -> None:
 
 
 def alone(case: dict[str, Any]) -> None:
-    """Loads the newest on all ranks but the last, which is waited for and named."""
+    """Load the newest on all ranks but the last, which is waited for and named."""
     if dist.get_rank() == dist.get_world_size() - 1:
         return
     opened = ckpipe.SyncPipeline(case["root"], read_only=True, meeting_timeout_seconds=0.5)
@@ -41,7 +41,7 @@ def alone(case: dict[str, Any]) -> None:
 
 
 def look(case: dict[str, Any]) -> None:
-    """Opens, looks and loads in every way; without a process group if the case says so."""
+    """Open, look and load in every way; without a process group if the case says so."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if not case["group"]:
         dist.destroy_process_group()  # RANK and WORLD_SIZE stay

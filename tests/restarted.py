@@ -28,7 +28,7 @@ def state(rank: int) -> dict[str, Any]:
 
 
 def forget_dead_addresses() -> None:
-    """Removes from the launcher's store what gloo wrote before a restart, and nothing else."""
+    """Remove from the launcher's store what gloo wrote before a restart, and nothing else."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: Any = TCPStore(*address, is_master=False)
     forgotten = f"forgotten/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
@@ -41,7 +41,7 @@ def forget_dead_addresses() -> None:
 
 
 def main(root: str, plan: Any, rendezvous: str) -> None:
-    """Goes on from what is there; in the first launch rank 1 dies after two saves."""
+    """Go on from what is there; in the first launch rank 1 dies after two saves."""
     if rendezvous == "static":
         forget_dead_addresses()
     dist.init_process_group("gloo")

@@ -50,7 +50,7 @@ class S3Server:
         )
 
     def make_bucket(self, name: str) -> None:
-        """Makes a bucket; blocks."""
+        """Make a bucket; blocks."""
 
         async def make() -> None:
             async with self.client() as client:
@@ -71,7 +71,7 @@ class S3Server:
         return asyncio.run(listed())
 
     def delete(self, bucket: str, names: Iterable[str]) -> None:
-        """Deletes objects; blocks."""
+        """Delete objects; blocks."""
 
         async def delete() -> None:
             async with self.client() as client:
@@ -81,7 +81,7 @@ class S3Server:
         asyncio.run(delete())
 
     def flip_bit(self, bucket: str, name: str) -> None:
-        """Flips a bit in the middle of an object; blocks."""
+        """Flip a bit in the middle of an object; blocks."""
 
         async def flip() -> None:
             async with self.client() as client:
@@ -104,7 +104,7 @@ class S3Server:
 
 
 def set_up_process() -> None:
-    """Gives this process and its children credentials, and hides those of the user."""
+    """Give this process and its children credentials, and hide those of the user."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
     os.environ.update(

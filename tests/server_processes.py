@@ -39,7 +39,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path, port: int) -> Iterator[None]:
-    """Runs a server until the end of the block, and kills it then.
+    """Run a server until the end of the block, and kill it then.
 
     Args:
         command: What starts it.

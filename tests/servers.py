@@ -12,7 +12,7 @@ import s3_servers
 
 
 def main() -> None:
-    """Runs SeaweedFS and the GCS emulator with a bucket each, until Ctrl-C."""
+    """Run SeaweedFS and the GCS emulator with a bucket each, until Ctrl-C."""
     s3_servers.set_up_process()
     gcs_servers.set_up_process()
     with (

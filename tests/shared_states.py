@@ -78,7 +78,7 @@ def laid_out(full: torch.Tensor, layout: int) -> DTensor:
 
 
 def check_layouts(pipeline: ckpipe.SyncPipeline, saved: int, loaded: int) -> None:
-    """Saves a tensor in one layout and loads it into another; so do all other ranks."""
+    """Save a tensor in one layout and load it into another; so do all other ranks."""
     full = torch.arange(7 * 6 * 5.0).view(7, 6, 5)
     own, again = full[dist.get_rank()], torch.zeros(6, 5)
     handle = pipeline.save({"w": laid_out(full, saved), "own": own})
@@ -98,7 +98,7 @@ def joint_planner(store: str, root: Path, seconds: float) -> Any:
 
 
 def check_shared(pipeline: ckpipe.SyncPipeline) -> None:
-    """Loads what was saved first of :func:`shared`."""
+    """Load what was saved first of :func:`shared`."""
     rank = dist.get_rank()
     target = shared(rank, "same")
     target["d"].to_local().zero_()

@@ -103,14 +103,14 @@ def digest_key(id: object, nbytes: int, metrics: dict[str, float]) -> str:
 
 
 def forge(path: Path, change: Callable[[Document], object]) -> None:
-    """Changes what a bundle says, and gives it checksums that are right."""
+    """Change what a bundle says, and give it checksums that are right."""
     document = document_of(path.read_bytes())
     change(document)
     path.write_bytes(sealed(document))
 
 
 def flip(path: Path, at: int) -> None:
-    """Flips a bit of the byte of a file at a place."""
+    """Flip a bit of the byte of a file at a place."""
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)

@@ -34,14 +34,14 @@ def opened(backend: Backend, **settings: Any) -> ckpipe.Pipeline:
 
 
 async def store(state: Any, backend: Backend, *, pickle: Pickling = "refuse") -> str:
-    """Saves a state as step 7; returns the id of the checkpoint."""
+    """Save a state as step 7; return the id of the checkpoint."""
     async with opened(backend, pickle=pickle) as pipeline:
         handle = await pipeline.save(state, step=STEP, until="committed")
     return handle.id
 
 
 async def load(backend: Backend, into: Any = None, **options: Any) -> LoadResult:
-    """Loads step 7.
+    """Load step 7.
 
     Args:
         backend: Where it lies.
@@ -55,7 +55,7 @@ async def load(backend: Backend, into: Any = None, **options: Any) -> LoadResult
 
 
 async def verified(backend: Backend) -> VerifyResult:
-    """Verifies step 7."""
+    """Verify step 7."""
     async with opened(backend) as pipeline:
         return await pipeline.verify(STEP)
 

@@ -22,7 +22,7 @@ TOLD: dict[str, Any] = {"preemption": {"enabled": True, "signals": []}}
 
 
 def agreeing(verb: str) -> Callable[[Operation], bool]:
-    """Selects operations of one kind on what ranks agree on."""
+    """Select operations of one kind on what ranks agree on."""
     return lambda operation: operation.verb == verb and "/agreed/" in operation.key
 
 
@@ -46,7 +46,7 @@ class Training:
         self.ended = [0 for _ in pipelines]
 
     def run(self, until: Any = None, at: Any = None) -> None:
-        """Runs all ranks to their end.
+        """Run all ranks to their end.
 
         Args:
             until: Says of a list of saved steps whether that is enough.
@@ -77,7 +77,7 @@ class Training:
                 return
 
     def _move(self, rank: int, place: float) -> None:
-        """Goes on to a step, no further than five before the last of all ranks."""
+        """Go on to a step, no further than five before the last of all ranks."""
         with self.moved:
             self.places[rank] = place
             self.moved.notify_all()

@@ -58,7 +58,7 @@ def data_of(root: Path) -> Path:
 
 
 def says(error: BaseException, *patterns: str) -> None:
-    """Checks that a message has all that its reader needs, and ends as a sentence."""
+    """Check that a message has all that its reader needs, and ends as a sentence."""
     for pattern in patterns:
         assert re.search(pattern, str(error)), f"{pattern!r} is not in {error}"
 
@@ -138,7 +138,7 @@ def test_disk_without_room_for_even_the_index(tmp_path: Path) -> None:
 
 
 def fill(path: Path, leave: int) -> Path:
-    """Fills a file system but for some bytes."""
+    """Fill a file system but for some bytes."""
     with path.open("wb") as file, contextlib.suppress(OSError):
         while True:
             free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
@@ -320,7 +320,7 @@ def test_fallback_loads_the_newest_that_is_whole(saved: Path) -> None:
 
 
 def flipped(path: Path, number: int) -> bytes:
-    """Flips one bit of one byte of a file; returns the bytes as they were."""
+    """Flip one bit of one byte of a file; return the bytes as they were."""
     good = path.read_bytes()
     path.write_bytes(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :])
     return good

@@ -68,7 +68,7 @@ class Faulty(Store):
     """A root that the same state is saved to."""
 
     def save(self, endpoint: str | None = None, **fields: Any) -> errors.CkpipeError | None:
-        """Saves once, and returns the error if there was one."""
+        """Save once, and return the error if there was one."""
         try:
             with self.pipeline(endpoint, **fields) as opened:
                 opened.save(state(), step=1, until="committed")
@@ -77,14 +77,14 @@ class Faulty(Store):
         return None
 
     def load(self, **fields: Any) -> None:
-        """Loads what was saved, and checks it."""
+        """Load what was saved, and check it."""
         with self.pipeline(**fields) as opened:
             loaded = opened.load()
         assert loaded is not None
         assert same(loaded.state, state())
 
     def look(self, *, complete: bool) -> None:
-        """Looks what is left: the checkpoint complete and right, or none; and nothing beside it."""
+        """Look what is left: the checkpoint complete and right, or none; and nothing beside it."""
         self.check(state() if complete else None)
 
 
@@ -364,7 +364,7 @@ def test_credentials_are_refreshed_in_the_middle_of_a_save(
     seen: list[str] = []
 
     def expired(request: Request) -> Fault | None:
-        """Refuses credentials that others have followed."""
+        """Refuse credentials that others have followed."""
         token = request.headers["x-amz-security-token"]
         if token not in seen:
             seen.append(token)
@@ -398,7 +398,7 @@ def test_a_cancelled_save_leaves_nothing(store: Faulty) -> None:
 
 
 def every_get(store: Faulty, look: Callable[[int], None]) -> None:
-    """Flips a bit on the way back in the first answer to a read, in the second, and so on."""
+    """Flip a bit on the way back in the first answer to a read, in the second, and so on."""
     for turn in itertools.count():
         store.proxy.rule = Once("Get", Fault.FLIPPED_BACK, behind=turn)
         store.proxy.log.clear()

@@ -35,7 +35,7 @@ class Model:
         self.serve()
 
     def give_up(self, name: int) -> None:
-        """Ends a request, whether it waits or has been granted."""
+        """End a request, whether it waits or has been granted."""
         self.held.pop(name, None)
         self.waiting = deque(each for each in self.waiting if each[0] != name)
         self.serve()
@@ -47,7 +47,7 @@ class Model:
 
 
 async def settle() -> None:
-    """Lets every task run until it waits for something."""
+    """Let every task run until it waits for something."""
     for _ in range(4):
         await asyncio.sleep(0)
 

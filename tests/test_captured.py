@@ -57,7 +57,7 @@ class Training:
 
     @torch.no_grad()
     def forward(self) -> None:
-        """Changes what a forward pass and an average may change: all that no optimizer owns."""
+        """Change what a forward pass and an average may change: all that no optimizer owns."""
         for tensor in (*self.model.buffers(), self.average):
             tensor.add_(1)
 

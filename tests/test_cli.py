@@ -22,7 +22,7 @@ from ckpipe.cli.commands import COMMANDS
 
 
 def crashed(root: Path) -> str:
-    """Leaves what a save leaves that was killed before its commit."""
+    """Leave what a save leaves that was killed before its commit."""
     (id,) = save_steps(root, 7)
     (root / f"{id}.json").unlink()
     return id
@@ -281,7 +281,7 @@ main()
 
 
 def starting(package: str, action: str, *arguments: object) -> Done:
-    """Runs the program with an action at the import of a package."""
+    """Run the program with an action at the import of a package."""
     program = STARTING.format(package=package, action=action)
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

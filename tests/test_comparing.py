@@ -184,7 +184,7 @@ def test_diff_of_a_damaged_checkpoint_says_so(call: Commands, tmp_path: Path) ->
 
 
 def save_ranks(root: Path, step: int, *seeds: int) -> str:
-    """Leaves a checkpoint of several ranks: one tensor alike, one and a value for each."""
+    """Leave a checkpoint of several ranks: one tensor alike, one and a value for each."""
     with ranks(str(root), len(seeds), attempt_id=f"run-{step}") as world:
         for pipeline, seed in zip(world, seeds, strict=True):
             state = {"alike": torch.ones(4), "own": torch.full((3,), float(seed)), "seed": seed}

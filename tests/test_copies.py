@@ -24,7 +24,7 @@ def state(rank: int) -> dict[str, Any]:
 def save_all(
     url: Path, states: list[dict[str, Any]], steps: tuple[int, ...] = (1,), **fields: Any
 ) -> list[ckpipe.SyncSaveHandle]:
-    """Saves with all ranks, each after the one before; returns the handles."""
+    """Save with all ranks, each after the one before; return the handles."""
     handles = []
     with ranks(str(url), len(states), staging={"pinned": "never"}, **fields) as world:
         for step in steps:

@@ -192,7 +192,7 @@ def test_a_bucket_takes_what_a_dead_worker_has_stored_there(
 
 
 def kill_worker(pipeline: ckpipe.SyncPipeline, step: int, after: int) -> None:
-    """Kills the worker once, when so many bytes of a save are uploaded."""
+    """Kill the worker once, when so many bytes of a save are uploaded."""
     workers = [worker_of(pipeline)]
 
     def kill(event: Event) -> None:

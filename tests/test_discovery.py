@@ -50,7 +50,7 @@ async def put(store: Stores, key: str, data: bytes = b"{}") -> None:
 
 
 async def put_index(store: Stores, template: Document, id: CheckpointId, loss: float) -> None:
-    """Puts what a save with a metric leaves, but for its data."""
+    """Put what a save with a metric leaves, but for its data."""
     metrics = {"loss": loss}
     name = {"step": id.step, "attempt": id.attempt, "count": id.count}
     await put(store, index_key(id), sealed(template | name | {"metrics": [metrics]}))

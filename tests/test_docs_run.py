@@ -60,7 +60,7 @@ def fences(page: Path) -> list[Fence]:
 
 
 def run_page(page: Path, folder: Path) -> tuple[int | None, str]:
-    """Runs the fences of a page in a process of its own, for its exit status and output.
+    """Run the fences of a page in a process of its own, for its exit status and output.
 
     They are one program, like the cells of a notebook, with their places in tracebacks. The
     process is forked from one that has torch imported and nothing else, which saves seconds.
@@ -75,7 +75,7 @@ def run_page(page: Path, folder: Path) -> tuple[int | None, str]:
 
 
 def _run_fences(page: Path, folder: Path) -> None:
-    """Runs in the new process."""
+    """Run in the new process."""
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -30,7 +30,7 @@ def state(rank: int, step: int) -> dict[str, Any]:
 
 
 def save_steps(store: Stores, size: int, steps: list[int]) -> list[str]:
-    """Saves some steps with all ranks; the ids of the checkpoints."""
+    """Save some steps with all ranks; the ids of the checkpoints."""
     with ranks(store.url, size, attempt_id="before", **FAST) as world:
         found = []
         for step in steps:
@@ -41,7 +41,7 @@ def save_steps(store: Stores, size: int, steps: list[int]) -> list[str]:
 
 
 def damage(store: Stores, name: str, rank: int) -> None:
-    """Flips a bit of what a rank wrote."""
+    """Flip a bit of what a rank wrote."""
     (key,) = [
         key
         for key in store.memory._store.objects
@@ -54,7 +54,7 @@ def damage(store: Stores, name: str, rank: int) -> None:
 
 
 def load_all(world: list[ckpipe.SyncPipeline], *targets: Any) -> list[Result]:
-    """Loads on all ranks at once; what each got, or what it raised."""
+    """Load on all ranks at once; what each got, or what it raised."""
 
     def load(pipeline: ckpipe.SyncPipeline, target: Any) -> Result:
         try:

@@ -76,7 +76,7 @@ def go(store: Stores, run: Run) -> None:
 
 
 def attempt(store: Stores) -> Run:
-    """Runs until the end or the first error that reaches the caller."""
+    """Run until the end or the first error that reaches the caller."""
     run = Run()
     try:
         go(store, run)
@@ -86,7 +86,7 @@ def attempt(store: Stores) -> Run:
 
 
 def check_memory(pipeline: ckpipe.SyncPipeline) -> None:
-    """Waits until nothing is under way, and checks that all memory was given back."""
+    """Wait until nothing is under way, and check that all memory was given back."""
     engine = pipeline._engine
     pipeline._engine.loop.submit(engine.drain, staged_only=False).result()
     assert engine.site.budget.used == 0
@@ -94,7 +94,7 @@ def check_memory(pipeline: ckpipe.SyncPipeline) -> None:
 
 
 def check_store(store: Stores, run: Run, *, orphans: int = 0) -> None:
-    """Checks that every checkpoint is absent or complete, and that one can go on from there."""
+    """Check that every checkpoint is absent or complete, and that one can go on from there."""
     store.faulty.heal()
     assert stale_uploads(store) <= orphans
     with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:

@@ -235,7 +235,7 @@ def test_example_in_the_documentation_is_what_is_written() -> None:
 
 
 def write() -> None:
-    """Writes the golden files anew."""
+    """Write the golden files anew."""
     for world_size in WORLDS:
         for key, data in objects(world_size).items():
             path = DATA / f"world-{world_size}" / key

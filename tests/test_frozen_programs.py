@@ -29,7 +29,7 @@ with ckpipe.SyncPipeline({root!r}, worker={worker!r}) as pipeline:
 
 
 def run(folder: Path, *, worker: str, frozen: bool) -> tuple[int, str, int]:
-    """Runs such a program; returns its exit code, what it said, and how often it was started."""
+    """Run such a program; return its exit code, what it said, and how often it was started."""
     program, starts = folder / "program", folder / "starts"
     code = PROGRAM.format(
         starts=str(starts), most=MOST_STARTS, frozen=frozen, program=str(program),

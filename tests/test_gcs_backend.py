@@ -42,7 +42,7 @@ async def backend(seen: Seen) -> AsyncIterator[Backend]:
 async def upload(
     backend: Backend, blocks: int = 2, key: str = "folder/data", block: int = BLOCK
 ) -> bytes:
-    """Uploads an object of some blocks, the last a bit shorter."""
+    """Upload an object of some blocks, the last a bit shorter."""
     data = random.Random(blocks).randbytes(blocks * block - 7)
     opened = await backend.open_upload(key, size=len(data), block_bytes=block)
     async with anyio.create_task_group() as tasks:
@@ -242,7 +242,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 
 @pytest.fixture
 def credentials(guarded: GcsServer, tmp_path: Path) -> Callable[..., str]:
-    """Writes a file of credentials for the emulator's tokens."""
+    """Write a file of credentials for the emulator's tokens."""
 
     def write(refresh_token: str = "good", path: str = "/token") -> str:
         file = tmp_path / f"{refresh_token}.json"

@@ -486,7 +486,7 @@ def test_what_takes_no_hooks_is_refused_and_nothing_is_guarded(
 def test_an_optimizer_that_only_wraps_another_is_refused(lock: StateLock) -> None:
     class Wrapping(Optimizer):
         def __init__(self) -> None:
-            """Does not call the base class, as wrappers that delegate everything do."""
+            """Do not call the base class, as wrappers that delegate everything do."""
 
     optimizer = SGD(parameters())
     with pytest.raises(UsageError, match="Wrapping"):

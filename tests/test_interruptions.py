@@ -23,7 +23,7 @@ from ckpipe import errors, events
 
 
 def interrupt() -> None:
-    """Does to this process what Ctrl-C does."""
+    """Do to this process what Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -38,7 +38,7 @@ def committed(root: Path) -> list[int]:
 
 
 def check(root: Path) -> None:
-    """Opens what a killed run has left: all of it is complete and right, or does not count."""
+    """Open what a killed run has left: all of it is complete and right, or does not count."""
     reported = committed(root)
     with ckpipe.SyncPipeline(root) as pipeline:
         complete = [info for info in pipeline.steps() if info.complete]

@@ -44,7 +44,7 @@ async def keys(backend: ckpipe.Backend, prefix: str = "") -> list[str]:
 
 
 def held_load(store: Stores, **which: Any) -> tuple[threading.Thread, list[ckpipe.LoadResult]]:
-    """Begins to load in a pipeline of its own, which is stopped at the first data."""
+    """Begin to load in a pipeline of its own, which is stopped at the first data."""
     loaded: list[ckpipe.LoadResult] = []
 
     def load() -> None:

@@ -28,7 +28,7 @@ def files_below(directory: Path) -> dict[str, bytes]:
 
 
 def moved(root: Path, name: str, place: Path) -> dict[str, bytes]:
-    """Moves a directory of the root elsewhere, beside files of a user, and links to it."""
+    """Move a directory of the root elsewhere, beside files of a user, and links to it."""
     shutil.move(root / name, place)
     (place / "notes.txt").write_text("mine")
     (place / "deeper").mkdir()

@@ -71,7 +71,7 @@ def skewed(make: Callable[[int], memoryview], data: bytes, skew: int) -> memoryv
 
 
 async def upload(backend: LocalBackend, key: str, data: memoryview, block_bytes: int) -> None:
-    """Uploads all blocks of the data at the same time."""
+    """Upload all blocks of the data at the same time."""
     begun = await backend.open_upload(key, size=len(data), block_bytes=block_bytes)
     async with anyio.create_task_group() as tasks:
         for offset in range(0, len(data), block_bytes):
@@ -152,7 +152,7 @@ async def test_a_root_that_is_a_link_to_nothing_says_so(
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a small file system in memory with the given options."""
+    """Mount a small file system in memory with the given options."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -276,7 +276,7 @@ def test_every_path_gives_the_same_bytes(
 
 @pytest.fixture
 def passes_cache(tmp_path: Path) -> None:
-    """Skips where the file system cannot pass the page cache by, or keeps nothing else."""
+    """Skip where the file system cannot pass the page cache by, or keep nothing else."""
     try:
         os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError:
@@ -650,7 +650,7 @@ class Stuck:
         return self._call(*args, **options)
 
     async def cancelled_in(self, method: Callable[[], Awaitable[object]]) -> asyncio.Task[object]:
-        """Calls a method, and cancels it once it is stuck."""
+        """Call a method, and cancel it once it is stuck."""
 
         async def call() -> object:
             return await method()
@@ -778,7 +778,7 @@ async def test_killed_upload_leaves_nothing_visible(tmp_path: Path, backend: Loc
 
 
 def create_all(root: str, number: int, keys: int) -> list[int]:
-    """Tries to create each of a number of keys, and returns those it won."""
+    """Try to create each of a number of keys, and return those it won."""
 
     async def main() -> list[int]:
         won: list[int] = []

@@ -17,7 +17,7 @@ STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
 
 def saved(root: Path, *steps: int, **settings: Any) -> list[str]:
-    """Saves some steps, each when the one before is durable; returns their ids."""
+    """Save some steps, each when the one before is durable; return their ids."""
     with ckpipe.SyncPipeline(root, **settings) as pipeline:
         return [pipeline.save(STATE, step=step).wait().id for step in steps]
 

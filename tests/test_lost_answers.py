@@ -45,7 +45,7 @@ class LossyStore(Store):
     def disturb(
         self, fault: Fault, times: int = 1, first: Callable[[str], object] = lambda name: None
     ) -> None:
-        """Disturbs the first requests that make a data file.
+        """Disturb the first requests that make a data file.
 
         Args:
             fault: How.
@@ -67,7 +67,7 @@ class LossyStore(Store):
         self.proxy.rule = rule
 
     def save(self, state: dict[str, Any], **fields: Any) -> None:
-        """Saves once through the proxy."""
+        """Save once through the proxy."""
         with self.pipeline(**fields) as opened:
             opened.save(state, step=1, until="committed")
 
@@ -80,7 +80,7 @@ class LossyStore(Store):
         return [name for name in self.names() if ".safetensors" in name]
 
     def ask(self, name: str, data: bytes | None = None) -> bytes:
-        """Reads an object, or makes it, by another client, which nothing disturbs."""
+        """Read an object, or make it, by another client, which nothing disturbs."""
         kind: Any = S3Backend if self.scheme == "s3" else GcsBackend
         options = {} if self.scheme == "s3" else {"anonymous": True}
 

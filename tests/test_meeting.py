@@ -38,7 +38,7 @@ Make = Callable[[], Any]
 
 @pytest.fixture(params=["hash", "file"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes connections to one store that stays what it is between launches."""
+    """Make connections to one store that stays what it is between launches."""
     if request.param == "hash":
         store = HashStore()
         return lambda: store

@@ -57,7 +57,7 @@ FIXED = torch.zeros(5), torch.ones(1, 3)
 
 
 def nothing(model: Any) -> None:
-    """Leaves a model as it is."""
+    """Leave a model as it is."""
 
 
 def tied(model: Any) -> None:

@@ -67,7 +67,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 def _way(
     request: pytest.FixtureRequest, compiled: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs a test with the compiled library and without."""
+    """Run a test with the compiled library and without."""
     free = held = None
     if request.param == "compiled":
         if compiled is None:

@@ -129,7 +129,7 @@ def values(state: dict[str, Any]) -> list[Any]:
 
 
 async def saved(backend: Backend, make: Callable[[int], Any]) -> None:
-    """Saves as each rank would, up to the index."""
+    """Save as each rank would, up to the index."""
     for rank in range(RANKS):
         with rank_of(rank, RANKS):
             bundle = await store(make(rank), backend, rank=rank, world_size=RANKS)

@@ -127,7 +127,7 @@ class Night:
     # The morning after
 
     def look(self, case: dict[str, Any], code: int | None) -> None:
-        """Compares the store with the ledger, once all of a life is over."""
+        """Compare the store with the ledger, once all of a life is over."""
         assert code == 0 or (code is None and case["trouble"] in KILLS), case
         await_end(self.logs)
         self._check_resumed()
@@ -190,7 +190,7 @@ def workers_of(logs: Path) -> list[int]:
 
 
 def await_end(logs: Path, seconds: float = 300) -> None:
-    """Waits until all workers have ended, as each does soon after its trainer."""
+    """Wait until all workers have ended, as each does soon after its trainer."""
     until = time.monotonic() + seconds
     for worker in workers_of(logs):
         with suppress(ProcessLookupError):
@@ -204,7 +204,7 @@ def await_end(logs: Path, seconds: float = 300) -> None:
 
 
 def age(root: Path) -> None:
-    """Makes all files older than any lease and any threshold."""
+    """Make all files older than any lease and any threshold."""
     then = time.time() - DAYS
     for each in root.rglob("*"):
         if each.is_file():

@@ -357,7 +357,7 @@ def test_unsupported_object_is_named_by_its_path(tmp_path: Path) -> None:
 
 
 def save_and_lose(store: Stores, pipeline: ckpipe.SyncPipeline) -> ckpipe.SyncSaveHandle:
-    """Saves step 0, which is staged and then fails."""
+    """Save step 0, which is staged and then fail."""
     store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
     store.slow.hold("write")
     handle = pipeline.save({"a": torch.ones(10)}, step=0)

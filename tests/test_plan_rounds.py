@@ -28,7 +28,7 @@ Connect = Callable[[], Any]
 
 @pytest.fixture(params=["hash", "file", "tcp"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
-    """Makes connections to one store."""
+    """Make connections to one store."""
     if request.param == "file":
         yield lambda: FileStore(str(tmp_path / "store"), -1)
         return

@@ -59,18 +59,18 @@ class Disk:
         self._mount.mkdir()
 
     def format(self) -> None:
-        """Makes an empty file system and mounts it."""
+        """Make an empty file system and mount it."""
         with self._image.open("wb") as image:
             image.truncate(64 << 20)
         _run("mkfs.ext4", "-q", "-F", str(self._image))
         self.switch_on()
 
     def switch_on(self) -> None:
-        """Mounts the disk, which recovers it."""
+        """Mount the disk, which recovers it."""
         _run("mount", "-o", "loop", str(self._image), str(self._mount))
 
     def cut(self, *_: object) -> None:
-        """Cuts the power, also from an event loop: whatever was not made durable is lost."""
+        """Cut the power, also from an event loop: whatever was not made durable is lost."""
         with ThreadPoolExecutor() as threads:
             threads.submit(self._cut).result()
 
@@ -82,7 +82,7 @@ class Disk:
             os.close(directory)
 
     def unmount(self) -> None:
-        """Takes the disk away, switched off or not."""
+        """Take the disk away, switched off or not."""
         _run("umount", str(self._mount))
 
 
@@ -120,7 +120,7 @@ def content(step: int) -> dict[str, Any]:
 def save_until_dark(
     disk: Disk, steps: int, prepare: Callable[[FaultyBackend], object]
 ) -> list[int]:
-    """Saves until the power fails or all is saved; returns the steps reported committed."""
+    """Save until the power fails or all is saved; return the steps reported committed."""
     faulty = FaultyBackend(LocalBackend(str(disk.root)))
     prepare(faulty)
     scheme = f"dark{next(_numbers)}"
@@ -137,7 +137,7 @@ def save_until_dark(
 
 
 def check_after_power_returns(disk: Disk, committed: list[int]) -> list[int]:
-    """Checks all that is left; returns the steps that are complete."""
+    """Check all that is left; return the steps that are complete."""
     disk.unmount()
     disk.switch_on()
     with ckpipe.SyncPipeline(disk.root, **SETTINGS) as pipeline:

@@ -176,7 +176,7 @@ def test_settings_say_it_in_short_and_at_length(monkeypatch: pytest.MonkeyPatch)
 
 
 def end_of(child: int) -> int | None:
-    """Waits for a process; returns the signal that ended it, or None."""
+    """Wait for a process; return the signal that ended it, or None."""
     _, status = os.waitpid(child, 0)
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
 

@@ -51,7 +51,7 @@ class Counting(torch.optim.Optimizer):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Sets all to the next number."""
+        """Set all to the next number."""
         self.number += 1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -80,12 +80,12 @@ class Training:
         self.state = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema}
 
     def forward(self, number: int) -> None:
-        """Changes the buffers, as normalization does."""
+        """Change the buffers, as normalization does."""
         for buffer in self.model.buffers():
             buffer.fill_(number)
 
     def after_step(self, number: int) -> None:
-        """Changes what is averaged, and what a scheduler sets."""
+        """Change what is averaged, and what a scheduler sets."""
         for each in self.ema:
             each.fill_(number)
         self.optimizer.param_groups[0]["lr"].fill_(number)
@@ -146,7 +146,7 @@ class Checked:
         self._last: ckpipe.SyncSaveHandle | None = None
 
     def save(self, step: int) -> None:
-        """Begins a save, and only then looks at the one before."""
+        """Begin a save, and only then looks at the one before."""
         before, self._last = self._last, None
         try:
             self._last = self.pipeline.save(self.training.state, step=step, until=self.until)

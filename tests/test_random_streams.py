@@ -64,7 +64,7 @@ def save_rank(pipeline: SyncPipeline, number: int, **more: Any) -> None:
 
 
 def saved_by(root: Path, seeds: Sequence[int]) -> None:
-    """Saves the generators of some ranks."""
+    """Save the generators of some ranks."""
     with world(root, len(seeds)) as pipelines:
         for pipeline, number in zip(pipelines, seeds, strict=True):
             save_rank(pipeline, number)

@@ -33,7 +33,7 @@ def state(rank: int) -> dict[str, Any]:
 
 
 def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.CheckpointInfo]:
-    """Saves with one rank after the other, each when the one before has looked who is through."""
+    """Save with one rank after the other, each when the one before has looked who is through."""
     infos = []
     for number, pipeline in enumerate(world):
         infos.append(pipeline.save(state(number), step=step).wait())

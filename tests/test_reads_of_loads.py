@@ -69,7 +69,7 @@ class Slow:
 
 
 async def in_thread(backend: MemoryBackend, into: Any) -> None:
-    """Loads on a thread with a loop of its own, which the target may block."""
+    """Load on a thread with a loop of its own, which the target may block."""
     await anyio.to_thread.run_sync(lambda: anyio.run(load, backend, into))
 
 
@@ -129,7 +129,7 @@ async def test_a_target_that_does_not_fit_goes_before_whatever_is_wrong_with_a_f
 
 
 async def spoil(backend: MemoryBackend, key: str) -> None:
-    """Inverts every byte of an object."""
+    """Invert every byte of an object."""
     found = await backend.get(key, max_bytes=1 << 30)
     await backend.delete([key])
     upload = await backend.open_upload(key, size=len(found), block_bytes=len(found))

@@ -36,7 +36,7 @@ class Configured(MemoryBackend):
 def install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, dict[str, str]], None]:
-    """Installs a package that has nothing but entry points."""
+    """Install a package that has nothing but entry points."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(name: str, entry_points: dict[str, str]) -> None:

@@ -120,7 +120,7 @@ def partly_loaded(tree: Any) -> bool:
 
 
 async def saved_file(backend: MemoryBackend, state: Any) -> tuple[str, bytes]:
-    """Saves a state; returns the key of its data file, and the file."""
+    """Save a state; return the key of its data file, and the file."""
     key = data_file_key(await store(state, backend))
     return key, await backend.get(key, max_bytes=1 << 40)
 

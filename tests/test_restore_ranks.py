@@ -358,7 +358,7 @@ async def test_tensors_that_were_cut_alike_from_shared_bytes_share_them_again() 
 
 
 def _tied(bundle: ManifestDocument) -> ManifestDocument:
-    """Lets the chunks of the second tensor point to the entries of the first."""
+    """Let the chunks of the second tensor point to the entries of the first."""
     layouts = []
     for layout in bundle.layouts:
         first, second = layout.chunks

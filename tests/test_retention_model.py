@@ -79,7 +79,7 @@ class World:
         return str(max(ids)) if ids else None
 
     async def save(self, step: int, loss: float, committed: int) -> None:
-        """Saves with two ranks, of which so many commit; the index may be left to a healer."""
+        """Save with two ranks, of which so many commit; the index may be left to a healer."""
         id = self.next_id(step)
         for rank in range(2):
             await self.store.put(f"{id}/rank-{rank:05d}.safetensors", b"x", PutMode.CREATE)
@@ -216,7 +216,7 @@ class Stepped(WrappedBackend):
 
 
 async def run_until_stopped(backend: Stepped, work: Awaitable[object]) -> asyncio.Task[object]:
-    """Starts a process and lets it run until it stops or is through."""
+    """Start a process and let it run until it stops or is through."""
     task = asyncio.ensure_future(work)
     stop = asyncio.ensure_future(backend.stopped.wait())
     await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +227,7 @@ async def run_until_stopped(backend: Stepped, work: Awaitable[object]) -> asynci
 async def raced(
     race: Callable[..., Awaitable[None]], cases: Iterable[Any], *, sample: int | None = None
 ) -> None:
-    """Runs a race in all its cases, or in a sample of them where time is short."""
+    """Run a race in all its cases, or in a sample of them where time is short."""
     every = list(cases)
     if sample is not None and not EVERY:
         every = random.Random(SEED).sample(every, sample)

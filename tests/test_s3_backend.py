@@ -40,7 +40,7 @@ async def backend(seen: Seen) -> AsyncIterator[Backend]:
 
 
 async def upload_two_blocks(backend: Backend, key: str = "data") -> bytes:
-    """Uploads an object of two parts."""
+    """Upload an object of two parts."""
     data = bytes(range(256)) * (BLOCK // 128)
     upload = await backend.open_upload(key, size=len(data), block_bytes=BLOCK)
     for offset in (0, BLOCK):

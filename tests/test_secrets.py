@@ -43,7 +43,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 def check(*texts: str) -> None:
-    """Checks that no text holds a secret."""
+    """Check that no text holds a secret."""
     assert [text for text in texts if any(each in text for each in SECRETS)] == []
 
 

@@ -105,7 +105,7 @@ def brief(**fields: Any) -> dict[str, Any]:
 
 
 def be_silent() -> None:
-    """Lets the time pass in which a worker is silent."""
+    """Let the time pass in which a worker is silent."""
     threading.Event().wait(SILENT_SECONDS)
 
 
@@ -195,7 +195,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def hold_the_gil() -> None:
-    """Keeps all other threads of this process from running."""
+    """Keep all other threads of this process from running."""
     import ctypes
 
     ctypes.PyDLL(None).usleep(int(SILENT_SECONDS * 1e6))

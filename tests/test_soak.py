@@ -44,7 +44,7 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def one_pipeline(root: Path, training: dict[str, Any], step: int) -> list[weakref.ref[Any]]:
-    """Opens, saves, loads, meets an error and closes; what must be gone after that."""
+    """Open, saves, loads, meets an error and close; what must be gone after that."""
     with ckpipe.SyncPipeline(root, keep_last=2, guard=training["optimizer"]) as pipeline:
         pipeline.on_complete(lambda event: repr(pipeline))
         handle = pipeline.save(training, step=step)

@@ -30,7 +30,7 @@ class _Training:
         }  # fmt: skip
 
     def step(self) -> None:
-        """Changes something."""
+        """Change something."""
         state, rng = self.state, self._rng
         state["w"] += 1
         state["count"] += 1

@@ -69,7 +69,7 @@ def url(request: pytest.FixtureRequest, store: Stores) -> str:
 
 
 def age(store: Stores, id: str, by: timedelta) -> None:
-    """Makes all of a checkpoint, and the mark of its deletion, older."""
+    """Make all of a checkpoint, and the mark of its deletion, older."""
     objects = store.memory._store.objects
     for key, each in list(objects.items()):
         if id in key:

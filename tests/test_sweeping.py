@@ -85,7 +85,7 @@ def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str], 
 
 
 def age(root: Path, days: float, *names: str) -> None:
-    """Makes files below a root look as if they were that old."""
+    """Make files below a root look as if they were that old."""
     then = time.time() - days * 86_400
     for path in root.rglob("*"):
         if path.is_file() and (not names or any(name in str(path) for name in names)):
@@ -93,7 +93,7 @@ def age(root: Path, days: float, *names: str) -> None:
 
 
 def crash(root: Path, step: int, days: float) -> str:
-    """Leaves what a run leaves that was killed before its commit, so many days ago."""
+    """Leave what a run leaves that was killed before its commit, so many days ago."""
     (id,) = save_steps(root, step)
     (root / f"{id}.json").unlink()
     age(root, days, id.rpartition("-")[2].partition(".")[0])

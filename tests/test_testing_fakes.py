@@ -109,7 +109,7 @@ async def test_faults_strike_before_or_after_landing(landing: Landing, lands: bo
 
 
 async def failing_puts(backend: FaultyBackend, count: int) -> list[int]:
-    """Puts ``count`` objects, and returns the numbers from 1 of those that failed."""
+    """Put ``count`` objects, and return the numbers from 1 of those that failed."""
     failed: list[int] = []
     for number in range(1, count + 1):
         try:

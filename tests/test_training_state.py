@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def step(net: nn.Module, *optimizers: Optimizer, steps: int = 2) -> list[float]:
-    """Trains, and returns the losses."""
+    """Train, and return the losses."""
     losses = []
     width = next(net.parameters()).shape[-1]
     for number in range(steps):
@@ -89,7 +89,7 @@ def everything(net: nn.Module, *optimizers: Optimizer) -> Any:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Compares to the bit, dtypes included."""
+    """Compare to the bit, dtypes included."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert found.dtype == expected.dtype
@@ -130,7 +130,7 @@ def refused(
     *optimizers: Optimizer,
     **how: Any,
 ) -> None:
-    """Makes sure that a load raises, and leaves everything as it was."""
+    """Make sure that a load raises, and leave everything as it was."""
     before = everything(net, *optimizers)
     with pytest.raises(error, match=match) as caught:
         load(pipeline, net, *optimizers, **how)

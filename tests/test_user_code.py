@@ -54,7 +54,7 @@ class Noting:
 
 
 async def saved_and_loaded(pipeline: Any, noting: Noting) -> set[Modes]:
-    """Saves and loads in modes that a thread of its own does not have; returns these."""
+    """Save and load in modes that a thread of its own does not have; return these."""
     with torch.device("meta"), torch.autocast("cpu"), torch.inference_mode():
         for step in range(3):  # with a plan to make, and with one that is known
             noting.count = step
@@ -177,7 +177,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def capturing(pipeline: ckpipe.Pipeline) -> None:
-    """Returns once a save is about to look at the state; blocks, and any event loop with it."""
+    """Return once a save is about to look at the state; blocks, and any event loop with it."""
     while pipeline.statistics().saves != {"capturing": 1}:
         threading.Event().wait(0.001)
 

@@ -25,7 +25,7 @@ PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
 
 def kill_worker(pipeline: ckpipe.SyncPipeline) -> None:
-    """Ends the worker, so that the next save starts another one."""
+    """End the worker, so that the next save starts another one."""
     settle(pipeline)
     process = psutil.Process(worker_of(pipeline))
     process.kill()

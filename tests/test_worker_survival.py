@@ -131,7 +131,7 @@ def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) 
 
 
 def resume(case: dict[str, Any]) -> None:
-    """Loads what is newest, as one of several ranks, each of which waits as long as it is told."""
+    """Load what is newest, as one of several ranks, each of which waits as long as it is told."""
     worker = {"resume_wait_seconds": case["waits"][dist.get_rank()]}
     with ckpipe.SyncPipeline(case["root"], worker=worker, **SETTINGS) as pipeline:
         result = pipeline.load(per_rank="rank0")

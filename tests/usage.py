@@ -32,7 +32,7 @@ def usage() -> Usage:
 
 
 def check_that_nothing_grows(stretch: Callable[[], object], *, threads: int = 0) -> None:
-    """Does a long stretch of work until one of a few leaves nothing behind.
+    """Do a long stretch of work until one of a few leaves nothing behind.
 
     What is had once and kept, as a thread that is needed when the machine is busy, and memory of
     its own that the allocator gives it, is left by one of them. What is lost again and again is

@@ -75,14 +75,14 @@ def _raise() -> None:
 
 
 def _fork() -> None:
-    """Leaves a child behind that has all its descriptors, as a worker of a DataLoader."""
+    """Leave a child behind that has all its descriptors, as a worker of a DataLoader."""
     if os.fork() == 0:
         signal.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Runs one trainer for each line of the standard input."""
+    """Run one trainer for each line of the standard input."""
     for line in sys.stdin:
         case = json.loads(line)
         child = os.fork()
@@ -109,7 +109,7 @@ class Trainers:
         self._process = process
 
     def run(self, root: Path, leaves: str, *, stopped: bool = True, **case: Any) -> tuple[int, int]:
-        """Runs one; returns its process group and its worker."""
+        """Run one; return its process group and its worker."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         told = root.with_suffix(".worker")
@@ -127,7 +127,7 @@ class Trainers:
 
 
 def await_end(worker: int, seconds: float = 60) -> None:
-    """Waits until a worker has ended."""
+    """Wait until a worker has ended."""
     try:
         watched = os.pidfd_open(worker)
     except ProcessLookupError:

@@ -55,7 +55,7 @@ def wrapped(kind: str) -> torch.nn.Module:
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
-    """Trains on data that depend on nothing but the step; returns the last loss."""
+    """Train on data that depend on nothing but the step; return the last loss."""
     model.train()
     loss = torch.zeros(())
     for step in steps:

@@ -94,7 +94,7 @@ _DELETED = Outcome(complete=False, deleted=True)
 
 
 async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: int) -> Outcome:
-    """Completes a checkpoint as far as this rank's commit made that possible.
+    """Complete a checkpoint as far as this rank's commit made that possible.
 
     Costs one list unless the rank's directory is full.
 
@@ -151,7 +151,7 @@ async def _fill(
     absent: list[list[int]],
     most_holes: int,
 ) -> bool:
-    """Makes a directory full if all ranks below it have committed; else notes who has not."""
+    """Make a directory full if all ranks below it have committed; else note which have not."""
     missing = await _absent(backend, id, level, directory, world_size)
     if not missing:
         return True
@@ -243,7 +243,7 @@ async def read_members(
 async def read_member(
     backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
 ) -> tuple[ManifestDocument, int]:
-    """Reads and validates a manifest, which is a member of level 0, or a group object.
+    """Read and validate a manifest, which is a member of level 0, or a group object.
 
     Returns:
         It, and its size on the store in bytes.
@@ -295,7 +295,7 @@ def _merged(
 
 
 async def _create(backend: Backend, key: str, data: bytes) -> bool:
-    """Creates an object that another rank may create as well, with the same bytes."""
+    """Create an object that another rank may create as well, with the same bytes."""
     try:
         await backend.put(key, data, PutMode.CREATE)
     except ObjectExists:

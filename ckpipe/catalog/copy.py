@@ -98,7 +98,7 @@ class CopySettings:
 async def copy_checkpoint(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
 ) -> CopyReport:
-    """Copies a complete checkpoint, verified; doing it again goes on where it stopped.
+    """Copy a complete checkpoint, verified; doing it again goes on where it stopped.
 
     On the target a data file that is damaged is replaced, once the source's bytes were found to
     be right. Nothing else there is ever overwritten.
@@ -158,7 +158,7 @@ async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None
 async def _copy_metadata(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
 ) -> None:
-    """Copies manifests, then group objects: the index could be made anew from either."""
+    """Copy manifests, then group objects: the index could be made anew from either."""
     below = f"{prefix(id)}m/"
     keys = sorted([each.key async for each in source.list(below)])
     for level in sorted({key.removeprefix(below).partition("/")[0] for key in keys}):
@@ -215,7 +215,7 @@ class _File:
         self._block_bytes = block_bytes_for(size, settings.block_bytes, target.limits)
 
     async def bring(self) -> bool:
-        """Makes the target have the file; returns whether it had to be copied."""
+        """Make the target have the file; return whether it had to be copied."""
         there = await self._size_there()
         if there == self.check.size and await self._is_whole():
             return False
@@ -231,7 +231,7 @@ class _File:
         return True
 
     async def _copy(self, there: int | None) -> None:
-        """Copies the file; what is on the target is replaced once the source was found whole."""
+        """Copy the file; what is on the target is replaced once the source was found whole."""
         with _located(self._id, self._rank, self._key):
             upload = await self._target.open_upload(
                 self._key, size=self.check.size, block_bytes=self._block_bytes
@@ -287,7 +287,7 @@ class _File:
         return True
 
     async def _blocks(self, backend: Backend, check: FileCheck, use: UseBlock) -> None:
-        """Reads the file in lanes; every block is summed up and used, in any order."""
+        """Read the file in lanes; every block is summed up and used, in any order."""
         offsets = iter(range(0, check.size, self._block_bytes))
 
         async def lane() -> None:

@@ -147,7 +147,7 @@ async def _remove_unless_held(
 async def _remove(
     backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
 ) -> Removal:
-    """Removes all that is a checkpoint's own.
+    """Remove all that is a checkpoint's own.
 
     Args:
         backend: The store.
@@ -195,7 +195,7 @@ async def finish_deletions(
     retired: set[CheckpointId] | None = None,
     now: datetime | None = None,
 ) -> None:
-    """Goes on with deletions that a crash or a reader held up, and forgets old tombstones.
+    """Go on with deletions that a crash or a reader held up, and forget old tombstones.
 
     Those of pinned checkpoints are called off.
 

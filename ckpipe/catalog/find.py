@@ -286,7 +286,7 @@ def _deleted(id: CheckpointId) -> CheckpointIncomplete:
 
 
 async def read_index(backend: Backend, id: CheckpointId) -> ManifestDocument:
-    """Reads and validates the index of a checkpoint.
+    """Read and validate the index of a checkpoint.
 
     Raises:
         MissingObject: If there is no index.
@@ -310,7 +310,7 @@ logger = logging.getLogger("ckpipe")
 
 
 async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidecar) -> None:
-    """Creates the digest of a checkpoint whose index is there; never raises if the store fails.
+    """Create the digest of a checkpoint whose index is there; never raises if the store fails.
 
     Costs one small create-only put, and one more for every hundred bytes or so beyond.
     """

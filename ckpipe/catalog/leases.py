@@ -101,7 +101,7 @@ async def store_time(backend: Backend) -> datetime:
 
 
 async def _write(backend: Backend, key: str) -> None:
-    """Writes a lease; one that is there is this one, written by a try whose answer was lost."""
+    """Write a lease; one that is there is this one, written by a try whose answer was lost."""
     with contextlib.suppress(ObjectExists):
         await backend.put_volatile(key, b"{}")
 
@@ -156,7 +156,7 @@ class Lease:
         self._written: list[str] = []
 
     async def renew(self) -> None:
-        """Takes the lease, or takes it again for another :data:`LEASE_LIFE`."""
+        """Take the lease, or take it again for another :data:`LEASE_LIFE`."""
         key = lease_key(self._subject, self._holder, self._renewals)
         self._renewals += 1
         # Noted first, since an answer that is lost leaves the object behind.
@@ -175,13 +175,13 @@ class Lease:
         self._written = [key]
 
     async def keep(self, every: timedelta = RENEW_EVERY) -> None:
-        """Renews the lease now and then until it is cancelled."""
+        """Renew the lease now and then until it is cancelled."""
         while True:
             await anyio.sleep(every.total_seconds())
             await self.renew()
 
     async def release(self) -> None:
-        """Ends the lease; without it the lease ends by its age."""
+        """End the lease; without it the lease ends by its age."""
         if not self._written:
             return
         try:
@@ -222,7 +222,7 @@ async def under_lease(
 async def _kept(
     lease: Lease, subject: str, work: Callable[[], Awaitable[T]], every: timedelta
 ) -> T:
-    """Does something beside which a lease is renewed; the lease is released afterwards."""
+    """Do something beside which a lease is renewed; the lease is released afterwards."""
     failure = None
     try:
         async with anyio.create_task_group() as tasks:
@@ -302,7 +302,7 @@ async def when_sure(
     look: Callable[[], Awaitable[L]],
     work: Callable[[L, Sure], Awaitable[T]],
 ) -> T:
-    """Does some work on what a look finds, both beside a check; what that raises goes first."""
+    """Do some work on what a look finds, both beside a check; what that raises goes first."""
     sure, found = Ahead(check), Ahead(look)
     async with sure.started(), found.started():
         try:

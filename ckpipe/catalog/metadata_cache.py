@@ -72,7 +72,7 @@ class MetadataCache:
     trusting: bool = True
 
     def learn(self, name: str, found: MetadataSummary) -> None:
-        """Notes what an index says; what was told of it counts no longer."""
+        """Note what an index says; what was told of it counts no longer."""
         self.known[name] = found
         told = self.told.pop(name, None)
         # A digest from before copies were counted says nothing of them.
@@ -85,7 +85,7 @@ class MetadataCache:
             self.told.clear()
 
     def forget(self, name: str) -> None:
-        """Drops what is known of a checkpoint that is no more."""
+        """Drop what is known of a checkpoint that is no more."""
         self.known.pop(name, None)
         self.told.pop(name, None)
 
@@ -199,7 +199,7 @@ class MetadataQuery:
         ]
 
     async def _read(self, infos: Iterable[CheckpointInfo]) -> None:
-        """Reads the indexes of checkpoints, several at once."""
+        """Read the indexes of checkpoints, several at once."""
         unread = list(infos)
         pending = iter(unread)
 

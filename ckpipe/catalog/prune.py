@@ -79,7 +79,7 @@ async def decide_on(
     now: datetime,
     listing: Listing | None = None,
 ) -> Decision:
-    """Decides which checkpoints of a root stay, and changes nothing.
+    """Decide which checkpoints of a root stay, and change nothing.
 
     Besides what is protected, pinned checkpoints stay and the one that the run of the newest
     resumed from, for every caller. If several launches run on one root, rules count the checkpoints
@@ -123,7 +123,7 @@ async def decide_on(
 
 
 def missing_text(metric: str, facts: MetadataCache) -> str:
-    """Says that a rule removes nothing for want of a metric, and which metrics there are."""
+    """Say that a rule removes nothing for want of a metric, and which metrics there are."""
     known = sorted({name for each in facts.digests() for name in each.metrics} - {metric})
     there = ", ".join(known) or "none"
     return (
@@ -245,7 +245,7 @@ async def prune(
     now: datetime | None = None,
     retired: set[CheckpointId] | None = None,
 ) -> Decision:
-    """Deletes what a rule does not keep; running it twice is as good as once.
+    """Delete what a rule does not keep; running it twice is as good as once.
 
     Args:
         backend: The store.
@@ -313,7 +313,7 @@ async def listed(backend: Backend, facts: MetadataCache) -> Listing:
 
 
 async def pin(backend: Backend, id: CheckpointId) -> None:
-    """Protects a checkpoint from retention until it is unpinned.
+    """Protect a checkpoint from retention until it is unpinned.
 
     :mod:`ckpipe.catalog.delete` says why a pruning under way cannot miss it.
 
@@ -338,7 +338,7 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
 
 
 async def unpin(backend: Backend, id: CheckpointId) -> None:
-    """Ends the protection of a checkpoint; one that is not pinned is no error."""
+    """End the protection of a checkpoint; one that is not pinned is no error."""
     await backend.delete([pin_key(id)])
 
 
@@ -407,7 +407,7 @@ async def remove(
     protected: Mapping[str, str] = MappingProxyType({}),
     force: bool = False,
 ) -> CheckpointInfo:
-    """Deletes one checkpoint, unless something protects it.
+    """Delete one checkpoint, unless something protects it.
 
     Args:
         backend: The store.

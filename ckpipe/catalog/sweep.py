@@ -101,7 +101,7 @@ class SweepReport:
 def plan_sweep(
     found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
 ) -> SweepReport:
-    """Decides what a sweep removes: pure.
+    """Decide what a sweep removes: pure.
 
     Args:
         found: What lies on the root.
@@ -250,7 +250,7 @@ async def sweep(
     running: Collection[str] = (),
     dry_run: bool = False,
 ) -> SweepReport:
-    """Removes what crashed runs left; running it twice is as good as once.
+    """Remove what crashed runs left; running it twice is as good as once.
 
     A checkpoint that lacks nothing but its index is completed instead.
 

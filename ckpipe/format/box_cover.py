@@ -67,7 +67,7 @@ class BoxIndex:
         return found, common[meets]
 
     def cover(self, region: Box) -> tuple[list[tuple[int, Box]], list[Box]]:
-        """Puts a region together from parts of the boxes, no element twice.
+        """Put a region together from parts of the boxes, no element twice.
 
         Args:
             region: A box.
@@ -178,7 +178,7 @@ def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
 
 
 def _any_overlap(boxes: list[Box]) -> bool:
-    """Sweeps along the first dimension and compares only the boxes that are open together."""
+    """Sweep along the first dimension and compare only the boxes that are open together."""
     if len(boxes) < 2 or not boxes[0][0]:
         return len(boxes) > 1
     still_open: list[Box] = []

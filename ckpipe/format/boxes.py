@@ -13,7 +13,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def flat_range_boxes(
     shape: Sequence[int], lo: int, hi: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a range of a shape's row-major order into boxes.
+    """Cut a range of a shape's row-major order into boxes.
 
     A range begins in the middle of a row, goes on over whole rows and ends in the middle of one,
     and so on inside of these rows: at most two boxes for each dimension, and one.

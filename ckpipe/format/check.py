@@ -43,7 +43,7 @@ _MAX_CRC = 0xFFFFFFFF
 
 
 def check_bundle(bundle: ManifestDocument) -> None:
-    """Checks that a bundle agrees with itself and with the format.
+    """Check that a bundle agrees with itself and with the format.
 
     Raises:
         UnsafePath: If a file's name is not the one that the format gives it.
@@ -71,7 +71,7 @@ def _facts_of(bundle: ManifestDocument, structure: int, layout: int) -> LayoutFa
 
 
 def check_structure(structure: Structure) -> None:
-    """Checks that a structure agrees with itself.
+    """Check that a structure agrees with itself.
 
     Raises:
         InvalidExtent: If a tensor has more elements than any memory holds.
@@ -83,7 +83,7 @@ def check_structure(structure: Structure) -> None:
 
 
 def check_ranks(bundle: ManifestDocument) -> None:
-    """Checks that a bundle holds all ranks that its kind asks for, in order, and no other.
+    """Check that a bundle holds all ranks that its kind asks for, in order, and no other.
 
     Raises:
         WrongWorldSize: If it does not.
@@ -120,7 +120,7 @@ def _check_tensors(structure: Structure) -> None:
 
 
 def check_dtypes(rows: Sequence[TensorRow]) -> dict[str, int]:
-    """Checks that tensors have dtypes that are known; returns the bytes of an element of each.
+    """Check that tensors have dtypes that are known; return the bytes of an element of each.
 
     Raises:
         InvalidManifest: If one has not.
@@ -171,7 +171,7 @@ def _check_checksums(part: RankManifest, expected: int) -> None:
 
 
 def _check_foreign(bundle: ManifestDocument) -> None:
-    """Checks that what ranks say of the entries of others is so, as far as those are here."""
+    """Check that what ranks say of the entries of others is so, as far as those are here."""
     place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
     for structure, layout in dict.fromkeys(place_of.values()):
         foreign = _facts_of(bundle, structure, layout).foreign
@@ -186,7 +186,7 @@ def _check_foreign(bundle: ManifestDocument) -> None:
 
 
 def check_owners(bundle: ManifestDocument) -> None:
-    """Checks that ranks have written what others, which do not know where, leave to them.
+    """Check that ranks have written what others, which do not know where, leave to them.
 
     Of ranks that are not in the bundle nothing is asked.
 
@@ -294,7 +294,7 @@ def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> Iterable[in
 
 
 def _check_entries(entries: Entries) -> tuple[int, ...]:
-    """Checks that the entries fill their files one after another; returns the files' data bytes."""
+    """Check that the entries fill their files one after another; return the files' data bytes."""
     if entries.file and not any(entries.file):
         *begins, end = accumulate(entries.nbytes, initial=0)
         distinct = {"__metadata__", *entries.name}
@@ -321,7 +321,7 @@ def _check_entries(entries: Entries) -> tuple[int, ...]:
 
 
 def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[TensorRow]) -> Foreign:
-    """Checks all chunks; returns those that other ranks wrote."""
+    """Check all chunks; return those that other ranks wrote."""
     if chunks.tensor and max(chunks.tensor) >= len(tensors):
         raise InvalidManifest("A chunk is of a tensor that is not there")
     shapes = [row.shape for row in tensors]
@@ -378,7 +378,7 @@ def _are_plain(chunks: Chunks, wholes: Sequence[int], sizes: Sequence[int]) -> b
 
 
 def _check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:
-    """Checks that a chunk which ends at a byte of an entry lies in it.
+    """Check that a chunk which ends at a byte of an entry lies in it.
 
     Raises:
         InvalidManifest: If there is no such entry.

@@ -28,7 +28,7 @@ def _runtime() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def prepare() -> None:
-    """Imports what computes the sums, if that has not happened yet.
+    """Import what computes the sums, if that has not happened yet.
 
     A thread that is in the middle of an import when the program forks leaves the child with a
     lock that is never given back, and every sum there would wait for it.
@@ -96,7 +96,7 @@ def chunk_count(nbytes: int) -> int:
 
 
 def chunk_spans(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts the byte range ``[lo, hi)`` of an entry at its chunk boundaries.
+    """Cut the byte range ``[lo, hi)`` of an entry at its chunk boundaries.
 
     Yields:
         The number of the chunk, and the start and end of the piece in the entry.
@@ -188,7 +188,7 @@ class ChunkSums:
         self._partial: dict[int, dict[int, tuple[int, int]]] = {}
 
     def add_block(self, cuts: BlockCuts, values: Sequence[int]) -> None:
-        """Takes the sums of a block's pieces, in their order.
+        """Take the sums of a block's pieces, in their order.
 
         Raises:
             AssertionError: If they are not as many.

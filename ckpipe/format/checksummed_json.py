@@ -193,7 +193,7 @@ def decode_json(
 
 
 def _parsed(text: str, elements: Mapping[str, Element]) -> dict[str, Any]:
-    """Reads an object member by member; the text is known to end with its checksum."""
+    """Read an object member by member; the text is known to end with its checksum."""
     found: dict[str, Any] = {}
     at = _after(text, 0, "{")
     while True:

@@ -77,7 +77,7 @@ def leaf_labels(node: Node, label: str) -> list[str]:
 
 
 def check_tree(structure: Structure) -> None:
-    """Checks the root node and the nodes of attributes.
+    """Check the root node and the nodes of attributes.
 
     Raises:
         DuplicateName: If a container has a key twice.

@@ -51,7 +51,7 @@ class StepGuard:
         return tuple(hooks.optimizer for hooks in self._hooks)
 
     def remove(self) -> None:
-        """Takes the hooks off: steps that begin from now on do not lock. Never waits.
+        """Take the hooks off: steps that begin from now on do not lock. Never waits.
 
         A step in progress, or one that waits to begin, finishes as it would have. May be called
         from any thread and again.
@@ -67,7 +67,7 @@ class StepGuard:
 
 
 def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
-    """Lets every ``step()`` of these optimizers run inside the mutating side of a lock.
+    """Let every ``step()`` of these optimizers run inside the mutating side of a lock.
 
     It is enough to guard the optimizer: gradient scalers and schedulers call its ``step``, and
     compiled functions run the hooks outside of the compiled code. The closure of a step runs
@@ -163,7 +163,7 @@ class _StepHooks:
 
     @contextmanager
     def _at_hook(self) -> Iterator[None]:
-        """Says that torch is iterating over the optimizer's hooks."""
+        """Say that torch is iterating over the optimizer's hooks."""
         here = (threading.get_ident(), id(self.optimizer))
         _at_hooks.add(here)
         try:
@@ -172,7 +172,7 @@ class _StepHooks:
             _at_hooks.discard(here)
 
     def _end_last(self) -> None:
-        """Puts the hook behind the step behind all that others have registered since."""
+        """Put the hook behind the step behind all that others have registered since."""
         mine: int = self._handles[1].id
         hooks: Any = self._handles[1].hooks_dict_ref() or {}
         behind = list(itertools.takewhile(lambda each: each != mine, reversed(hooks)))
@@ -190,7 +190,7 @@ class _StepHooks:
             handle.remove()
 
     def _blank(self) -> None:
-        """Puts functions that know nothing in the hooks' places, which disturbs no iteration."""
+        """Put functions that know nothing in the hooks' places, which disturbs no iteration."""
         for handle in self._handles:
             registered: MutableMapping[int, Any] | None = handle.hooks_dict_ref()
             if registered is not None and handle.id in registered:

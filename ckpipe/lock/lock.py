@@ -386,7 +386,7 @@ class StateLock:
 
     @contextmanager
     def mutating(self, timeout: float | None = None) -> Iterator[None]:
-        """Holds captures off while the calling thread changes the state.
+        """Hold captures off while the calling thread changes the state.
 
         Re-entrant on the same thread. The hold belongs to the thread: what other threads do in
         the meantime, also on behalf of this one, is not covered by it, but for loads that this
@@ -407,7 +407,7 @@ class StateLock:
             self._leave(hold)
 
     def disallow_state_dict_read(self, timeout: float | None = None) -> None:
-        """Takes the mutating side for the calling thread, until it allows reading again.
+        """Take the mutating side for the calling thread, until it allows reading again.
 
         For loops that bracket their own mutation. Does nothing if this thread has disallowed
         reading already. Each thread has its own bracket, and reading is possible when all are
@@ -425,7 +425,7 @@ class StateLock:
             self._acquire(self._mutation(_BRACKET), timeout)
 
     def allow_state_dict_read(self) -> None:
-        """Ends what :meth:`disallow_state_dict_read` began on the calling thread, if it did."""
+        """End what :meth:`disallow_state_dict_read` began on the calling thread, if it did."""
         hold = self._bracket()
         if hold is not None:
             self._leave(hold)
@@ -449,7 +449,7 @@ class StateLock:
 
     @contextmanager
     def capturing(self, timeout: float | None = None) -> Iterator[None]:
-        """Holds trainers off while the calling thread reads the state.
+        """Hold trainers off while the calling thread reads the state.
 
         Where a load calls it, in a ``state_dict`` of the state, the load holds them off already.
 
@@ -471,7 +471,7 @@ class StateLock:
             self._leave(hold)
 
     def acquire_capture(self, timeout: float | None = None, *, thread: int | None = None) -> Hold:
-        """Begins a capture and blocks until it may read the state.
+        """Begin a capture and block until it may read the state.
 
         Args:
             timeout: Seconds to wait for trainers; None waits for as long as it takes.
@@ -497,7 +497,7 @@ class StateLock:
         awaited: bool = True,
         serve: Callable[[], object] | None = None,
     ) -> Hold:
-        """Begins a capture, and waits for it without a thread.
+        """Begin a capture, and wait for it without a thread.
 
         A call that is cancelled holds nothing and waits for nothing afterwards. The capture
         belongs to no thread; the thread of the running asyncio loop may not change the state
@@ -528,7 +528,7 @@ class StateLock:
     async def capturing_async(
         self, timeout: float | None = None, *, thread: int | None = None
     ) -> AsyncIterator[Hold]:
-        """Holds trainers off while a task reads the state; see :meth:`acquire_capture_async`."""
+        """Hold trainers off while a task reads the state; see :meth:`acquire_capture_async`."""
         hold = await self.acquire_capture_async(timeout, thread=thread)
         try:
             yield hold
@@ -536,7 +536,7 @@ class StateLock:
             self.release_capture(hold)
 
     def release_capture(self, hold: Hold, *, fences: Iterable[StreamFence] = ()) -> None:
-        """Ends a capture. Does nothing if it has ended already.
+        """End a capture. Does nothing if it has ended already.
 
         Args:
             hold: The capture.
@@ -549,7 +549,7 @@ class StateLock:
                 self._leave(hold)
 
     def check_capture_allowed(self, thread: int | None = None) -> None:
-        """Raises if a thread could not wait for a capture now because it would wait for itself.
+        """Raise if a thread could not wait for a capture now because it would wait for itself.
 
         Args:
             thread: The identifier of the thread; None: the calling one.
@@ -564,7 +564,7 @@ class StateLock:
     # ---- optimizer steps ----
 
     def enter_step(self, key: object, mark: FrameMark, purpose: str) -> None:
-        """Takes the mutating side for as long as a frame of the calling thread runs.
+        """Take the mutating side for as long as a frame of the calling thread runs.
 
         Args:
             key: Names the kind of step; the same for :meth:`leave_step`.
@@ -584,7 +584,7 @@ class StateLock:
         self._acquire(hold, None)
 
     def leave_step(self, key: object) -> None:
-        """Ends the innermost step of this key on the calling thread, if there is one."""
+        """End the innermost step of this key on the calling thread, if there is one."""
         with self._changed:
             self._collect()
             for hold in [each for each in self._mine() if each.key is key][-1:]:
@@ -651,7 +651,7 @@ class StateLock:
 
     @contextmanager
     def _working_for(self, hold: Hold) -> Iterator[None]:
-        """Says that the calling thread does the work of a hold that was begun elsewhere."""
+        """Say that the calling thread does the work of a hold that was begun elsewhere."""
         holds: list[Hold] = self._here.__dict__.setdefault("holds", [])
         holds.append(hold)
         try:
@@ -722,7 +722,7 @@ class StateLock:
         return [each.serve for each in self._mine() if each.serve is not None]
 
     async def _acquire_async(self, hold: Hold, timeout: float | None) -> None:
-        """Waits without a thread; a call that is cancelled waits for nothing afterwards."""
+        """Wait without a thread; a call that is cancelled waits for nothing afterwards."""
         wake, loop = asyncio.Event(), asyncio.get_running_loop()
         hold.wake = partial(loop.call_soon_threadsafe, wake.set)
         try:
@@ -766,7 +766,7 @@ class StateLock:
             return min(look, grace_left, left)
 
     def _preempt(self, trainer: Hold) -> float:
-        """Takes the lock from deferred captures that a trainer has waited for long enough.
+        """Take the lock from deferred captures that a trainer has waited for long enough.
 
         Threads that are reading for them finish the piece they are at: what they read might be
         freed otherwise.
@@ -809,7 +809,7 @@ class StateLock:
             return not self._fences
 
     def _collect(self) -> None:
-        """Lets go of what was left behind by threads that ended and by steps that raised."""
+        """Let go of what was left behind by threads that ended and by steps that raised."""
         if self._state.mutator is not None:
             for held in [each for each in self._state.holding if each.is_over()]:
                 self._leave(held)
@@ -840,7 +840,7 @@ _locks: weakref.WeakSet[StateLock] = weakref.WeakSet()
 
 
 def _begin_in_child() -> None:
-    """Frees all locks in a child that was forked: it has none of the threads that used them."""
+    """Free all locks in a child that was forked: it has none of the threads that used them."""
     for lock in _locks:
         lock._begin()
 
@@ -910,13 +910,13 @@ class LockHold:
         self.defer(grace)
 
     def release(self) -> None:
-        """Lets trainers go on; for when no thread reads the state. May be called twice."""
+        """Let trainers go on; for when no thread reads the state. May be called twice."""
         self.released = True
         if self._hold is not None:
             self._lock.release_capture(self._hold)
 
     def end(self, *, copied: bool = False) -> None:
-        """Lets trainers and the next turn begin, once no thread reads; may be called twice."""
+        """Let trainers and the next turn begin, once no thread reads; may be called twice."""
         self._ending = True
         self.copied |= copied
         if not self._users and not self.ended.is_set():
@@ -925,7 +925,7 @@ class LockHold:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keeps the hold although the turn may end: a worker thread is at the state."""
+        """Keep the hold although the turn may end: a worker thread is at the state."""
         self._users += 1
         try:
             yield
@@ -950,7 +950,7 @@ class LockHold:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Reads a piece of a state that was deferred; trainers wait for its end.
+        """Read a piece of a state that was deferred; trainers wait for its end.
 
         Raises:
             CaptureTooSlow: If a trainer has taken the lock from the capture, or it has ended.
@@ -975,12 +975,12 @@ class LockHold:
                     lock._leave(hold)
 
     def let_go(self, fences: Iterable[StreamFence]) -> None:
-        """Lets trainers go on from any thread, their devices after these fences."""
+        """Let trainers go on from any thread, their devices after these fences."""
         assert self._hold is not None
         self._lock.release_capture(self._hold, fences=fences)
 
     def here(self) -> AbstractContextManager[None]:
-        """Says that the calling thread does the work of the capture.
+        """Say that the calling thread does the work of the capture.
 
         What the state's own methods do on this thread then counts as part of it: guarded
         optimizers do not lock, further captures are granted at once, and
@@ -1055,7 +1055,7 @@ class LoadHold:
         self._hold = hold
 
     def here(self) -> AbstractContextManager[None]:
-        """Says that the calling thread does the work of the load, whose hold is taken.
+        """Say that the calling thread does the work of the load, whose hold is taken.
 
         What the state's own methods do on this thread is then part of the load: guarded
         optimizers, :meth:`StateLock.mutating` and :meth:`StateLock.capturing` do not wait for
@@ -1065,7 +1065,7 @@ class LoadHold:
         return self._lock._working_for(self._hold)
 
     def end(self) -> None:
-        """Lets trainers and captures go on; may be called twice, and if it was never taken."""
+        """Let trainers and capture go on; may be called twice, and if it was never taken."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._lock._leave(hold)

@@ -29,7 +29,7 @@ logger = logging.getLogger("ckpipe")
 
 @functools.cache
 def _mention() -> None:
-    """Logs it once in a process, however many pipelines are opened."""
+    """Log it once in a process, however many pipelines are opened."""
     logger.debug(
         "This program does not use CUDA yet, so saves are copied into ordinary host memory"
     )
@@ -174,7 +174,7 @@ class Arena:
             self._free.insert(0, block)
 
     def reserve(self, blocks: int) -> None:
-        """Grows until at least ``blocks`` blocks are free; their pages are not touched yet.
+        """Grow until at least ``blocks`` blocks are free; their pages are not touched yet.
 
         Raises:
             MemoryError: If the system has no address space left.
@@ -184,7 +184,7 @@ class Arena:
             self._grow(missing)
 
     def take(self) -> Block:
-        """Hands out a free block, one with touched pages before one without; grows if none is."""
+        """Hand out a free block, one with touched pages before one without; grow if none is."""
         if not self.free_blocks:
             self._grow(1)
         block = self._free.pop() if self._free else self._untouched.pop()
@@ -192,20 +192,20 @@ class Arena:
         return block
 
     def take_back(self, block: Block) -> bool:
-        """Hands out a certain free block with what it held; False if it is not free."""
+        """Hand out a certain free block with what it held; False if it is not free."""
         if block not in self._free:
             return False
         self._free.remove(block)
         return True
 
     def give(self, block: Block) -> None:
-        """Takes a block back; the caller must not touch it any more."""
+        """Take a block back; the caller must not touch it any more."""
         block.touched = True
         if block.segment in self._segments:  # else the arena was closed in the meantime
             self._free.append(block)
 
     def trim(self, keep: int) -> None:
-        """Returns memory to the system until about ``keep`` blocks are left.
+        """Return memory to the system until about ``keep`` blocks are left.
 
         Only segments without a block in use can go, the newest first.
         """
@@ -217,7 +217,7 @@ class Arena:
                 self._drop(segment)
 
     def close(self) -> None:
-        """Unpins and forgets all memory. It is unmapped once no view of it is referenced."""
+        """Unpin and forget all memory. It is unmapped once no view of it is referenced."""
         for segment in list(self._segments):
             self._drop(segment)
 
@@ -279,7 +279,7 @@ def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
 
 
 def _map_shared(size: int) -> tuple[mmap.mmap, int, int]:
-    """Maps a new file in memory, so that huge pages of the file are huge in the mapping too."""
+    """Map a new file in memory, so that huge pages of the file are huge in the mapping too."""
     descriptor = keep_private(os.memfd_create("ckpipe", os.MFD_CLOEXEC))
     try:
         os.ftruncate(descriptor, size + HUGE_PAGE_BYTES)  # holes cost nothing

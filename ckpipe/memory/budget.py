@@ -43,7 +43,7 @@ class ByteBudget:
         return len(self._waiters)
 
     def acquire_nowait(self, amount: int, *, first: bool = False) -> None:
-        """Takes bytes at once.
+        """Take bytes at once.
 
         Args:
             amount: How many.
@@ -60,7 +60,7 @@ class ByteBudget:
         self.used += amount
 
     async def acquire(self, amount: int) -> None:
-        """Takes bytes, waiting for those who came before. Cancelled, it has taken none.
+        """Take bytes, waiting for those who came before. Cancelled, it has taken none.
 
         Raises:
             ValueError: If the amount is larger than the capacity.
@@ -83,12 +83,12 @@ class ByteBudget:
             raise
 
     def release(self, amount: int) -> None:
-        """Gives bytes back, and wakes whom they serve."""
+        """Give bytes back, and wake whom they serve."""
         self.used -= amount
         self._grant()
 
     def raise_capacity(self, capacity: int) -> None:
-        """Makes the budget larger; a smaller number changes nothing."""
+        """Make the budget larger; a smaller number changes nothing."""
         self.capacity = max(self.capacity, capacity)
         self._grant()
 
@@ -145,12 +145,12 @@ class Ration:
         return self._reserved >= len(self._held) + self._needed
 
     def take_all(self) -> list[Block]:
-        """Takes all blocks that the save needs, at once; the ration must be whole."""
+        """Take all blocks that the save needs, at once; the ration must be whole."""
         assert self.is_whole
         return self._draw(self._needed)
 
     async def take(self, at_most: int) -> list[Block]:
-        """Takes at least one block and at most as many as are there without waiting."""
+        """Take at least one block and at most as many as are there without waiting."""
         patient = True
         while True:
             # Others may take blocks during each wait, so every turn looks afresh.
@@ -172,7 +172,7 @@ class Ration:
         return blocks
 
     def take_back(self, block: Block, *, first: bool = False) -> bool:
-        """Takes a block again that was given back, with what it held; False if that cannot be.
+        """Take a block again that was given back, with what it held; False if that cannot be.
 
         It counts towards the budget again, and :meth:`give` returns it.
 
@@ -193,7 +193,7 @@ class Ration:
         return True
 
     def give(self, block: Block) -> None:
-        """Takes a block back of which every byte has been written out."""
+        """Take a block back of which every byte has been written out."""
         self._held.remove(block)
         self._arena.give(block)
         self._shrink()
@@ -201,7 +201,7 @@ class Ration:
         self._given = anyio.Event()
 
     def close(self, *, keep: Container[Block] = ()) -> None:
-        """Gives all that is left back. No thread may use a block of it any more.
+        """Give all that is left back. No thread may use a block of it any more.
 
         Args:
             keep: Blocks that are still looked at, and that :meth:`give` will get later.

@@ -78,7 +78,7 @@ class SideStreams:
         return device.partition(":")[0] in FENCED
 
     def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[StreamFence]:
-        """Queues copies; returns their ends, one for each device.
+        """Queue copies; return their ends, one for each device.
 
         Args:
             devices: The devices that the copies read from.
@@ -105,7 +105,7 @@ def _module(device: str) -> Any:
 
 
 def register(memory: torch.Tensor) -> str:
-    """Registers the memory of a host tensor; returns what CUDA says if it will not, else nothing.
+    """Register the memory of a host tensor; return what CUDA says if it will not, else nothing.
 
     Source: CUDA Runtime API, "Memory Management", ``cudaHostRegister``.
     """
@@ -115,5 +115,5 @@ def register(memory: torch.Tensor) -> str:
 
 
 def unregister(memory: torch.Tensor) -> None:
-    """Gives the registration of a host tensor's memory back."""
+    """Give the registration of a host tensor's memory back."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

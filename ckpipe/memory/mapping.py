@@ -32,12 +32,12 @@ def keep_private(descriptor: int) -> int:
 
 
 def forget(descriptor: int) -> None:
-    """Ends what :func:`keep_private` began; to be called before the descriptor is closed."""
+    """End what :func:`keep_private` began; to be called before the descriptor is closed."""
     _ours.discard(descriptor)
 
 
 def close_private(descriptor: int) -> None:
-    """Closes a descriptor that was kept private."""
+    """Close a descriptor that was kept private."""
     forget(descriptor)
     os.close(descriptor)
 
@@ -64,7 +64,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_to_read(descriptor: int, nbytes: int, offset: int) -> memoryview:
-    """Maps a range of a file to be read; it is unmapped when the last view of it is gone.
+    """Map a range of a file to be read; it is unmapped when the last view of it is gone.
 
     The kernel uses huge pages of a file as such only where address and offset are alike modulo
     their size, and chooses an address with no regard to that. So room is reserved in which such
@@ -87,7 +87,7 @@ def map_to_read(descriptor: int, nbytes: int, offset: int) -> memoryview:
 
 
 def map_to_write(descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """Maps a range of a file to be read and written, where its huge pages can be huge.
+    """Map a range of a file to be read and written, where its huge pages can be huge.
 
     Python would keep another descriptor of a file that it maps itself, which children that are
     forked would inherit, and all of its memory with it.

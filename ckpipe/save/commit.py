@@ -46,7 +46,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[DataFiles],
     out: MemoryObjectSendStream[CheckpointInfo],
 ) -> None:
-    """Writes this rank's manifest, and the index if the checkpoint is complete then.
+    """Write this rank's manifest, and the index if the checkpoint is complete then.
 
     In a world of one rank the index takes the manifest's place. With many, whether the others
     have committed is seen after this rank's part counts as committed, and no rank is waited for.
@@ -93,7 +93,7 @@ async def run(
 
 
 async def _completed(save: SaveRecord, depot: StoreContext, info: CheckpointInfo) -> bool:
-    """Completes the checkpoint if this was the last commit; True if it is complete now.
+    """Complete the checkpoint if this was the last commit; True if it is complete now.
 
     Who waits for it may have seen all commits first, and have written the index.
     """
@@ -157,7 +157,7 @@ def _drawn_up(
 async def _create(
     save: SaveRecord, depot: StoreContext, kind: BundleKind, key: str, data: bytes
 ) -> None:
-    """Creates this rank's object once, and finds out what became of it if the answer was lost."""
+    """Create this rank's object once, and find out what became of it if the answer was lost."""
     tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
     while True:
         before, save.may_count = save.may_count, True
@@ -174,7 +174,7 @@ async def _create(
 async def _landed(
     save: SaveRecord, depot: StoreContext, kind: BundleKind, key: str, cause: BaseException
 ) -> bool:
-    """Reads the object back: True if it is ours, False if there is none.
+    """Read the object back: True if it is ours, False if there is none.
 
     Raises:
         CommitConflict: If it is another writer's.

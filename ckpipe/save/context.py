@@ -126,7 +126,7 @@ class Uploader(Protocol):
     async def deliver(
         self, save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
-        """Does so from ``save.ready`` on, and sets ``save.handed_over``.
+        """Do so from ``save.ready`` on, and set ``save.handed_over``.
 
         No memory of the save is in use any more when it returns or raises.
         """
@@ -209,7 +209,7 @@ class SaveContext(StoreContext):
             self.loading[str(id)] -= 1
 
     def trim(self) -> None:
-        """Shrinks the arena to what the last saves needed."""
+        """Shrink the arena to what the last saves needed."""
         self.arena.trim(max(self.recent_blocks, default=0))
 
     def give_memory_back(self) -> int:
@@ -219,7 +219,7 @@ class SaveContext(StoreContext):
         return (before - self.arena.blocks) * self.arena.block_bytes
 
     async def warm(self) -> None:
-        """Touches the memory that later saves will want, block by block, in a worker thread."""
+        """Touch the memory that later saves will want, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
             await threads.run_sync(block.touch)
             self.arena.mark_touched(block)

@@ -29,7 +29,7 @@ REMOVE_SECONDS = 5.0
 async def deliver(
     save: SaveRecord, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
 ) -> None:
-    """Brings a save that is planned to the store; when it returns, retention is through too.
+    """Bring a save that is planned to the store; when it returns, retention is through too.
 
     If it fails before it can have committed, what it has stored is removed again, for a store
     that was too full for the rest would stay full.

@@ -41,7 +41,7 @@ class Follower:
         self._open.append((info, time.monotonic()))
 
     async def look(self) -> None:
-        """Looks at the oldest ones; tells by an event of one that is not complete in time.
+        """Look at the oldest ones; tell by an event of one that is not complete in time.
 
         Raises:
             SaveError: If that was so of too many in a row.
@@ -97,7 +97,7 @@ class Follower:
 async def until_complete(
     site: SaveContext, info: CheckpointInfo, timeout: float | None
 ) -> CheckpointInfo:
-    """Looks again and again, with growing pauses, until a checkpoint is complete.
+    """Look again and again, with growing pauses, until a checkpoint is complete.
 
     Args:
         site: Where it was saved.

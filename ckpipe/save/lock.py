@@ -31,7 +31,7 @@ WAITS = 3
 
 
 async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[CapturedState]) -> None:
-    """Captures the state, again if the lock had to be given back, until it has been copied.
+    """Capture the state, again if the lock had to be given back, until it has been copied.
 
     Raises:
         UnsupportedState: Names the first object that cannot be saved.
@@ -94,7 +94,7 @@ async def _captured(save: Save, site: SaveContext, hold: LockHold) -> CapturedSt
 
 
 def _walk(save: Save, site: SaveContext, hold: LockHold) -> CapturedState | None:
-    """Takes the state apart; None if the lock has to be waited for first."""
+    """Take the state apart; None if the lock has to be waited for first."""
     if not hold.begin():
         return None
     state, select = save.request.state, save.request.select
@@ -113,7 +113,7 @@ def _walk(save: Save, site: SaveContext, hold: LockHold) -> CapturedState | None
 
 
 def _check_selection(save: Save, site: SaveContext, flattened: Flattened) -> None:
-    """Tells of globs of ``include`` that name nothing; of many ranks one may well have nothing.
+    """Tell of globs of ``include`` that name nothing; of many ranks one may well have nothing.
 
     Raises:
         UsageError: If nothing would be saved because of ``include`` or ``exclude``.

@@ -25,7 +25,7 @@ AVAILABLE_SHARE = 0.4
 
 
 async def reserve(save: Save, site: SaveContext, blocks: int, hold: LockHold | None = None) -> None:
-    """Gives a save its ration of staging memory, for a file image of so many blocks.
+    """Give a save its ration of staging memory, for a file image of so many blocks.
 
     Args:
         save: The save.
@@ -73,7 +73,7 @@ async def reserve(save: Save, site: SaveContext, blocks: int, hold: LockHold | N
 
 
 async def _draw_all(save: Save, site: SaveContext, ration: Ration) -> None:
-    """Draws all blocks ahead of a copy beside training, so that no step waits for memory."""
+    """Draw all blocks ahead of a copy beside training, so that no step waits for memory."""
     if not ration.is_whole:
         raise UsageError(
             f"The state needs more than the {site.budget.capacity >> 20} MiB of staging "
@@ -158,7 +158,7 @@ def available_bytes() -> int:
 
 
 def lend_blocks(save: Save, site: SaveContext, thread: int | None) -> list[StagedBlock]:
-    """Keeps the memory that a save was copied to, until :func:`take_back`.
+    """Keep the memory that a save was copied to, until :func:`take_back`.
 
     Args:
         save: The save.
@@ -198,7 +198,7 @@ def lend_blocks(save: Save, site: SaveContext, thread: int | None) -> list[Stage
 
 
 def take_back(save: Save, site: SaveContext, held: list[StagedBlock]) -> None:
-    """Ends what :func:`lend_blocks` began."""
+    """End what :func:`lend_blocks` began."""
     save.views -= 1
     for each in held:
         each.release()

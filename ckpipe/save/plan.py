@@ -29,7 +29,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[CapturedState],
     out: MemoryObjectSendStream[PlannedState],
 ) -> None:
-    """Passes a state on once a plan and the memory for it are there.
+    """Pass a state on once a plan and the memory for it are there.
 
     A local plan is made while the lock is held. It is released for a plan that may wait for other
     ranks and while memory is waited for; the state is captured once more then.

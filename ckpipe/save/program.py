@@ -135,7 +135,7 @@ class BlockPlan(BlockRange):
 def plan_blocks(
     plan: RankPlan, leaves: Sequence[TensorLeaf], block_bytes: int
 ) -> tuple[BlockPlan, ...]:
-    """Cuts the files of a plan into blocks and says what fills each.
+    """Cut the files of a plan into blocks and say what fills each.
 
     Args:
         plan: The plan.
@@ -192,7 +192,7 @@ class _Cutter:
         self.drafts = [_Draft() for _ in range(blocks)]
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yields block, position in it, and bounds within the piece, for a piece of the file."""
+        """Yield block, position in it, and bounds within the piece, for a piece of the file."""
         done = 0
         while done < nbytes:
             block, at = divmod(start + done, self._block_bytes)
@@ -212,7 +212,7 @@ class _Cutter:
             draft.sum_count += sum(1 for _ in chunk_spans(lo, hi))
 
     def source(self, source: Source, start: int) -> None:
-        """Takes a source of an entry that begins somewhere in the file."""
+        """Take a source of an entry that begins somewhere in the file."""
         leaf = self._leaves[source.tensor]
         item = leaf.itemsize
         part, first = source.part, 0
@@ -234,7 +234,7 @@ class _Cutter:
                 copies.append(Copy(source.tensor, skip + lo, skip + hi, at, raw=True))
 
     def _gather(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
-        """Adds bytes of host memory, cut where checksums end."""
+        """Add bytes of host memory, cut where checksums end."""
         draft = self.drafts[block]
         gather, span, first = draft.gather, draft.spans[-1], draft.first_sum
         for chunk, begin, end in chunk_spans(source.offset + lo, source.offset + hi):
@@ -259,7 +259,7 @@ FoundSums = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 
 
 def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums]:
-    """Fills blocks; copies from a device may still be on their way when it returns.
+    """Fill blocks; copies from a device may still be on their way when it returns.
 
     What lies in host memory is moved into all of them by one call.
 
@@ -380,7 +380,7 @@ class EarlyLateSplit:
 
 
 def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> EarlyLateSplit:
-    """Divides a save's work: what optimizers own is copied later, if that is worth it.
+    """Divide a save's work: what optimizers own is copied later, if that is worth it.
 
     Args:
         captured: The state, with the objects that the walk has met.

@@ -58,7 +58,7 @@ class FilledBlock(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Gives its memory back; the store has its bytes."""
+        """Give its memory back; the store has its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,13 @@ class SaveRecord:
 
 
 def resolve(future: Future[Any], value: Any) -> None:
-    """Gives a future its value, unless it is done; for any thread."""
+    """Give a future its value, unless it is done; for any thread."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(value)
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Gives a future its error, unless it is done; for any thread."""
+    """Give a future its error, unless it is done; for any thread."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 
@@ -202,7 +202,7 @@ class StageTimings:
 
     @contextlib.contextmanager
     def timing(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Notes that a worker of a stage is at work, and has moved so many bytes at its end."""
+        """Note that a worker of a stage is at work, and has moved so many bytes at its end."""
         now = time.perf_counter()
         times = self._stages.setdefault(stage, _StageTimes(now, now))
         if not times.workers:
@@ -218,16 +218,16 @@ class StageTimings:
                 times.busy += times.ended - times.since
 
     def copied(self, plan: BlockRange, began: float, ended: float, thread: int) -> None:
-        """Notes when a block was filled, and by which thread."""
+        """Note when a block was filled, and by which thread."""
         (row,) = self._share(_COPIED, [plan], began, ended)
         row[_COPIER] = self._copiers.setdefault(thread, len(self._copiers))
 
     def summed(self, plans: Sequence[BlockRange], began: float, ended: float) -> None:
-        """Notes when the checksums of blocks were computed."""
+        """Note when the checksums of blocks were computed."""
         self._share(_SUMMED, plans, began, ended)
 
     def uploaded(self, plans: Sequence[BlockRange], began: float, ended: float, lane: int) -> None:
-        """Notes when blocks were written to the store, and by which lane."""
+        """Note when blocks were written to the store, and by which lane."""
         for row in self._share(_UPLOADED, plans, began, ended):
             row[_LANE] = lane
 
@@ -295,7 +295,7 @@ class StageTimings:
         }
 
     def absorb(self, data: dict[str, Any]) -> None:
-        """Takes over what another process has noted of the same save; its stages win.
+        """Take over what another process has noted of the same save; its stages win.
 
         Args:
             data: What :meth:`to_data` of the other clock returned.

@@ -82,7 +82,7 @@ async def decide(depot: StoreContext, launch: str) -> Decision:
 
 
 async def prune(depot: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
-    """Deletes the checkpoints that the rules do not keep, and says why each stays or went.
+    """Delete the checkpoints that the rules do not keep, and say why each stays or went.
 
     Args:
         launch: The id of this launch, of which the newest checkpoint stays.
@@ -106,7 +106,7 @@ async def prune(depot: StoreContext, launch: str, after: CheckpointId | None = N
 
 
 def _tell_links(depot: StoreContext, decision: Decision) -> None:
-    """Warns once of each checkpoint that should go and cannot be deleted through a link."""
+    """Warn once of each checkpoint that should go and cannot be deleted through a link."""
     for name in decision.keep:
         reason = decision.reasons[name]
         if reason.startswith(BEHIND_LINK) and name not in depot.told_links:
@@ -115,7 +115,7 @@ def _tell_links(depot: StoreContext, decision: Decision) -> None:
 
 
 def _tell_missing(depot: StoreContext, decision: Decision) -> None:
-    """Warns once of a metric that no checkpoint has, from the second checkpoint on."""
+    """Warn once of a metric that no checkpoint has, from the second checkpoint on."""
     if len(decision.keep) > 1:
         for metric in set(decision.missing_metrics) - depot.told_missing:
             depot.told_missing.add(metric)

@@ -28,7 +28,7 @@ from ckpipe.save.save import CapturedState, PlannedState, Save
 
 
 async def run_save(save: Save, site: SaveContext) -> None:
-    """Runs the seven stages of a save.
+    """Run the seven stages of a save.
 
     The save's futures are resolved by the stages; when this returns, retention is through too.
 
@@ -56,7 +56,7 @@ async def run_save(save: Save, site: SaveContext) -> None:
 async def deliver_here(
     save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
 ) -> None:
-    """Brings a save to the store in this process, once it is known what to store."""
+    """Bring a save to the store in this process, once it is known what to store."""
     save.handed_over.set()
     async with blocks:
         await save.ready.wait()

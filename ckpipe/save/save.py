@@ -107,7 +107,7 @@ class StagedBlock(FilledBlock):
         """The thread that copied the last of it."""
 
     def release(self) -> None:
-        """Takes it back from one user; its memory is free once all are through with it."""
+        """Take it back from one user; its memory is free once all are through with it."""
         self.users -= 1
         if not self.users:
             self._save.free(self)
@@ -187,13 +187,13 @@ class Save(SaveRecord):
         )
 
     def note(self, filled: StagedBlock) -> None:
-        """Notes a block that is filled, and is in use by the stages after the copy."""
+        """Note a block that is filled, and is in use by the stages after the copy."""
         self._in_use[filled.block] = filled
         self.clock.copied(filled.plan, filled.began, filled.ended, filled.copier)
         self.filled.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
 
     def free(self, filled: StagedBlock) -> None:
-        """Gives back the memory of a block that is in use no more."""
+        """Give back the memory of a block that is in use no more."""
         self._in_use.pop(filled.block, None)
         if self.ration is not None:
             self.ration.give(filled.block)
@@ -221,7 +221,7 @@ class Save(SaveRecord):
         return again
 
     def close_ration(self) -> None:
-        """Gives all memory back but what is looked at; the stages are through with it."""
+        """Give all memory back but what is looked at; the stages are through with it."""
         keep = self._in_use if self.views else {}
         if self.ration is not None:
             self.ration.close(keep=keep)
@@ -237,7 +237,7 @@ class Save(SaveRecord):
             self.scope.cancel()
 
     def forget_state(self) -> None:
-        """Drops what refers to the caller's objects; nothing needs them once all is copied."""
+        """Drop what refers to the caller's objects; nothing needs them once all is copied."""
         self.request = replace(self.request, state=None, owners=(), caller=None)
 
 

@@ -31,7 +31,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[FilledBlock],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
-    """Passes blocks on whose checksums are known, and leaves those of all entries in the record."""
+    """Pass blocks on whose checksums are known, and leave those of all entries in the record."""
     sums: ChunkSums | None = None
     async with inbox, out:
         async for first in inbox:
@@ -64,7 +64,7 @@ def _sum_up(
     batch: Sequence[FilledBlock],
     unknown: Sequence[FilledBlock],
 ) -> None:
-    """Computes what is not known, in one call, and adds all."""
+    """Compute what is not known, in one call, and add all."""
     if unknown:
         parts = []
         for each in unknown:

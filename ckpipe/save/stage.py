@@ -49,7 +49,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[PlannedState],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
-    """Copies a state, and passes its blocks on as they are filled.
+    """Copy a state, and pass its blocks on as they are filled.
 
     The stream needs room for all blocks of the save's ration, which is what bounds them.
 
@@ -117,7 +117,7 @@ def _split(save: Save, site: SaveContext, state: PlannedState) -> EarlyLateSplit
 
 
 async def _copy_at_once(save: Save, state: PlannedState, copiers: BlockCopiers) -> None:
-    """Hands out blocks as they are drawn from the ration, to copiers that share what is ready."""
+    """Hand out blocks as they are drawn from the ration, to copiers that share what is ready."""
     ration = save.ration
     assert ration is not None
     plans = deque(state.program.blocks)
@@ -229,23 +229,23 @@ class BlockCopiers:
         self._together = FIRST_TOGETHER
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Takes pieces to be worked off by copiers that are started afterwards."""
+        """Take pieces to be worked off by copiers that are started afterwards."""
         self._ready.extend(pieces)
 
     async def copy(self) -> None:
-        """Works in one thread until nothing is left; several tasks may do so at once."""
+        """Work in one thread until nothing is left; several tasks may do so at once."""
         async with self._places:
             while self._ready:
                 await run_sync(self._run)
 
     async def finish(self) -> None:
-        """Works off what is left, in as many threads as are useful."""
+        """Work off what is left, in as many threads as are useful."""
         async with anyio.create_task_group() as tasks:
             for _ in range(min(self.threads, len(self._ready))):
                 tasks.start_soon(self.copy)
 
     def defer(self, watch: MutationDetector, grace: float) -> None:
-        """Says that all further pieces are deferred; for any thread.
+        """Say that all further pieces are deferred; for any thread.
 
         Args:
             watch: What notices if the tensors that they read are changed without the lock.
@@ -255,7 +255,7 @@ class BlockCopiers:
         self._hold.defer(grace)
 
     def let_go(self, ends: Sequence[StreamFence] = ()) -> None:
-        """Lets trainers go on after the deferred pieces, if all have been true to the lock.
+        """Let trainers go on after the deferred pieces, if all have been true to the lock.
 
         Does nothing if it was done before.
 
@@ -276,7 +276,7 @@ class BlockCopiers:
         self._watch = None
 
     def _run(self) -> None:
-        """Works off what is left, in this thread."""
+        """Work off what is left, in this thread."""
         launched: list[_Launched] = []
         try:
             with self._hold.here(), torch.no_grad():
@@ -366,7 +366,7 @@ class _LateTensors:
         self._memory = list(map(torch.Tensor.untyped_storage, self._tensors))
 
     def check_unchanged(self, watch: MutationDetector) -> None:
-        """Looks whether they are what they were when they were captured.
+        """Look whether they are what they were when they were captured.
 
         Raises:
             StateChanged: If one does not lie any more where it did, as a program has given it

@@ -39,7 +39,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[FilledBlock],
     out: MemoryObjectSendStream[DataFiles],
 ) -> None:
-    """Uploads all data files, and gives each block's memory back.
+    """Upload all data files, and give each block's memory back.
 
     If it fails, what was uploaded is given up again.
 
@@ -94,7 +94,7 @@ class _Uploads:
                     await self._write(await self._upload(file), list(some), lane)
 
     async def _write(self, upload: Upload, some: list[FilledBlock], lane: int) -> None:
-        """Writes blocks of one file."""
+        """Write blocks of one file."""
         save, plans = self._save, [filled.plan for filled in some]
         if upload.takes_checksums:
             checksum = await block_checksum(self._files, some[0])
@@ -145,7 +145,7 @@ class _Uploads:
             return self._uploads[number]
 
     async def complete(self) -> None:
-        """Makes every file durable, one after the other."""
+        """Make every file durable, one after the other."""
         blocks = Counter(block.file for block in self._files.blocks)
         if self._written != blocks:  # no assert: this must hold under python -O too
             raise AssertionError("a block was never written")
@@ -193,7 +193,7 @@ class _Uploads:
         return bool(landed)
 
     async def abort(self) -> None:
-        """Gives up what is not complete; a store that fails in this too keeps its leftovers."""
+        """Give up what is not complete; a store that fails in this too keeps its leftovers."""
         policy = replace(self._policy, deadline_seconds=ABORT_SECONDS)
         for upload in self._uploads.values():
             try:

@@ -113,7 +113,7 @@ def _refuse_slip(url: str) -> None:
 
 
 def _refuse_checkpoint(url: str) -> None:
-    """Refuses a checkpoint in place of its root, where nothing would be found."""
+    """Refuse a checkpoint in place of its root, where nothing would be found."""
     root, _, name = url.rstrip("/").rpartition("/")
     id = CheckpointId.parse(name.removesuffix(".json"))
     if id is not None:

@@ -37,12 +37,12 @@ class ConformanceBase:
     """The writes and reads that the tests share."""
 
     async def upload(self, backend: Backend, key: str, data: bytes) -> None:
-        """Uploads data whole, its blocks at the same time and the last first."""
+        """Upload data whole, its blocks at the same time and the last first."""
         upload = await self.written(backend, key, data)
         await upload.complete()
 
     async def written(self, backend: Backend, key: str, data: bytes) -> Upload:
-        """Begins an upload and writes all its blocks."""
+        """Begin an upload and write all its blocks."""
         block = self.block_bytes(backend)
         upload = await backend.open_upload(key, size=len(data), block_bytes=block)
         async with anyio.create_task_group() as tasks:

@@ -41,12 +41,12 @@ class Gate:
             return len(self._waiters)
 
     def hold(self) -> None:
-        """Shuts the gate for those that come from now on."""
+        """Shut the gate for those that come from now on."""
         with self._changed:
             self._held = True
 
     def release(self) -> None:
-        """Opens the gate, and lets all pass that wait at it."""
+        """Open the gate, and let all pass that wait at it."""
         with self._changed:
             self._held = False
             waiters, self._waiters = self._waiters, {}
@@ -70,7 +70,7 @@ class Gate:
                 raise TimeoutError(f"{len(self._waiters)} of {count} tasks reached the gate")
 
     async def passed(self) -> None:
-        """Waits until the gate is open."""
+        """Wait until the gate is open."""
         event = anyio.Event()
         with self._changed:
             if not self._held:
@@ -158,7 +158,7 @@ class FaultyBackend(WrappedBackend):
         nth: int = 1,
         times: int | None = 1,
     ) -> None:
-        """Raises an error at an operation, before it lands or after it has landed."""
+        """Raise an error at an operation, before it lands or after it has landed."""
         self._add(_Fault(where, error, landing, nth, times))
 
     def call(
@@ -170,7 +170,7 @@ class FaultyBackend(WrappedBackend):
         nth: int = 1,
         times: int | None = 1,
     ) -> None:
-        """Calls a function on the backend's event loop, then lets a cancellation take effect.
+        """Call a function on the backend's event loop, then let a cancellation take effect.
 
         So a test can cancel a scope at an operation, or kill its process there. Before the
         operation a cancellation stops it; after it has landed, its result is lost.
@@ -178,14 +178,14 @@ class FaultyBackend(WrappedBackend):
         self._add(_Fault(where, action, landing, nth, times))
 
     def pause(self, where: Where, landing: Landing = Landing.BEFORE, *, nth: int = 1) -> Gate:
-        """Stops at an operation until the gate that is returned is released."""
+        """Stop at an operation until the gate that is returned is released."""
         gate = Gate()
         gate.hold()
         self._add(_Fault(where, gate, landing, nth, 1))
         return gate
 
     def heal(self) -> None:
-        """Forgets all faults; who is paused stays so until its gate is released."""
+        """Forget all faults; who is paused stays so until its gate is released."""
         with self._lock:
             self._faults.clear()
 
@@ -246,12 +246,12 @@ class SlowBackend(WrappedBackend):
         return f"<SlowBackend {self.inner!r} [{self.gate!r}]>"
 
     def hold(self, *verbs: str) -> None:
-        """Holds operations from now on: those of these verbs, or all if none is named."""
+        """Hold operations from now on: those of these verbs, or all if none is named."""
         self._held_verbs = frozenset(verbs)
         self.gate.hold()
 
     def release(self) -> None:
-        """Lets what is held go on, and everything pass from now on."""
+        """Let what is held go on, and everything pass from now on."""
         self.gate.release()
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
@@ -262,7 +262,7 @@ class SlowBackend(WrappedBackend):
         return await call()
 
     def _reserve(self, size: int) -> float:
-        """Takes the link for so many bytes, and returns in how many seconds they are through."""
+        """Take the link for so many bytes, and return in how many seconds they are through."""
         if self.bytes_per_second is None:
             return self.latency
         now = anyio.current_time()

@@ -30,7 +30,7 @@ def _private(sock: socket.socket) -> socket.socket:
 
 
 def close_socket(sock: socket.socket) -> None:
-    """Closes a socket of a pair; may be called twice."""
+    """Close a socket of a pair; may be called twice."""
     forget(sock.fileno())
     sock.close()
 
@@ -69,7 +69,7 @@ class Channel:
         return spoken
 
     def post(self, message: Message | bytes, *descriptors: int) -> None:
-        """Sends a message, or one that is encoded already, after all that were posted before.
+        """Send a message, or one that is encoded already, after all that were posted before.
 
         What the socket does not take at once is sent by :meth:`serve`. If the other end is gone,
         nothing happens: who reads from it finds out.
@@ -81,7 +81,7 @@ class Channel:
         self._enqueue(memoryview(frame), descriptors)
 
     def post_soon(self, message: Message, within: float) -> None:
-        """Sends a message together with others, which costs either end less than one by one.
+        """Send a message together with others, which costs either end less than one by one.
 
         It goes before all that is posted after it, and not later than asked for the first of those
         that go together.
@@ -112,7 +112,7 @@ class Channel:
             self._more.set()
 
     def _push(self) -> bool:
-        """Sends what the socket takes; False if there is more."""
+        """Send what the socket takes; False if there is more."""
         while self._out:
             data, descriptors = self._out[0]
             try:
@@ -137,7 +137,7 @@ class Channel:
         return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
     async def serve(self) -> None:
-        """Sends what could not be sent at once, until it is cancelled."""
+        """Send what could not be sent at once, until it is cancelled."""
         while True:
             await self._more.wait()
             self._more = anyio.Event()
@@ -145,7 +145,7 @@ class Channel:
                 await anyio.wait_writable(self._socket)
 
     async def flush(self) -> None:
-        """Waits until all that was posted is with the system, which delivers it in any case."""
+        """Wait until all that was posted is with the system, which delivers it in any case."""
         self._post_soon_now()
         while self._out:
             self._sent = anyio.Event()

@@ -150,7 +150,7 @@ class WorkerProcess:
             close_socket(theirs)
 
     def _started(self, theirs: socket) -> subprocess.Popen[bytes]:
-        """Starts it on a thread of its own, which stays until its end and buries it.
+        """Start it on a thread of its own, which stays until its end and buries it.
 
         To the kernel, its parent is a thread: the end of one that starts it and goes on to other
         work would look to it like the end of the trainer, prctl(2).
@@ -192,7 +192,7 @@ class WorkerProcess:
         return process_state(self.id)
 
     def kill(self) -> None:
-        """Ends it at once: no instruction of it runs after this, though it may not be gone yet."""
+        """End it at once: no instruction of it runs after this, though it may not be gone yet."""
         self._send(signal.SIGKILL)
 
     def tell_stacks(self) -> None:
@@ -205,7 +205,7 @@ class WorkerProcess:
                 os.kill(self.id, each)
 
     def ended(self, seconds: float) -> bool:
-        """Waits for its end for so long; whether it has ended."""
+        """Wait for its end for so long; whether it has ended."""
         return bool(wait([self.end], seconds).done)
 
     @property
@@ -239,7 +239,7 @@ class WorkerProcess:
 
 
 def _exit_code(process: int) -> int | None:
-    """Waits for the end of a child; its exit code, negative for a signal, None if it is unknown."""
+    """Wait for the end of a child; its exit code, negative for a signal, None if it is unknown."""
     try:
         end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:  # by now it has ended: waitpid(2), of SIGCHLD

@@ -133,7 +133,7 @@ class RemoteSave(SaveRecord):
         return self.fields is not None
 
     def take(self, block: Block, segment: memoryview) -> None:
-        """Passes a block on to the stages."""
+        """Pass a block on to the stages."""
         import numpy as np
 
         plan = self._blocks_of_files[block.number]
@@ -143,7 +143,7 @@ class RemoteSave(SaveRecord):
             self._filled.send_nowait(SharedBlock(self, block.number, plan, view, sums))
 
     def seal(self, sealed: Sealed, structure: Structure) -> None:
-        """Takes what the manifest says; no blocks come after it."""
+        """Take what the manifest says; no blocks come after it."""
         self.clock.absorb(sealed.clock)
         self.replanned = sealed.planned
         self.captured_seconds, self.staged_seconds = sealed.captured_seconds, sealed.staged_seconds
@@ -152,11 +152,11 @@ class RemoteSave(SaveRecord):
         self._filled.close()
 
     def give_up(self) -> None:
-        """Cancels what is not done yet."""
+        """Cancel what is not done yet."""
         self._scope.cancel()
 
     def free(self, filled: SharedBlock) -> None:
-        """Tells the trainer that a block is in use no more."""
+        """Tell the trainer that a block is in use no more."""
         released = BlockReleased(self._number, filled.number)
         if self._waits and not self.sealed:
             self._channel.post(released)
@@ -173,7 +173,7 @@ class RemoteSave(SaveRecord):
         )
 
     async def run(self, depot: StoreContext) -> None:
-        """Runs the stages, and says how they ended.
+        """Run the stages, and say how they ended.
 
         If it is cancelled because the worker as a whole fails, it says nothing: the end of the
         worker says more than that the save was given up without a request.
@@ -209,7 +209,7 @@ class Service:
         self._end: Finish | None = None
 
     async def run(self) -> bool:
-        """Serves until the trainer has had enough or is gone; False if it cannot."""
+        """Serve until the trainer has had enough or is gone; False if it cannot."""
         backend = await self._open()
         if backend is None:
             return False
@@ -321,7 +321,7 @@ class Service:
             await anyio.to_thread.run_sync(step_back_together, niceness, abandon_on_cancel=True)
 
     def _tell(self, event: Event) -> None:
-        """Tells the trainer of an event; of progress, which is frequent, with some delay."""
+        """Tell the trainer of an event; of progress, which is frequent, with some delay."""
         if isinstance(event, BlockUploaded):
             self._channel.post_soon(EventMessage(event), NOTICE_SECONDS)
         else:
@@ -343,7 +343,7 @@ class Service:
     # The end
 
     async def _wind_up(self, beside: TaskGroup) -> None:
-        """Ends the saves as the end of the trainer's words asks; the caller waits for them."""
+        """End the saves as the end of the trainer's words asks; the caller waits for them."""
         if self._end is None:
             logger.warning("The trainer (process %d) is gone", self._init.trainer)
         keep = self._init.survive if self._end is None else not self._end.give_up
@@ -356,7 +356,7 @@ class Service:
                     beside.start_soon(self._hold, save, subject, name=f"lease on {subject}")
 
     async def _hold(self, save: RemoteSave, subject: str) -> None:
-        """Holds a lease until a save is committed: others wait for it, and no sweep removes it."""
+        """Hold a lease until a save is committed: others wait for it, and no sweep removes it."""
         lease = Lease(self._depot.patient, subject)
         try:
             await lease.renew()
@@ -384,7 +384,7 @@ class _Forwarding(logging.Handler):
 
 
 def adopt(init: Init) -> None:
-    """Takes the trainer's import path, directory and environment over; blocking."""
+    """Take the trainer's import path, directory and environment over; blocking."""
     sys.path[:] = init.path
     os.environ.clear()
     os.environ.update(init.environment)
@@ -393,7 +393,7 @@ def adopt(init: Init) -> None:
 
 
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Ends the process if a callback of the loop had no memory.
+    """End the process if a callback of the loop had no memory.
 
     What it was to say or to hear is lost, and the trainer would wait for it for ever, beside a
     heartbeat that goes on. The end of the process it notices.
@@ -404,7 +404,7 @@ def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
 
 
 async def serve(channel: Channel) -> int:
-    """Serves the trainer at the other end of a channel; returns the exit code."""
+    """Serve the trainer at the other end of a channel; return the exit code."""
     code = 0
     asyncio.get_running_loop().set_exception_handler(_end_without_memory)
     try:
@@ -437,14 +437,14 @@ _PAUSE_SECONDS = 0.1
 
 
 def step_back(niceness: int) -> None:
-    """Makes the calling thread, and all that it starts from now on, give way to others."""
+    """Make the calling thread, and all that it starts from now on, give way to others."""
     os.nice(niceness)
     with contextlib.suppress(OSError):  # a container may forbid it; the niceness is what counts
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def step_back_together(niceness: int) -> bool:
-    """Makes the whole session give way to others; blocking.
+    """Make the whole session give way to others; blocking.
 
     The kernel takes one such wish in a tenth of a second, of all processes of a machine that are
     not privileged. Where many workers start at once, some have to ask again.
@@ -482,7 +482,7 @@ async def _serve(descriptor: int) -> int:
 
 
 def main() -> int:
-    """Serves on the socket whose descriptor is the only argument; returns the exit code."""
+    """Serve on the socket whose descriptor is the only argument; return the exit code."""
     for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which kept them away until now

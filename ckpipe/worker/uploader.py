@@ -98,7 +98,7 @@ class SaveInTransit:
         self.begin_anew(0)
 
     def begin_anew(self, number: int) -> None:
-        """Begins with another worker, in which the save has this number."""
+        """Begin with another worker, in which the save has this number."""
         self.number = number
         self.announced: dict[int, StagedBlock] = {}
         """The blocks that the worker has, by their number among those of the save's files."""
@@ -108,7 +108,7 @@ class SaveInTransit:
         self.ended = anyio.Event()
 
     def end(self, error: Exception | None) -> None:
-        """Lets those go on who wait for its end."""
+        """Let those go on who wait for its end."""
         self.error = error
         self.ended.set()
 
@@ -187,7 +187,7 @@ class WorkerConnection:
     # What the worker is told
 
     def begin(self, transit: SaveInTransit) -> None:
-        """Announces a save, of which it is known what it stores."""
+        """Announce a save, of which it is known what it stores."""
         save = transit.save
         assert save.files is not None
         # Saves of one plan have the same object.
@@ -206,7 +206,7 @@ class WorkerConnection:
         )  # fmt: skip
 
     def announce(self, transit: SaveInTransit, filled: StagedBlock) -> None:
-        """Says that the stages may have a block."""
+        """Say that the stages may have a block."""
         segment = filled.block.segment
         if segment.number not in self._segments:
             assert segment.descriptor is not None
@@ -220,13 +220,13 @@ class WorkerConnection:
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: Segment) -> None:
-        """Says that a piece of memory was given back."""
+        """Say that a piece of memory was given back."""
         if segment.number in self._segments:
             self._segments.remove(segment.number)
             self._channel.post(Dropped(segment.number))
 
     async def seal(self, transit: SaveInTransit) -> None:
-        """Says that all blocks were announced, and returns when the worker will get to know it."""
+        """Say that all blocks were announced, and return when the worker will get to know it."""
         async with self._sealing:  # the structure sent last is that of the save sealed next
             frame = await threads.run_sync(self._sealed, transit)
             self._channel.post(frame)
@@ -248,13 +248,13 @@ class WorkerConnection:
         )  # fmt: skip
 
     def give_up(self, transit: SaveInTransit) -> None:
-        """Says that a save is not wanted any more; its end is told as ever."""
+        """Say that a save is not wanted any more; its end is told as ever."""
         self._channel.post(GiveUp(transit.number))
 
     # What the worker says
 
     async def run(self) -> None:
-        """Listens until the worker has ended; no save is left open then.
+        """Listen until the worker has ended; no save is left open then.
 
         Cancelled, it leaves the worker to itself, which finishes what is staged and ends.
         """
@@ -280,7 +280,7 @@ class WorkerConnection:
             self.over.set()
 
     async def _listen(self) -> None:
-        """Hears the worker to its end; kills one that says what cannot be understood."""
+        """Hear the worker to its end; kill one that says what cannot be understood."""
         try:
             with self._listening:
                 while True:
@@ -348,7 +348,7 @@ class WorkerConnection:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the worker. One that the system does not end is soon left to the system."""
+        """Kill the worker. One that the system does not end is soon left to the system."""
         self.process.kill()
         self._killed.set()
 
@@ -359,7 +359,7 @@ class WorkerConnection:
         self._listening.cancel()
 
     async def _clean_up(self) -> None:
-        """Sees to it that the process is gone, and fails what it left undone."""
+        """See to it that the process is gone, and fail what it left undone."""
         gone = self.process.end.done() or (not self._abandoned and await self._reaped())
         if not gone:
             logger.error(
@@ -405,7 +405,7 @@ class WorkerConnection:
     # How it is ended
 
     async def close(self, seconds: float) -> None:
-        """Ends the worker: lets it finish for so long, then has it give up, then kills it."""
+        """End the worker: let it finish for so long, then have it give up, then kill it."""
         self._closing = True
         if self.idle:
             self.kill()  # it has nothing to lose
@@ -461,7 +461,7 @@ class WorkerUploader:
         return None if self._link is None or self._link.ending else self._link.process.id
 
     def start(self, tasks: TaskGroup) -> None:
-        """Starts the first worker in the background, so that no save waits for it.
+        """Start the first worker in the background, so that no save waits for it.
 
         Args:
             tasks: Where the workers are watched.
@@ -501,7 +501,7 @@ class WorkerUploader:
         return link
 
     def drop(self, segment: Segment) -> None:
-        """Tells the worker that staging memory was given back."""
+        """Tell the worker that staging memory was given back."""
         if self._link is not None:
             self._link.drop(segment)
 
@@ -568,7 +568,7 @@ class WorkerUploader:
             await self._end(transit, worker)
 
     async def _end(self, transit: SaveInTransit, worker: WorkerConnection) -> None:
-        """Makes sure that the worker does not look at the blocks of a save any more."""
+        """Make sure that the worker does not look at the blocks of a save any more."""
         save = transit.save
         if transit.ended.is_set():
             return
@@ -583,7 +583,7 @@ class WorkerUploader:
                 await transit.ended.wait()
 
     async def close(self) -> None:
-        """Ends the worker; saves that it has not finished by then are lost."""
+        """End the worker; saves that it has not finished by then are lost."""
         self._closed = True
         async with self._starting:
             link = self._link

@@ -51,14 +51,14 @@ class Training:
         }
 
     def step(self) -> None:
-        """Adds one to everything, after a kernel that keeps the device busy for long."""
+        """Add one to everything, after a kernel that keeps the device busy for long."""
         busy()
         self.average.add_(1)
         self.optimizer.step()
 
 
 def busy() -> None:
-    """Queues a long kernel on the current stream; nothing waits for it here."""
+    """Queue a long kernel on the current stream; nothing waits for it here."""
     torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
 
 
