@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import pytest
@@ -126,6 +127,25 @@ def test_an_error_of_a_plugin_is_of_the_kind_that_it_extends() -> None:
     assert type(again) is errors.StoreFull
     assert any("Quota" in note for note in again.__notes__)
     assert crossed(UnicodeDecodeError("u", b"", 0, 1, "x"))
+
+
+class Place(NamedTuple):
+    host: str
+    port: int
+
+
+def test_attributes_of_an_error_that_cannot_cross_are_left_out() -> None:
+    error, refused = errors.StoreUnavailable("No answer"), ConnectionRefusedError("refused")
+    # As aiohttp and botocore keep them: a named tuple of objects, an error, a mapping of both.
+    vars(refused).update(
+        place=Place("store", 443), os_error=OSError(111, "refused"),
+        kwargs={"error": OSError(111, "refused")}, host="store",
+    )  # fmt: skip
+    error.__cause__ = refused
+    again = crossed(error)
+    assert type(again) is errors.StoreUnavailable
+    assert again.__cause__ is not None
+    assert vars(again.__cause__) == {"host": "store"}
 
 
 async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:

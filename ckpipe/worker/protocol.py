@@ -386,7 +386,7 @@ def _pack_error(error: BaseException, depth: int = 0) -> tuple[Any, ...]:
         names[0],
         type(error).__name__,
         error.message if isinstance(error, CkpipeError) else str(error),
-        {name: value for name, value in vars(error).items() if can_cross(value)},
+        {name: value for name, value in vars(error).items() if _is_plain(value)},
         None if cause is None or depth > _DEEPEST_CAUSE else _pack_error(cause, depth + 1),
     )
 

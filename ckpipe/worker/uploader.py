@@ -239,13 +239,14 @@ class WorkerConnection:
         )
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
         new = None if structure is self._structure else structure
-        self._structure = structure
-        return encode(
+        frame = encode(
             Sealed(
                 transit.number, new, tuple(others), save.clock.to_data(), save.replanned,
                 save.captured_seconds, save.staged_seconds or save.elapsed,
             )
         )  # fmt: skip
+        self._structure = structure
+        return frame
 
     def give_up(self, transit: SaveInTransit) -> None:
         """Say that a save is not wanted any more; its end is told as ever."""
