@@ -1,8 +1,8 @@
 """Carry out planned reads: each thread takes a read, reads it, verifies it and copies it.
 
 A thread has a buffer of its own, so their number bounds the memory. While some of them wait for
-the store, others verify and copy. A range that the store has in memory already is read a mebibyte
-at a time, which stays in the processor's cache. The bytes of a chunk reach nothing before its
+the store, others verify and copy. A range that the store has in memory already is read in pieces of
+four mebibytes, which stay in the processor's cache. The bytes of a chunk reach nothing before its
 checksum was found right, and the bytes that are copied then are those that were checked. A chunk
 that arrives in several reads is put together before it is verified.
 
@@ -74,6 +74,13 @@ class ReadTally:
 
 _CACHED_BYTES = 128 << 20
 """Of how many bytes together the store is asked whether it has them in memory."""
+
+_CACHED_PIECE_BYTES = 4 * CHUNK_BYTES
+"""How much is read from the store's memory at once.
+
+It stays in the processor's last cache until it is copied. With less, two threads wait for the GIL
+longer than they read.
+"""
 
 
 class _Source(NamedTuple):
@@ -239,8 +246,8 @@ class Reader:
         most = max(1, read.stop - read.first)
         if cached is None:
             whole = self._filled(rank, key, read.offset, buffer[: read.size])
-        else:  # as many chunks at a time as have the bytes of a large one, which a cache holds
-            most = max(1, CHUNK_BYTES * most // read.size)
+        else:
+            most = max(1, _CACHED_PIECE_BYTES * most // read.size)
 
         def fetch(begin: int, end: int) -> memoryview:
             """Bring the bytes between two places of the file, until it is called again."""
