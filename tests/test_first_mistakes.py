@@ -226,6 +226,32 @@ def test_a_run_that_finds_nothing_to_load_says_where_it_starts(
     assert caplog.text.count("training starts fresh") == 1
 
 
+def test_a_fresh_start_beside_something_to_resume_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        found = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        caplog.clear()
+        return [each for each in found if "fresh" in each]
+
+    with ranks(str(tmp_path / "run"), 2) as pipelines:
+        for step in (5, 6):
+            pipelines[0].save({"w": 1}, step=step).wait()  # rank 1 never saves its own
+        ids = [each.id for each in pipelines[0].steps()]
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        assert pipeline.load() is None
+    (told,) = warnings()
+    assert f"training starts fresh at {tmp_path}/run" in told
+    assert f"the newest of 2 incomplete checkpoints there, {ids[-1]}, is incomplete" in told
+
+    with pytest.warns(UserWarning, match="single process"):
+        save_distributed({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with ckpipe.SyncPipeline(tmp_path / "dcp") as pipeline:
+        assert pipeline.load() is None
+    (told,) = warnings()
+    assert "torch.distributed.checkpoint.load reads" in told
+
+
 def test_folders_of_other_programs_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ import anyio
 
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
-from ckpipe.catalog.find import NO_INDEX, discover, read_index
+from ckpipe.catalog.find import NO_INDEX, discover, read_index, said_of_foreign
 from ckpipe.catalog.leases import Sure, leased
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
@@ -139,7 +139,7 @@ class Loads:
             if damaged:
                 raise _none_is_whole(first, damaged)
             if self._site.rank == 0:
-                logger.info("no complete checkpoint: training starts fresh at %s", self._place)
+                await self._tell_fresh()
             return None
 
     async def _attempt(
@@ -352,6 +352,23 @@ class Loads:
         except BaseException as error:
             self._tell_failed(info, f"{type(error).__name__}: {error}")
             raise
+
+    async def _tell_fresh(self) -> None:
+        """Say that training starts fresh; warn if what lies there was perhaps to be resumed."""
+        site = self._site.patient
+        incomplete = [each for each in await discover(site) if each.reason == NO_INDEX]
+        foreign = None if incomplete else await said_of_foreign(site)
+        fresh = f"no complete checkpoint: training starts fresh at {self._place}"
+        if incomplete:
+            count = len(incomplete)
+            which = f"the newest of {count} incomplete checkpoints" if count > 1 else "the only one"
+            logger.warning(
+                "%s; %s there, %s, is incomplete: %s", fresh, which, incomplete[0].id, NO_INDEX
+            )
+        elif foreign is not None:
+            logger.warning("%s. %s", fresh, foreign)
+        else:
+            logger.info("%s", fresh)
 
     def _tell_failed(self, info: CheckpointInfo, error: str) -> None:
         self._site.events.emit(LoadFailed(info.id, info.step, self._site.rank, error))
