@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import Commands, interrupted, program, save_steps
 from pipelines import Stores, same, saved_bytes, stores
+from ranks import ranks
 
 import ckpipe
 from ckpipe.errors import PermissionDenied, StoreUnavailable
@@ -76,6 +77,26 @@ def test_a_damaged_source_is_not_copied(call: Commands, tmp_path: Path) -> None:
     assert files(tmp_path / "b") == {}
     path.unlink()
     assert call("cp", tmp_path / "a", tmp_path / "b").code == 1
+
+
+def test_a_damaged_manifest_is_not_copied(call: Commands, tmp_path: Path) -> None:
+    with ranks(str(tmp_path / "a"), 2) as world:
+        saves = [each.save({"w": 1}, step=1) for each in world]
+        for each in saves:
+            each.wait_complete(timeout=60)
+    manifest = tmp_path / "a" / saves[0].id / "m" / "0" / "000" / "rank-00001.json"
+    (manifest.parent / "notes.txt").write_text("not ckpipe's")
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole.replace(b"1", b"2", 1))
+    done = call("cp", tmp_path / "a", tmp_path / "b")
+    assert (done.code, done.out) == (1, "")
+    assert "its checksum differs" in done.err
+    assert "rank-00001.json" in done.err
+    assert call("ls", tmp_path / "b", "--json").data["checkpoints"][0]["complete"] is False
+    manifest.write_bytes(whole)
+    assert call("cp", tmp_path / "a", tmp_path / "b").code == 0
+    assert call("verify", tmp_path / "b").code == 0
+    assert not list(tmp_path.glob("b/*/m/0/000/notes.txt"))
 
 
 def test_a_damaged_file_of_the_target_is_replaced(call: Commands, tmp_path: Path) -> None:

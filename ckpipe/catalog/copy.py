@@ -29,6 +29,7 @@ from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
     CommitConflict,
+    CorruptCheckpoint,
     MissingObject,
     ObjectExists,
     ObjectNotFound,
@@ -45,10 +46,11 @@ from ckpipe.format.checksum import (
     combine,
     crc32c_of_each,
 )
+from ckpipe.format.checksummed_json import decode_json
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
+from ckpipe.format.names import data_file_key, index_key, is_own, prefix, tombstone_key
 from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId
@@ -160,7 +162,7 @@ async def _copy_metadata(
 ) -> None:
     """Copy manifests, then group objects: the index could be made anew from either."""
     below = f"{prefix(id)}m/"
-    keys = sorted([each.key async for each in source.list(below)])
+    keys = sorted([each.key async for each in source.list(below) if is_own(id, each.key)])
     for level in sorted({key.removeprefix(below).partition("/")[0] for key in keys}):
         pending = iter([key for key in keys if key.startswith(f"{below}{level}/")])
 
@@ -172,10 +174,17 @@ async def _copy_metadata(
 
 
 async def _read(source: Backend, key: str, id: CheckpointId) -> bytes:
+    def intact(data: bytes) -> bytes:
+        decode_json(data, MAX_STORED_BYTES)
+        return data
+
     try:
-        return await source.get(key, max_bytes=MAX_STORED_BYTES)
+        return await read_decoded(source, key, MAX_STORED_BYTES, intact)
     except ObjectNotFound as error:
         raise MissingObject("An object of the checkpoint is gone", step=id.step, key=key) from error
+    except CorruptCheckpoint as error:
+        error.key = error.key or key
+        raise error.located(step=id.step) from None
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:
