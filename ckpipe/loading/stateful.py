@@ -132,9 +132,7 @@ def check_stateful(
     if isinstance(obj, torch.nn.Module) and _loads_as_torch_does(obj):
         _check_module(live, node, label, select, common)
     elif isinstance(obj, torch.optim.Optimizer):
-        _check_optimizer(obj, node, label)
-        if select.selects_all:
-            _check_options(obj, node, label)
+        _check_optimizer(obj, node, label, options=select.selects_all)
 
 
 # They add a counter that checkpoints of old versions lack, and refuse one that is not theirs.
@@ -173,43 +171,44 @@ def _check_module(
         raise mismatch(missing, unexpected, label, hint="Load it into a module of the same layers")
 
 
-def _check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str) -> None:
-    groups = next((n for key, n, _ in children_of(node, label) if key == "param_groups"), None)
-    if groups is None:
-        return
-    saved = [_parameter_count(group) for _, group, _ in children_of(_inside(groups), "")]
-    live = [len(group["params"]) for group in obj.param_groups]
-    if saved != live and None not in saved:
-        raise StructureMismatch(
-            f"The optimizer has groups of {live} parameters, the checkpoint of {saved}",
-            key=label or None,
-            hint="Make it over the same parameters in the same groups",
-        )
+def _check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, options: bool) -> None:
+    """Refuse groups that do not fit those of an optimizer.
 
-
-def _check_options(obj: torch.optim.Optimizer, node: Node, label: str) -> None:
-    """Refuse groups that lack what the optimizer's step needs: those of another kind of optimizer.
-
-    ``load_state_dict`` takes them as they are, and the first step fails, or works without its
-    state. Options that torch has added since, an optimizer's own ``__setstate__`` adds too; it is
-    asked on a copy.
+    ``load_state_dict`` takes groups that lack what the optimizer's step needs, those of another
+    kind of optimizer, as they are, and the first step fails, or works without its state. Options
+    that torch has added since, an optimizer's own ``__setstate__`` adds too; it is asked on a copy.
     """
     kind = type(obj)
     groups = next((n for key, n, _ in children_of(node, label) if key == "param_groups"), None)
-    if groups is None or kind.load_state_dict is not torch.optim.Optimizer.load_state_dict:
+    if groups is None:
         return
-    saved: list[dict[Any, Any]] = [
-        {key: None for key, _, _ in children_of(_inside(group), "")} | {"params": []}
+    saved = [
+        {key: child for key, child, _ in children_of(_inside(group), "")}
         for _, group, _ in children_of(_inside(groups), "")
     ]
+    # A group without parameters is one whose parameters were not selected.
+    counts = [
+        len(children_of(_inside(group["params"]), "")) if "params" in group else None
+        for group in saved
+    ]
+    live = [len(group["params"]) for group in obj.param_groups]
+    if counts != live and None not in counts:
+        raise StructureMismatch(
+            f"The optimizer has groups of {live} parameters, the checkpoint of {counts}",
+            key=label or None,
+            hint="Make it over the same parameters in the same groups",
+        )
+    if not options or kind.load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
     has = sorted({key for group in saved for key in group if key not in obj.defaults} - {"params"})
+    bare: list[dict[Any, Any]] = [{**dict.fromkeys(group), "params": []} for group in saved]
     try:
         copy = object.__new__(kind)
-        copy.__setstate__({"defaults": dict(obj.defaults), "state": {}, "param_groups": saved})
+        copy.__setstate__({"defaults": dict(obj.defaults), "state": {}, "param_groups": bare})
     except Exception:  # an optimizer of the user's that wants more, and says so itself
         return
     needed = obj.defaults.keys() - _WAYS_TO_STEP
-    lacks = sorted({key for key in needed for group in saved if key not in group})
+    lacks = sorted({key for key in needed for group in bare if key not in group})
     if lacks:
         raise StructureMismatch(
             f"The state is of another kind of optimizer: it lacks {', '.join(lacks)}, which "
@@ -221,14 +220,6 @@ def _check_options(obj: torch.optim.Optimizer, node: Node, label: str) -> None:
 
 # Torch adds one of them to the defaults of any optimizer once it has loaded a state.
 _WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}
-
-
-def _parameter_count(group: Node) -> int | None:
-    """The number of parameters of a saved group; None if that was not selected."""
-    for key, node, _ in children_of(_inside(group), ""):
-        if key == "params":
-            return len(children_of(_inside(node), ""))
-    return None
 
 
 def _inside(node: Node) -> Node:
