@@ -22,6 +22,13 @@ SEQUENCES = ("list", "tuple", "deque")
 SETS = ("set", "frozenset")
 RECORDS = ("named_tuple", "dataclass")
 _LEAVES = ("tensor", "value", "ref", "absent", *SETS)
+_WRAPPERS = ("registered", "stateful", "shared")
+_CHILDREN = {
+    **dict.fromkeys(MAPPINGS, 2),
+    **dict.fromkeys(SEQUENCES, 1),
+    **dict.fromkeys(RECORDS, 3),
+}
+"""Which item of a container's node lists the nodes inside; its keys, if any, come before."""
 
 
 def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
@@ -32,40 +39,48 @@ def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
         node = pending.pop()
         if node[0] == "shared":
             found[node[1]] = node[2]
-        pending += [inner for inner in _inner_nodes(node) if inner[0] not in _LEAVES]
+        inner = [*nodes_of(node), *(node[3:] if node[0] == "ordered_dict" else ())]
+        pending += [each for each in inner if each[0] not in _LEAVES]
     return found
 
 
 def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
     """The keys, nodes and labels of what a container node holds; nothing for other nodes."""
-    tag = node[0]
-    if tag in MAPPINGS:
-        keys = [key if type(key) is str else decode_key(key) for key in node[1]]
-        return list(zip(keys, node[2], joined(label, keys), strict=True))
-    if tag in SEQUENCES:
-        keys = list(range(len(node[1])))
-        return list(zip(keys, node[1], joined(label, keys), strict=True))
-    if tag in RECORDS:
-        return list(zip(node[2], node[3], joined(label, node[2]), strict=True))
-    return []
+    at = _CHILDREN.get(node[0])
+    if at is None:
+        return []
+    keys = list(range(len(node[at]))) if at == 1 else node[at - 1]
+    if node[0] in MAPPINGS:
+        keys = [key if type(key) is str else decode_key(key) for key in keys]
+    return list(zip(keys, node[at], joined(label, keys), strict=True))
 
 
-def _inner_nodes(node: Node) -> list[Node]:
-    """The nodes directly inside a node, without their keys."""
-    tag = node[0]
-    if tag in MAPPINGS:
-        return [*node[2], *(node[3:] if tag == "ordered_dict" else ())]
-    if tag in SEQUENCES:
-        return node[1]  # type: ignore[no-any-return]
-    if tag in RECORDS:
-        return node[3]  # type: ignore[no-any-return]
-    return [node[-1]] if tag in ("registered", "stateful", "shared") else []
+def nodes_of(node: Node) -> list[Node]:
+    """The nodes directly inside a node, without keys and attributes."""
+    at = _CHILDREN.get(node[0])
+    if at is not None:
+        return node[at]  # type: ignore[no-any-return]
+    return [node[-1]] if node[0] in _WRAPPERS else []
+
+
+def with_nodes(node: Node, nodes: Iterable[Node]) -> Node:
+    """A copy of a node with others inside, as many as it has."""
+    at = _CHILDREN.get(node[0])
+    if at is not None:
+        return [*node[:at], list(nodes), *node[at + 1 :]]
+    return [*node[:-1], *nodes] if node[0] in _WRAPPERS else node
+
+
+def with_items(node: Node, keys: list[Any], nodes: list[Node]) -> Node:
+    """A copy of the node of a mapping or a record with other keys and nodes."""
+    at = _CHILDREN[node[0]]
+    return [*node[: at - 1], keys, nodes, *node[at + 1 :]]
 
 
 def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
     """Every node of a tree with its label; references are not followed."""
     yield node, label
-    if node[0] in ("shared", "registered", "stateful"):
+    if node[0] in _WRAPPERS:
         yield from walk(node[-1], label)
     for _, child, where in children_of(node, label):
         yield from walk(child, where)

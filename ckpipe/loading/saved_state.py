@@ -17,7 +17,7 @@ the saved one and from its rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.merge import differ_privately
-from ckpipe.format.tree import MAPPINGS, RECORDS, SEQUENCES, Node, walk
+from ckpipe.format.tree import MAPPINGS, Node, nodes_of, walk, with_nodes
 from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
 from ckpipe.state_helpers import derived_generators
@@ -294,7 +294,10 @@ class _MergedTree:
             return ["shared", self._container(node[1]), self._adopted(node[2])]
         if tag == "ref":
             return ["ref", self._container(node[1])]
-        return _rebuilt(node, map(self._adopted, _nodes(node)), self._adopted)
+        adopted = with_nodes(node, map(self._adopted, nodes_of(node)))
+        if tag == "ordered_dict":  # and its attributes
+            adopted[3:] = map(self._adopted, node[3:])
+        return adopted
 
     def _merged(self, ours: Node, theirs: Node) -> Node:
         if ours[0] == "absent":
@@ -311,8 +314,8 @@ class _MergedTree:
         if ours[0] == theirs[0] in MAPPINGS:
             return self._mapping(ours, theirs)
         if _alike(ours, theirs):
-            pairs = zip(_nodes(ours), _nodes(theirs), strict=True)
-            return _rebuilt(ours, (self._merged(a, b) for a, b in pairs), _itself)
+            pairs = zip(nodes_of(ours), nodes_of(theirs), strict=True)
+            return with_nodes(ours, (self._merged(a, b) for a, b in pairs))
         return self._leaf(ours, theirs)
 
     def _mapping(self, ours: Node, theirs: Node) -> Node:
@@ -374,38 +377,8 @@ class _MergedTree:
         return self._shared.setdefault((self._member, number), len(self._shared))
 
 
-def _itself(node: Node) -> Node:
-    return node
-
-
-def _nodes(node: Node) -> Sequence[Node]:
-    """The nodes directly inside of a container, without those of attributes."""
-    tag = node[0]
-    if tag in MAPPINGS:
-        return node[2]  # type: ignore[no-any-return]
-    if tag in SEQUENCES:
-        return node[1]  # type: ignore[no-any-return]
-    if tag in RECORDS:
-        return node[3]  # type: ignore[no-any-return]
-    return [node[-1]] if tag in ("registered", "stateful") else []
-
-
-def _rebuilt(node: Node, nodes: Iterable[Node], attributes: Callable[[Node], Node]) -> Node:
-    """A container with other nodes inside, and what a function makes of its attributes."""
-    tag = node[0]
-    if tag in MAPPINGS:
-        rest = [attributes(each) for each in node[3:]] if tag == "ordered_dict" else node[3:]
-        return [tag, node[1], list(nodes), *rest]
-    if tag in SEQUENCES:
-        return [tag, list(nodes), *node[2:]]
-    if tag in RECORDS:
-        return [tag, node[1], node[2], list(nodes)]
-    return [*node[:-1], *nodes] if tag in ("registered", "stateful") else node
-
-
 def _alike(ours: Node, theirs: Node) -> bool:
     """Tell whether two containers differ in nothing but what is in them."""
-    if ours[0] != theirs[0] or not _nodes(ours) or len(_nodes(ours)) != len(_nodes(theirs)):
+    if ours[0] != theirs[0] or not 0 < len(nodes_of(ours)) == len(nodes_of(theirs)):
         return False
-    empty = [_rebuilt(node, [], _itself) for node in (ours, theirs)]
-    return empty[0] == empty[1]
+    return with_nodes(ours, []) == with_nodes(theirs, [])

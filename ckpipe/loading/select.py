@@ -16,7 +16,15 @@ import torch
 
 from ckpipe.errors import PerRankValue
 from ckpipe.format.keys import Json, LabelFilter, join
-from ckpipe.format.tree import MAPPINGS, SETS, Node, children_of, shared_containers
+from ckpipe.format.tree import (
+    MAPPINGS,
+    SETS,
+    Node,
+    children_of,
+    shared_containers,
+    with_items,
+    with_nodes,
+)
 from ckpipe.state.flatten import ABSENT
 from ckpipe.state.kinds import is_stateful
 
@@ -141,14 +149,11 @@ class _Pruning:
         kept = [self.node(child, where) for _, child, where in children]
         if children and all(child is None for child in kept):
             return None
-        tag = node[0]
-        if tag in MAPPINGS or tag == "dataclass":
-            names = node[1] if tag in MAPPINGS else node[2]
+        if node[0] in MAPPINGS or node[0] == "dataclass":
+            names = node[1] if node[0] in MAPPINGS else node[2]
             pairs = [(key, k) for key, k in zip(names, kept, strict=True) if k is not None]
-            table = [[key for key, _ in pairs], [child for _, child in pairs]]
-            return [tag, *table, *node[3:]] if tag in MAPPINGS else [*node[:2], *table]
-        filled = [list(ABSENT) if child is None else child for child in kept]
-        return [*node[:3], filled] if tag == "named_tuple" else [tag, filled, *node[2:]]
+            return with_items(node, [key for key, _ in pairs], [child for _, child in pairs])
+        return with_nodes(node, (list(ABSENT) if child is None else child for child in kept))
 
 
 Combine = Callable[[str, Sequence[Any]], Any]
