@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -35,6 +35,7 @@ from ckpipe.state.tensors import (
     dtensor_type,
     is_dense,
     local_part,
+    tensors_in,
 )
 
 
@@ -48,18 +49,7 @@ def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
             found += state.values() if type(state) is dict else (state,)
     if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
         return found
-    return [tensor for each in found for tensor in _tensors_in(each)]
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+    return [tensor for each in found for tensor in tensors_in(each)]
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory | None:

@@ -484,6 +484,3 @@ class Flattened:
             extra = self.child(opened, len(names), join(label, "__dict__"))
             return [kind, encoded, nodes] if extra is None else [kind, encoded, nodes, extra]
         return [kind, encoded, nodes]
-
-
-__all__ = ["ABSENT", "Captured", "Flattened", "Node", "OpenedState", "T", "capture", "flatten"]
