@@ -138,10 +138,10 @@ def test_what_has_no_memory_of_strides_is_passed_over() -> None:
     lazy, plain = nn.UninitializedParameter(), torch.zeros(3)
     odd = [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta"), lazy]
     assert not OwnedMemory(odd).covers(tensor_leaf(plain, "plain")[0])
-    facts = owned_facts([lazy, plain])
-    assert owned_facts([lazy, plain]) == facts
+    facts = owned_facts([lazy, plain], [])
+    assert owned_facts([lazy, plain], []) == facts
     lazy.materialize((3,))
-    assert owned_facts([lazy, plain]) != facts
+    assert owned_facts([lazy, plain], []) != facts
 
 
 class Layers(nn.Module):

@@ -18,7 +18,7 @@ from ckpipe.format.keys import LabelFilter, decode_key
 from ckpipe.format.manifest import Structure, TensorRow
 from ckpipe.format.tree import check_tree
 from ckpipe.state.flatten import ABSENT, Captured, capture
-from ckpipe.state.tensors import alias_groups, is_contiguous, overlaps_itself, tensor_leaf
+from ckpipe.state.tensors import alias_groups, overlaps_itself, tensor_leaf
 from ckpipe.state.values import decode_value
 
 
@@ -275,13 +275,6 @@ def test_self_overlap_is_never_missed(dims: list[tuple[int, int]]) -> None:
         places = [place + k * step for place in places for k in range(n)]
     if len(set(places)) < len(places):
         assert overlaps_itself(shape, stride)
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_contiguity_is_what_torch_says(shape: list[int]) -> None:
-    tensor = torch.empty(shape)
-    for view in (tensor, tensor.movedim(0, -1), tensor[..., ::2], tensor[..., :1], tensor[:1]):
-        assert is_contiguous(tuple(view.shape), view.stride()) == view.is_contiguous()
 
 
 def test_values_differ_while_the_tree_stays() -> None:

@@ -14,9 +14,10 @@ mask or a norm changes most of a tensor, and thereby its sample.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -34,6 +35,7 @@ from ckpipe.state.tensors import (
     dtensor_type,
     is_dense,
     local_part,
+    tensors_in,
 )
 
 
@@ -47,18 +49,38 @@ def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
             found += state.values() if type(state) is dict else (state,)
     if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
         return found
-    return [tensor for each in found for tensor in _tensors_in(each)]
+    return [tensor for each in found for tensor in tensors_in(each)]
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+def _memory_of(tensor: torch.Tensor) -> _Memory | None:
+    """Return the memory of a tensor, of one that is sharded this rank's part; None without any."""
+    if type(tensor) is dtensor_type():
+        tensor = local_part(tensor)
+    elif type(tensor) not in PLAIN_TYPES and (
+        torch.nn.parameter.is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__")
+    ):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    device = "cpu" if tensor.is_cpu else str(tensor.device)
+    return device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.itemsize
+
+
+_Memory = tuple[str, int, tuple[int, ...], tuple[int, ...], int]
+"""Device, address, shape, strides and bytes of an item."""
+
+
+def owned_facts(tensors: Iterable[torch.Tensor], objects: Sequence[Any]) -> list[Any]:
+    """Return facts of owned tensors: while these and the leaves are the same, so are owned leaves.
+
+    Args:
+        tensors: The owned tensors.
+        objects: The tensors of the leaves. One that is owned need not be looked at, as its leaf
+            has been compared.
+    """
+    numbers = dict(zip(map(id, objects), range(len(objects)), strict=True))
+    known = map(numbers.get, map(id, tensors))
+    return [_memory_of(each) if n is None else n for each, n in zip(tensors, known, strict=True)]
 
 
 class OwnedMemory:
@@ -70,23 +92,14 @@ class OwnedMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._exact: set[tuple[str, int, int]] = set()
-        self._views: set[tuple[Any, ...]] = set()
-        ranges: list[tuple[str, int, int]] = []
-        for tensor in tensors:
-            local = _local(tensor)
-            if local is None or local.layout is not torch.strided or local.is_meta:
-                continue
-            device = "cpu" if local.is_cpu else str(local.device)
-            address = local.data_ptr()
-            if local.is_contiguous() or is_dense(tuple(local.shape), local.stride()):
-                nbytes = local.nbytes
-                self._exact.add((device, address, nbytes))
-                ranges.append((device, address, address + nbytes))
+        self._views: set[_Memory] = set()
+        for memory in filter(None, map(_memory_of, tensors)):
+            device, address, shape, stride, item = memory
+            if is_dense(shape, stride):
+                self._exact.add((device, address, math.prod(shape) * item))
             else:
-                shape = tuple(local.shape)
-                self._views.add((device, address, shape, local.stride(), local.itemsize))
-        self._apart = ranges
-        self._joined: list[tuple[str, int, int]] | None = None
+                self._views.add(memory)
+        self._ranges = _joined(self._exact)
 
     def covers(self, leaf: TensorLeaf) -> bool:
         """Tell whether all bytes of a leaf are owned; if they are of several tensors, all
@@ -105,57 +118,20 @@ class OwnedMemory:
         inside = low <= leaf.address and leaf.address + leaf.window <= high
         return device == leaf.device and inside
 
-    @property
-    def _ranges(self) -> list[tuple[str, int, int]]:
-        if self._joined is None:  # most leaves are found without them
-            self._joined = _joined(self._apart)
-        return self._joined
-
 
 _END = 1 << 64
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor: of one that is sharded, this rank's part; None if it has none."""
-    if type(tensor) in PLAIN_TYPES:
-        return tensor
-    if type(tensor) is dtensor_type():
-        return local_part(tensor)
-    if torch.nn.parameter.is_lazy(tensor):
-        return None
-    return None if hasattr(tensor, "__tensor_flatten__") else tensor
-
-
-def _joined(ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def _joined(windows: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Join windows of bytes, each given by address and size, to ranges from low to high."""
     joined: list[tuple[str, int, int]] = []
-    for device, low, high in sorted(ranges):
+    for device, low, nbytes in sorted(windows):
+        high = low + nbytes
         if joined and joined[-1][0] == device and joined[-1][2] >= low:
             joined[-1] = (device, joined[-1][1], max(high, joined[-1][2]))
         else:
             joined.append((device, low, high))
     return joined
-
-
-def owned_facts(tensors: Iterable[torch.Tensor]) -> list[list[Any]] | None:
-    """All that :class:`OwnedMemory` reads of tensors: while it is the same, so are owned leaves.
-
-    Returns:
-        One list for each fact; None if there are no such facts, such as strides, of one of them.
-    """
-    parts = [part for part in map(_local, tensors) if part is not None]
-    try:
-        return [list(map(fact, parts)) for fact in _MEMORY_FACTS]
-    except RuntimeError:
-        return None
-
-
-_MEMORY_FACTS: tuple[Callable[[Any], Any], ...] = (
-    torch.Tensor.data_ptr,
-    torch.Tensor.stride,
-    attrgetter("shape"),
-    attrgetter("dtype"),
-    attrgetter("device"),
-)
 
 
 def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -724,9 +724,9 @@ class StateLock:
     async def _acquire_async(self, hold: Hold, timeout: float | None) -> None:
         """Wait without a thread; a call that is cancelled waits for nothing afterwards."""
         wake, loop = asyncio.Event(), asyncio.get_running_loop()
-        hold.wake = partial(loop.call_soon_threadsafe, wake.set)
         try:
             self._enter(hold)
+            hold.wake = partial(loop.call_soon_threadsafe, wake.set)
             while (seconds := self._look(hold, timeout)) is not None:
                 with anyio.move_on_after(seconds):
                     await wake.wait()

@@ -349,7 +349,7 @@ class EarlyLateSplit:
     Args:
         leaves: The leaves of the state that was divided.
         program: The program whose blocks were divided.
-        facts: What was known of the tensors that optimizers own; None if not enough.
+        facts: What was known of the tensors that optimizers own.
         owned: The numbers of the leaves that are copied later, in order.
         halves: For each block, its work before and after.
         samples: For each block, of what is copied after; it tells if that was changed before.
@@ -358,7 +358,7 @@ class EarlyLateSplit:
 
     leaves: list[TensorLeaf]
     program: CopyProgram
-    facts: list[list[Any]] | None = None
+    facts: list[Any] = field(default_factory=list)
     owned: list[int] = field(default_factory=list)
     halves: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
     samples: list[ByteSample] = field(default_factory=list)
@@ -376,7 +376,7 @@ class EarlyLateSplit:
             return False
         if not self.worth:
             return True
-        return self.facts is not None and owned_facts(owned_tensors(owners)) == self.facts
+        return owned_facts(owned_tensors(owners), captured.objects) == self.facts
 
 
 def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> EarlyLateSplit:
@@ -393,6 +393,5 @@ def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]
         return EarlyLateSplit(captured.tensors, program, worth=False)
     halves = [plan.split(owned) for plan in program.blocks]
     samples = [ByteSample(captured.tensors, later.tensors) for _, later in halves]
-    return EarlyLateSplit(
-        captured.tensors, program, owned_facts(tensors), sorted(owned), halves, samples
-    )
+    facts = owned_facts(tensors, captured.objects)
+    return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)

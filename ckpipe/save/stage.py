@@ -74,7 +74,7 @@ async def run(
             owners = save.request.owners
             try:
                 with save.clock.timing("stage", size), state.hold.in_use():
-                    split = await run_sync(_split, save, site, state) if owners else None
+                    split = await _split(save, site, state) if owners else None
                     # Copies beside training take no processor that the trainer did not give to
                     # torch; for all others it waits, so that its own are free.
                     cores = available_cpus() if split is None else torch.get_num_threads()
@@ -107,11 +107,11 @@ def _captured(save: Save) -> None:
     resolve(save.safe, None)
 
 
-def _split(save: Save, site: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
-    """The parts to copy at once and beside training; None if all is copied at once; blocking."""
+async def _split(save: Save, site: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
+    """The parts to copy at once and beside training; None if all is copied at once."""
     split, owners = site.division, save.request.owners
     if split is None or not split.serves(state.captured, state.program, owners):
-        split = site.division = divide(state.captured, state.program, owners)
+        split = site.division = await run_sync(divide, state.captured, state.program, owners)
     state.captured.objects = []
     return split if split.owned else None
 

@@ -185,15 +185,13 @@ _FACTS: tuple[Callable[[Any], Any], ...] = (
     attrgetter("shape"),
     attrgetter("dtype"),
     attrgetter("device"),
-    attrgetter("layout"),
     attrgetter("requires_grad"),
     torch.Tensor.is_conj,
     torch.Tensor.is_neg,
 )
 """With class and address all that a leaf says of a plain tensor; the rest follows.
 
-The layout is asked for since some that are sparse have strides. A tensor without strides or a
-shape, such as a nested one, raises.
+A nested tensor has no strides, and a sparse one no address: both raise.
 """
 
 _WRAPPER_FACTS = (attrgetter("shape"), attrgetter("requires_grad"))

@@ -28,6 +28,7 @@ import pickle
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,7 +43,6 @@ from ckpipe.state.kinds import (
     Container,
     ReplicatedTest,
     kind_of,
-    open_container,
     replicated_test,
 )
 from ckpipe.state.tensors import (
@@ -164,45 +164,48 @@ class OpenedState:
         self._known: dict[int, Container] = {}
         self._referenced: set[int] = set()
         self._leaves = _SURE_LEAVES.union((dtensor_type(),))
-        self.root = Container("root", None, [state])
+        self.root = Container("root", None, children=[state])
         with _depth_checked():
-            self._open_inner(self.root, "")
+            self._open_inner(self.root)
 
-    def open(self, kind: str, obj: Any, label: str, *, attached: bool = False) -> Container:
-        """Open a container and all that are in it."""
+    def open(self, opened: Container) -> Container:
+        """Open a container and all that are in it, unless it is open; return the open one."""
+        obj = opened.obj
         known = self._known.get(id(obj))
         if known is not None:
             self.repeated = True
             self._referenced.add(id(obj))
             return known
-        is_replicated = replicated_test(obj) if kind == "stateful" else None
-        opened = self._known[id(obj)] = open_container(kind, obj, label)
-        opened.attached, opened.is_replicated = attached, is_replicated
-        self._open_inner(opened, label)
+        if opened.kind == "stateful":
+            opened.is_replicated = replicated_test(obj)
+        self._known[id(obj)] = opened
+        opened.open()
+        self._open_inner(opened)
         if type(obj) in IMMUTABLE and id(obj) not in self._referenced:
             del self._known[id(obj)]
         return opened
 
-    def _open_inner(self, outer: Container, label: str) -> None:
-        children = outer.children
+    def _open_inner(self, outer: Container) -> None:
+        children, leaves = outer.children, self._leaves
         outer.first = len(self.met)
         self.containers.append(outer)
         self.met += children
-        if self._leaves.issuperset(map(type, children)):
+        if leaves.issuperset(map(type, children)):
             return
         for index, child in enumerate(children):
-            if type(child) in self._leaves or (outer.attached and isinstance(child, torch.Tensor)):
+            if type(child) in leaves or (outer.attached and isinstance(child, torch.Tensor)):
                 continue
             kind = kind_of(child)
             if kind is not None:
-                where = _child_label(outer, index, label)
-                outer.inner[index] = self.open(kind, child, where, attached=outer.live)
+                # Without the outer one, with which it would be a cycle, freed by no one in time.
+                where = partial(_child_label, outer.where, outer.kind, outer.keys, index)
+                outer.inner[index] = self.open(Container(kind, child, where, outer.live))
 
 
-def _child_label(outer: Container, index: int, label: str) -> str:
-    if outer.kind in _WRAPPERS:
+def _child_label(where: Callable[[], str], kind: str, keys: list[Any] | None, index: int) -> str:
+    label = where()
+    if kind in _WRAPPERS:
         return label
-    keys = outer.keys
     if keys is None:
         return join(label, index)
     return join(label, keys[index] if index < len(keys) else "__dict__")
@@ -379,7 +382,8 @@ class Flattened:
         if attributes:
             self.repeatable = False
             where = join(label, "__dict__")
-            leaf.attributes = self.container(self.opened.open("dict", attributes, where), where)
+            opened = self.opened.open(Container("dict", attributes, lambda: where))
+            leaf.attributes = self.container(opened, where)
 
     def value(self, value: Any, label: str, place: int) -> Node | None:
         if not self.select(label):
@@ -480,6 +484,3 @@ class Flattened:
             extra = self.child(opened, len(names), join(label, "__dict__"))
             return [kind, encoded, nodes] if extra is None else [kind, encoded, nodes, extra]
         return [kind, encoded, nodes]
-
-
-__all__ = ["ABSENT", "Captured", "Flattened", "Node", "OpenedState", "T", "capture", "flatten"]

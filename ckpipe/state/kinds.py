@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -34,45 +34,46 @@ IMMUTABLE = frozenset((tuple, frozenset, set))
 """Kinds of which the same object in two places is saved as two."""
 
 
+@dataclass(eq=False, slots=True)
 class Container:
-    """A container of a state, opened.
+    """A container of a state.
 
     Args:
         kind: Its kind.
         obj: The container itself, kept alive so that its id names it.
+        where: Returns its label, which only errors need.
+        attached: Whether the tensors in it stand for what ``detach`` makes of them.
+
+    Attributes:
         children: The objects in it.
         keys: The key of each child; None where they are counted, or there is only one. An ordered
             dict that has attributes has them as one more child, without a key.
         head: What else belongs to it, as JSON.
         live: Whether its only child holds tensors that stand for what ``detach`` makes of them.
-
-    Attributes:
-        attached: Whether the tensors in it stand for what ``detach`` makes of them.
         is_replicated: Tells which tensors below it are replicated; None if it does not say.
         first: The place of its first child among all that is met in a state.
         inner: Those of its children that are containers, by index.
     """
 
-    __slots__ = (
-        "attached", "children", "first", "head", "inner", "is_replicated", "keys", "kind", "live",
-        "obj",
-    )  # fmt: skip
+    kind: str
+    obj: Any
+    where: Callable[[], str] = str
+    attached: bool = False
+    children: list[Any] = field(default_factory=list)
+    keys: list[Any] | None = None
+    head: Json = None
+    live: bool = False
+    is_replicated: ReplicatedTest | None = None
+    first: int = 0
+    inner: dict[int, Container] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        kind: str,
-        obj: Any,
-        children: list[Any],
-        keys: list[Any] | None = None,
-        head: Json = None,
-        live: bool = False,
-    ) -> None:
-        self.kind, self.obj, self.children, self.keys = kind, obj, children, keys
-        self.head, self.live = head, live
-        self.attached = False
-        self.is_replicated: ReplicatedTest | None = None
-        self.first = 0
-        self.inner: dict[int, Container] = {}
+    def open(self) -> None:
+        """Take note of what lies in it; runs the user's code for objects that have some.
+
+        Raises:
+            UnsupportedState: If it is of no form that can be saved.
+        """
+        _OPENERS[self.kind](self)
 
 
 ReplicatedTest = Callable[[str], bool]
@@ -89,15 +90,6 @@ def is_stateful(obj: Any) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(
         getattr(obj, "load_state_dict", None)
     )
-
-
-def open_container(kind: str, obj: Any, label: str) -> Container:
-    """Open a container by its kind; runs the user's code for objects that have some.
-
-    Raises:
-        UnsupportedState: If it is of no form that can be saved.
-    """
-    return _OPENERS[kind](kind, obj, label)
 
 
 _EXACT: dict[type[Any], str] = {
@@ -126,33 +118,33 @@ def _inexact(obj: Any) -> str | None:
     return None
 
 
-def _mapping(kind: str, obj: Any, label: str) -> Container:
-    return Container(kind, obj, list(obj.values()), list(obj))
+def _mapping(opened: Container) -> None:
+    opened.children, opened.keys = list(opened.obj.values()), list(opened.obj)
 
 
-def _sequence(kind: str, obj: Any, label: str) -> Container:
-    return Container(kind, obj, list(obj))
+def _sequence(opened: Container) -> None:
+    opened.children = list(opened.obj)
 
 
-def _ordered_dict(kind: str, obj: OrderedDict[Any, Any], label: str) -> Container:
+def _ordered_dict(opened: Container) -> None:
+    _mapping(opened)
     # A module's state_dict carries the versions of its parts in an attribute. It comes last.
-    attributes = vars(obj)
-    children = list(obj.values())
+    attributes = vars(opened.obj)
+    opened.head = bool(attributes)
     if attributes:
-        children.append(dict(attributes))
-    return Container(kind, obj, children, list(obj), bool(attributes))
+        opened.children.append(dict(attributes))
 
 
-def _default_dict(kind: str, obj: defaultdict[Any, Any], label: str) -> Container:
-    factory = obj.default_factory
-    name = next((name for name, each in FACTORIES.items() if each is factory), None)
-    if factory is not None and name is None:
+def _default_dict(opened: Container) -> None:
+    _mapping(opened)
+    factory = opened.obj.default_factory
+    opened.head = next((name for name, each in FACTORIES.items() if each is factory), None)
+    if factory is not None and opened.head is None:
         raise UnsupportedState(
             f"A defaultdict has the factory {factory!r:.100}",
-            key=label or None,
+            key=opened.where() or None,
             hint="Factories that can be saved are " + ", ".join(FACTORIES),
         )
-    return Container(kind, obj, list(obj.values()), list(obj), name)
 
 
 FACTORIES: dict[str, type[Any]] = {
@@ -161,52 +153,47 @@ FACTORIES: dict[str, type[Any]] = {
 """The factories a defaultdict may have."""
 
 
-def _deque(kind: str, obj: deque[Any], label: str) -> Container:
-    return Container(kind, obj, list(obj), None, obj.maxlen)
+def _deque(opened: Container) -> None:
+    _sequence(opened)
+    opened.head = opened.obj.maxlen
 
 
-def _set(kind: str, obj: set[Any] | frozenset[Any], label: str) -> Container:
+def _set(opened: Container) -> None:
+    label = opened.where()
     # Sorted by their form, so that equal sets make equal trees.
-    members = sorted(obj, key=lambda member: repr(encode_key(member, label)))
-    return Container(kind, obj, [], None, [encode_key(member, label) for member in members])
+    opened.head = sorted((encode_key(member, label) for member in opened.obj), key=repr)
 
 
-def _named_tuple(kind: str, obj: Any, label: str) -> Container:
-    return Container(kind, obj, list(obj), list(obj._fields), lasting_path(type(obj)))
+def _named_tuple(opened: Container) -> None:
+    _sequence(opened)
+    opened.keys, opened.head = list(opened.obj._fields), lasting_path(type(opened.obj))
 
 
-def _dataclass(kind: str, obj: Any, label: str) -> Container:
-    attributes = dict(_attributes(obj))
-    return Container(
-        kind, obj, list(attributes.values()), list(attributes), lasting_path(type(obj))
-    )
-
-
-def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+def _dataclass(opened: Container) -> None:
+    obj = opened.obj
     names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
-    for name in names:
-        yield name, getattr(obj, name)
+    attributes = {name: getattr(obj, name) for name in names}
     for name, value in getattr(obj, "__dict__", {}).items():
-        if name not in names:
-            yield name, value
+        attributes.setdefault(name, value)
+    opened.children, opened.keys = list(attributes.values()), list(attributes)
+    opened.head = lasting_path(type(obj))
 
 
-def _stateful(kind: str, obj: Any, label: str) -> Container:
-    with user_code("state_dict", label):
-        attached = live_state_dict(obj)
-        if attached is not None:
-            return Container(kind, obj, [attached], live=True)
-        return Container(kind, obj, [obj.state_dict()])
+def _stateful(opened: Container) -> None:
+    with user_code("state_dict", opened.where()):
+        state = live_state_dict(opened.obj)
+        opened.live = state is not None
+        opened.children = [opened.obj.state_dict() if state is None else state]
 
 
-def _registered(kind: str, obj: Any, label: str) -> Container:
-    known = registered_for(type(obj))
+def _registered(opened: Container) -> None:
+    known = registered_for(type(opened.obj))
     assert known is not None
-    with user_code("to_state", label):
-        return Container(kind, obj, [known.to_state(obj)], None, known.name)
+    with user_code("to_state", opened.where()):
+        opened.children, opened.head = [known.to_state(opened.obj)], known.name
 
 
-_OPENERS: dict[str, Callable[[str, Any, str], Container]] = {
+_OPENERS: dict[str, Callable[[Container], None]] = {
     "dict": _mapping,
     "list": _sequence,
     "tuple": _sequence,

@@ -13,6 +13,7 @@ imports torch's module of them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -331,17 +332,16 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Tell whether strides are those of a row-major layout without holes."""
-    expected = 1
-    for n, step in zip(reversed(shape), reversed(stride), strict=True):
-        if n == 0:
-            return True
-        if n != 1:
-            if step != expected:
-                return False
-            expected *= n
-    return True
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value of an optimizer's state, which may be a container."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
 
 
 def dtensor_type() -> Any:

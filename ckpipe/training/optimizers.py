@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpipe.errors import UnsupportedState
+from ckpipe.state.tensors import tensors_in
 from ckpipe.state.values import class_path
 from ckpipe.training.names import ModelNames, is_sharded
 
@@ -407,18 +408,6 @@ def private_state(optimizers: Sequence[NamedOptimizer]) -> Iterator[tuple[str, s
             for key, value in each.taken["state"].get(number, {}).items():
                 if any(t.numel() > 1 and not isinstance(t, DTensor) for t in tensors_in(value)):
                     yield from ((name, key) for name in names)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value of an optimizer's state, which may be a container."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
 
 
 def _groups(each: NamedOptimizer) -> Iterator[tuple[str, Any]]:
