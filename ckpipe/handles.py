@@ -240,7 +240,7 @@ class SaveHandle(_Handle):
         with anyio.fail_after(timeout):
             info = await self.committed()
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return await self._pipeline._run(self._pipeline._engine.housekeeping.complete, info, left)
+        return await self._pipeline._run(self._pipeline._engine.complete, info, left)
 
     async def cancel(self) -> None:
         """Give the save up unless it is committed already; return once it has ended."""
@@ -348,7 +348,7 @@ class SyncSaveHandle(_Handle):
         began = time.monotonic()
         info = self.wait(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return self._pipeline._call(self._pipeline._engine.housekeeping.complete, info, left)
+        return self._pipeline._call(self._pipeline._engine.complete, info, left)
 
     def cancel(self) -> None:
         """Give the save up unless it is committed already; return once it has ended."""

@@ -150,23 +150,23 @@ class SyncPipeline(PipelineBase):
 
     def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first. See :meth:`ckpipe.Pipeline.steps`."""
-        return self._call(self._engine.housekeeping.steps, metadata=metadata)
+        return self._call(self._engine.steps, metadata=metadata)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint; None if there is none."""
-        return self._call(self._engine.housekeeping.latest)
+        return self._call(self._engine.latest)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """The checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
-        return self._call(self._engine.housekeeping.best, metric, mode)
+        return self._call(self._engine.best, metric, mode)
 
     def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it."""
-        return self._call(self._engine.housekeeping.verify, which(step))
+        return self._call(self._engine.verify, which(step))
 
     def delete(self, step: Which, *, force: bool = False) -> None:
         """Delete a checkpoint. See :meth:`ckpipe.Pipeline.delete`."""
-        self._call(self._engine.housekeeping.delete, which(step), force=force)
+        self._call(self._engine.delete, which(step), force=force)
 
     def pin(self, step: Which) -> None:
         """Protect a checkpoint from retention until it is unpinned.
@@ -174,15 +174,15 @@ class SyncPipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
         """
-        self._call(self._engine.housekeeping.pin, which(step))
+        self._call(self._engine.pin, which(step))
 
     def unpin(self, step: Which) -> None:
         """End the protection of a checkpoint."""
-        self._call(self._engine.housekeeping.unpin, which(step))
+        self._call(self._engine.unpin, which(step))
 
     def prune(self, *, dry_run: bool = False) -> Decision:
         """Apply the retention rules now, or say only what they would do, and why."""
-        return self._call(self._engine.housekeeping.prune, dry_run=dry_run)
+        return self._call(self._engine.prune, dry_run=dry_run)
 
     def trim(self) -> int:
         """Give staging memory back to the system. See :meth:`ckpipe.Pipeline.trim`."""
@@ -190,7 +190,7 @@ class SyncPipeline(PipelineBase):
 
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Remove what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
-        return self._call(self._engine.housekeeping.sweep, dry_run=dry_run)
+        return self._call(self._engine.sweep, dry_run=dry_run)
 
 
 def _complete_docstrings() -> None:
