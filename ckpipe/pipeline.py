@@ -12,13 +12,12 @@ import anyio
 
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import UsageError
-from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
-from ckpipe.running.validation import Which, note_failures, plain_step, raise_or_warn, which
+from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -220,14 +219,12 @@ class Pipeline(PipelineBase):
                 made an earlier save fail that no call waited for, unless ``on_error`` is
                 ``"warn"``.
         """
-        select = label_filter(include, exclude)
-        step = None if step is None else plain_step(step)
         with self._calling_task() as caller:
             request = self._save_request(
-                state, step, until, metrics, metadata, select, final, caller
+                state, step, until, metrics, metadata, final, include, exclude, caller
             )
             with self._while_it_copies(request):
-                save = await self._run(self._engine.saves.begin, request, step)
+                save = await self._run(self._engine.saves.begin, request)
                 if caller is not None:
                     await caller.serve(save.safe if until == "captured" else save.staged)
                 handle = SaveHandle(self, save)
@@ -296,11 +293,12 @@ class Pipeline(PipelineBase):
                 used on this root before.
             StoreError: If the store failed.
         """
-        select, chosen = label_filter(include, exclude), None if step is None else which(step)
+        chosen = None if step is None else which(step)
         with self._calling_task() as caller:
             request = self._load_request(
                 into,
-                select,
+                include,
+                exclude,
                 strict=strict,
                 cast=cast,
                 per_rank=per_rank,

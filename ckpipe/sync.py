@@ -11,14 +11,13 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
-from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller
 from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
-from ckpipe.running.validation import Which, note_failures, plain_step, raise_or_warn, which
+from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
@@ -106,14 +105,12 @@ class SyncPipeline(PipelineBase):
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
         """Save a state; return as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
-        select = label_filter(include, exclude)
-        step = None if step is None else plain_step(step)
         with Caller() as caller:
             request = self._save_request(
-                state, step, until, metrics, metadata, select, final, caller
+                state, step, until, metrics, metadata, final, include, exclude, caller
             )
             with self._while_it_copies(request):
-                save = self._call(self._engine.saves.begin, request, step)
+                save = self._call(self._engine.saves.begin, request)
                 caller.serve_until(save.safe if until == "captured" else save.staged)
         handle = SyncSaveHandle(self, save)
         handle._wait_reached(until)
@@ -133,11 +130,12 @@ class SyncPipeline(PipelineBase):
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
-        select, chosen = label_filter(include, exclude), None if step is None else which(step)
+        chosen = None if step is None else which(step)
         with Caller() as caller:
             request = self._load_request(
                 into,
-                select,
+                include,
+                exclude,
                 strict=strict,
                 cast=cast,
                 per_rank=per_rank,
