@@ -156,9 +156,11 @@ class _Handle:
         """Seconds, bytes and waits of each stage and the way of each block, until now."""
         return self._save.report()
 
-    def _result(self, future: Future[T]) -> T:
+    @contextmanager
+    def _seeing(self) -> Iterator[None]:
+        """Note which failure the caller is told of, so that no later call raises it."""
         try:
-            return future.result()
+            yield
         except Exception as error:
             if self._pipeline._opened is not None:
                 self._pipeline._opened.saves.see(error)
@@ -195,8 +197,7 @@ class SaveHandle(_Handle):
         Raises:
             CkpipeError: If the save failed or was cancelled before that.
         """
-        await _until_done(self._save.safe)
-        self._result(self._save.safe)
+        await self._wait(self._save.safe)
 
     async def staged(self) -> None:
         """Wait until the state has been copied, and training may go on.
@@ -204,8 +205,7 @@ class SaveHandle(_Handle):
         Raises:
             CkpipeError: If the save failed or was cancelled before that.
         """
-        await _until_done(self._save.staged)
-        self._result(self._save.staged)
+        await self._wait(self._save.staged)
 
     async def committed(self) -> CheckpointInfo:
         """Wait until this rank's part is durable.
@@ -214,8 +214,11 @@ class SaveHandle(_Handle):
             SaveSkipped: If the save was skipped.
             CkpipeError: If the save failed or was cancelled.
         """
-        await _until_done(self._save.committed)
-        return self._result(self._save.committed)
+        return await self._wait(self._save.committed)
+
+    async def _wait(self, future: Future[T]) -> T:
+        with self._seeing():
+            return await wait_for(future)
 
     async def _reached(self, until: str) -> None:
         """Wait until what ``save`` was asked to wait for; a skipped save has nothing more."""
@@ -240,7 +243,7 @@ class SaveHandle(_Handle):
         with anyio.fail_after(timeout):
             info = await self.committed()
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return await self._pipeline._run(self._pipeline._engine.housekeeping.complete, info, left)
+        return await self._pipeline._run(self._pipeline._engine.complete, info, left)
 
     async def cancel(self) -> None:
         """Give the save up unless it is committed already; return once it has ended."""
@@ -293,8 +296,7 @@ class SyncSaveHandle(_Handle):
             TimeoutError: If it is not captured by then.
             CkpipeError: If the save failed or was cancelled before that.
         """
-        self._block(self._save.safe, timeout)
-        self._result(self._save.safe)
+        self._wait(self._save.safe, timeout)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block until the state has been copied, and training may go on.
@@ -306,8 +308,7 @@ class SyncSaveHandle(_Handle):
             TimeoutError: If it is not staged by then.
             CkpipeError: If the save failed or was cancelled before that.
         """
-        self._block(self._save.staged, timeout)
-        self._result(self._save.staged)
+        self._wait(self._save.staged, timeout)
 
     def wait(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until this rank's part is durable.
@@ -320,8 +321,7 @@ class SyncSaveHandle(_Handle):
             SaveSkipped: If the save was skipped.
             CkpipeError: If the save failed or was cancelled.
         """
-        self._block(self._save.committed, timeout)
-        return self._result(self._save.committed)
+        return self._wait(self._save.committed, timeout)
 
     def _wait_reached(self, until: str) -> None:
         """Block until what ``save`` was asked to wait for; a skipped save has nothing more."""
@@ -348,17 +348,17 @@ class SyncSaveHandle(_Handle):
         began = time.monotonic()
         info = self.wait(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return self._pipeline._call(self._pipeline._engine.housekeeping.complete, info, left)
+        return self._pipeline._call(self._pipeline._engine.complete, info, left)
 
     def cancel(self) -> None:
         """Give the save up unless it is committed already; return once it has ended."""
         self._pipeline._call(self._pipeline._engine.saves.cancel, self._save)
 
-    def _block(self, future: Future[Any], timeout: float | None) -> None:
-        """Block until the end of a future, whatever it is."""
+    def _wait(self, future: Future[T], timeout: float | None) -> T:
         if not future.done():
             self._pipeline._refuse_to_wait_in_vain()
-        future.exception(timeout)
+        with self._seeing():
+            return future.result(timeout)
 
     @contextmanager
     def staged_state(self) -> Iterator[Any]:
@@ -374,12 +374,3 @@ class SyncSaveHandle(_Handle):
             yield lent_state(self._save, held)
         finally:
             self._give_back(held)
-
-
-async def _until_done(future: Future[Any]) -> None:
-    """Wait for the end of a future, whatever it is."""
-    try:
-        await wait_for(future)
-    except Exception:
-        if not future.done():
-            raise

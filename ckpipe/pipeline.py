@@ -12,13 +12,12 @@ import anyio
 
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import UsageError
-from ckpipe.format.keys import label_filter
 from ckpipe.handles import SaveHandle
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
-from ckpipe.running.validation import Which, note_failures, plain_step, raise_or_warn, which
+from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -220,14 +219,12 @@ class Pipeline(PipelineBase):
                 made an earlier save fail that no call waited for, unless ``on_error`` is
                 ``"warn"``.
         """
-        select = label_filter(include, exclude)
-        step = None if step is None else plain_step(step)
         with self._calling_task() as caller:
             request = self._save_request(
-                state, step, until, metrics, metadata, select, final, caller
+                state, step, until, metrics, metadata, final, include, exclude, caller
             )
             with self._while_it_copies(request):
-                save = await self._run(self._engine.saves.begin, request, step)
+                save = await self._run(self._engine.saves.begin, request)
                 if caller is not None:
                     await caller.serve(save.safe if until == "captured" else save.staged)
                 handle = SaveHandle(self, save)
@@ -296,11 +293,12 @@ class Pipeline(PipelineBase):
                 used on this root before.
             StoreError: If the store failed.
         """
-        select, chosen = label_filter(include, exclude), None if step is None else which(step)
+        chosen = None if step is None else which(step)
         with self._calling_task() as caller:
             request = self._load_request(
                 into,
-                select,
+                include,
+                exclude,
                 strict=strict,
                 cast=cast,
                 per_rank=per_rank,
@@ -325,7 +323,7 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed.
         """
-        return await self._run(self._engine.housekeeping.steps, metadata=metadata)
+        return await self._run(self._engine.steps, metadata=metadata)
 
     async def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none.
@@ -336,7 +334,7 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed.
         """
-        return await self._run(self._engine.housekeeping.latest)
+        return await self._run(self._engine.latest)
 
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
@@ -358,7 +356,7 @@ class Pipeline(PipelineBase):
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """
-        return await self._run(self._engine.housekeeping.best, metric, mode)
+        return await self._run(self._engine.best, metric, mode)
 
     async def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it.
@@ -367,7 +365,7 @@ class Pipeline(PipelineBase):
             CheckpointNotFound: If it is absent or incomplete.
             CorruptCheckpoint: If a single bit of it is not what was saved.
         """
-        return await self._run(self._engine.housekeeping.verify, which(step))
+        return await self._run(self._engine.verify, which(step))
 
     async def delete(self, step: Which, *, force: bool = False) -> None:
         """Delete a checkpoint, with a tombstone, so that a crash cannot leave half of one.
@@ -386,7 +384,7 @@ class Pipeline(PipelineBase):
             LinkRefused: If its directory is a symbolic link; it is as it was then.
             StoreError: If the store failed; deleting it again goes on where it stopped.
         """
-        await self._run(self._engine.housekeeping.delete, which(step), force=force)
+        await self._run(self._engine.delete, which(step), force=force)
 
     async def pin(self, step: Which) -> None:
         """Protect a checkpoint from retention until it is unpinned.
@@ -394,11 +392,11 @@ class Pipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
         """
-        await self._run(self._engine.housekeeping.pin, which(step))
+        await self._run(self._engine.pin, which(step))
 
     async def unpin(self, step: Which) -> None:
         """End the protection of a checkpoint."""
-        await self._run(self._engine.housekeeping.unpin, which(step))
+        await self._run(self._engine.unpin, which(step))
 
     async def prune(self, *, dry_run: bool = False) -> Decision:
         """Apply the retention rules now.
@@ -406,7 +404,7 @@ class Pipeline(PipelineBase):
         Args:
             dry_run: Whether to say only what would be done, and why.
         """
-        return await self._run(self._engine.housekeeping.prune, dry_run=dry_run)
+        return await self._run(self._engine.prune, dry_run=dry_run)
 
     async def trim(self) -> int:
         """Give staging memory that nothing uses back to the system; return how many bytes.
@@ -429,4 +427,4 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed; sweeping again goes on where it stopped.
         """
-        return await self._run(self._engine.housekeeping.sweep, dry_run=dry_run)
+        return await self._run(self._engine.sweep, dry_run=dry_run)

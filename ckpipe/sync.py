@@ -11,14 +11,13 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
-from ckpipe.format.keys import label_filter
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller
 from ckpipe.pipeline import Pipeline
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
-from ckpipe.running.validation import Which, note_failures, plain_step, raise_or_warn, which
+from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
@@ -106,14 +105,12 @@ class SyncPipeline(PipelineBase):
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
         """Save a state; return as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
-        select = label_filter(include, exclude)
-        step = None if step is None else plain_step(step)
         with Caller() as caller:
             request = self._save_request(
-                state, step, until, metrics, metadata, select, final, caller
+                state, step, until, metrics, metadata, final, include, exclude, caller
             )
             with self._while_it_copies(request):
-                save = self._call(self._engine.saves.begin, request, step)
+                save = self._call(self._engine.saves.begin, request)
                 caller.serve_until(save.safe if until == "captured" else save.staged)
         handle = SyncSaveHandle(self, save)
         handle._wait_reached(until)
@@ -133,11 +130,12 @@ class SyncPipeline(PipelineBase):
         pickle: Literal["refuse", "allow"] = "refuse",
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
-        select, chosen = label_filter(include, exclude), None if step is None else which(step)
+        chosen = None if step is None else which(step)
         with Caller() as caller:
             request = self._load_request(
                 into,
-                select,
+                include,
+                exclude,
                 strict=strict,
                 cast=cast,
                 per_rank=per_rank,
@@ -150,23 +148,23 @@ class SyncPipeline(PipelineBase):
 
     def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first. See :meth:`ckpipe.Pipeline.steps`."""
-        return self._call(self._engine.housekeeping.steps, metadata=metadata)
+        return self._call(self._engine.steps, metadata=metadata)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint; None if there is none."""
-        return self._call(self._engine.housekeeping.latest)
+        return self._call(self._engine.latest)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """The checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
-        return self._call(self._engine.housekeeping.best, metric, mode)
+        return self._call(self._engine.best, metric, mode)
 
     def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it."""
-        return self._call(self._engine.housekeeping.verify, which(step))
+        return self._call(self._engine.verify, which(step))
 
     def delete(self, step: Which, *, force: bool = False) -> None:
         """Delete a checkpoint. See :meth:`ckpipe.Pipeline.delete`."""
-        self._call(self._engine.housekeeping.delete, which(step), force=force)
+        self._call(self._engine.delete, which(step), force=force)
 
     def pin(self, step: Which) -> None:
         """Protect a checkpoint from retention until it is unpinned.
@@ -174,15 +172,15 @@ class SyncPipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If it is absent, incomplete, or being deleted at this moment.
         """
-        self._call(self._engine.housekeeping.pin, which(step))
+        self._call(self._engine.pin, which(step))
 
     def unpin(self, step: Which) -> None:
         """End the protection of a checkpoint."""
-        self._call(self._engine.housekeeping.unpin, which(step))
+        self._call(self._engine.unpin, which(step))
 
     def prune(self, *, dry_run: bool = False) -> Decision:
         """Apply the retention rules now, or say only what they would do, and why."""
-        return self._call(self._engine.housekeeping.prune, dry_run=dry_run)
+        return self._call(self._engine.prune, dry_run=dry_run)
 
     def trim(self) -> int:
         """Give staging memory back to the system. See :meth:`ckpipe.Pipeline.trim`."""
@@ -190,7 +188,7 @@ class SyncPipeline(PipelineBase):
 
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Remove what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
-        return self._call(self._engine.housekeeping.sweep, dry_run=dry_run)
+        return self._call(self._engine.sweep, dry_run=dry_run)
 
 
 def _complete_docstrings() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, SupportsIndex, TypeVar, Unpack
@@ -22,7 +22,7 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format import checksum
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.keys import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
@@ -35,8 +35,6 @@ from ckpipe.running.engine import Engine, serve
 from ckpipe.running.hooks import Hooks, in_hook
 from ckpipe.running.statistics import Ledger, Statistics
 from ckpipe.running.validation import (
-    check_load,
-    check_until,
     has_failed,
     location,
     note_failures,
@@ -460,15 +458,18 @@ class PipelineBase:
     def _save_request(
         self,
         state: Any,
-        step: int | None,
+        step: SupportsIndex | None,
         until: str,
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, Any] | None,
-        select: LabelFilter,
         final: bool,
+        include: Sequence[str] | None,
+        exclude: Sequence[str] | None,
         caller: Caller | None,
     ) -> SaveRequest:
         """Check what ``save`` was given, on the caller's thread, once failures are told."""
+        select = label_filter(include, exclude)
+        step = None if step is None else plain_step(step)
         raise_or_warn(self._engine.saves.take_failures(), self._settings.on_error)
         if self._closing and not in_hook():  # whose saves are waited for
             hint = "Make a new one to go on saving"
@@ -485,8 +486,20 @@ class PipelineBase:
                 step=step,
                 hint="Pass what is to be saved, such as a dict of model and optimizer",
             )
-        check_until(until, step)
-        owners = self._owners(step) if until == "captured" else ()
+        if until not in ("captured", "staged", "committed"):
+            raise UsageError(
+                f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
+            )
+        owners: tuple[Optimizer, ...] = ()
+        if until == "captured":
+            owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
+            if not owners:
+                raise UsageError(
+                    "until='captured' needs a guarded optimizer: nothing else keeps a step from "
+                    "changing what is still to be copied",
+                    step=step,
+                    hint="Open the pipeline with guard=optimizer, or save with until='staged'",
+                )
         self._lock.check_capture_allowed()
         return SaveRequest(
             state,
@@ -498,19 +511,8 @@ class PipelineBase:
             owners,
             self._preemption.answer(),
             caller,
+            step,
         )
-
-    def _owners(self, step: int | None) -> tuple[Optimizer, ...]:
-        """The guarded optimizers, whose tensors may be copied while training goes on."""
-        owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
-        if not owners:
-            raise UsageError(
-                "until='captured' needs a guarded optimizer: nothing else keeps a step from "
-                "changing what is still to be copied",
-                step=step,
-                hint="Open the pipeline with guard=optimizer, or save with until='staged'",
-            )
-        return owners
 
     @contextmanager
     def _while_it_copies(self, request: SaveRequest) -> Iterator[None]:
@@ -529,7 +531,8 @@ class PipelineBase:
     def _load_request(
         self,
         into: Any,
-        select: LabelFilter,
+        include: Sequence[str] | None,
+        exclude: Sequence[str] | None,
         *,
         strict: bool,
         cast: bool,
@@ -538,8 +541,14 @@ class PipelineBase:
         caller: Caller | None,
     ) -> LoadRequest:
         """Check what ``load`` was given, on the caller's thread."""
+        select = label_filter(include, exclude)
+        if pickle not in ("refuse", "allow"):
+            raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
         per_rank = self._settings.per_rank if per_rank is None else per_rank
-        check_load(per_rank, pickle)
+        if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0", "derive"):
+            raise UsageError(
+                f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
+            )
         hold = None if into is None else LoadHold(self._lock, caller)
         interval = self._settings.switch_interval_seconds
         return LoadRequest(

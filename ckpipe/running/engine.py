@@ -33,7 +33,6 @@ from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.launch import (
     Launch,
-    Rendezvous,
     Topology,
     arrange_meeting,
     draft_launch,
@@ -55,110 +54,6 @@ from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
 from ckpipe.worker.crossing import make_init, uses_process
 from ckpipe.worker.uploader import WorkerUploader
 
-_PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"
-
-
-class Housekeeping:
-    """Discovery and housekeeping of one pipeline.
-
-    Args:
-        site: Where checkpoints lie.
-        saves: The saves of the pipeline, which some calls wait for.
-    """
-
-    def __init__(self, site: SaveContext, saves: Saves) -> None:
-        self._site, self._saves = site, saves
-        self._last = MetadataCache()
-
-    async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
-        """All checkpoints, the oldest first."""
-        patient, facts = self._site.patient, self._site.facts
-        listing = await pruning.listed(patient, facts)
-        infos = list(reversed(await repaired(patient, listing.infos())))
-        if metadata:
-            return await inspected(patient, infos, facts)
-        await MetadataQuery(patient, [each for each in infos if each.complete], facts, few=0).hear()
-        return [replace(described(each, facts), metadata=None) for each in infos]
-
-    async def latest(self) -> CheckpointInfo | None:
-        """The newest complete checkpoint."""
-        info = await newest_repaired(self._site.patient)
-        return None if info is None else await self._inspected(info)
-
-    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
-        """Look until a checkpoint that this rank has committed is complete."""
-        return await self._inspected(await until_complete(self._site, info, timeout))
-
-    async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
-        """Fill in what the index says; of the last one asked for it is remembered."""
-        if info.id in self._site.facts.known:
-            return described(info, self._site.facts)
-        if info.id not in self._last:
-            self._last = MetadataCache()
-        (found,) = await inspected(self._site.patient, [info], self._last)
-        return found
-
-    async def verify(self, which: int | str) -> VerifyResult:
-        """Read and check every byte of a checkpoint."""
-        await self._saves.settled(which)
-        site = self._site
-        info = await find_repaired(site.patient, which)
-
-        async def work() -> VerifyResult:
-            bundle = await read_index(site.patient, info.key)
-            lanes = site.settings.load.lanes
-            return await verify(site.patient, bundle, site.arena, lanes=lanes)
-
-        try:
-            return await site.reading(info.key, work)
-        except CorruptCheckpoint as error:
-            await check_still_there(site.patient, info.key)
-            error.hint = error.hint or _PASS_OVER
-            raise error.located(step=info.step) from error.__cause__
-
-    async def delete(self, which: int | str, *, force: bool) -> None:
-        """Delete a checkpoint, also an incomplete one if its exact id is given."""
-        site = self._site
-        id = CheckpointId.parse(which) if isinstance(which, str) else None
-        if id is None:
-            id = (await find_repaired(site.patient, which)).key
-        if self._saves.is_writing(id):
-            raise UsageError(
-                f"{id} cannot be deleted now: it is being written",
-                step=id.step,
-                hint="Cancel the save, or wait for it",
-            )
-        await remove(site.patient, str(id), protected=site.protected(), force=force)
-
-    async def pin(self, which: int | str) -> None:
-        """Protect a checkpoint from retention."""
-        await self._saves.settled(which)
-        await pruning.pin(self._site.patient, (await find_repaired(self._site.patient, which)).key)
-
-    async def unpin(self, which: int | str) -> None:
-        """End the protection."""
-        await pruning.unpin(
-            self._site.patient, (await find_repaired(self._site.patient, which)).key
-        )
-
-    async def prune(self, *, dry_run: bool) -> Decision:
-        """Apply the retention rules now, or say what they would do."""
-        launch = launch_id(self._site.attempt)
-        return await (
-            retention.decide(self._site, launch) if dry_run else retention.prune(self._site, launch)
-        )
-
-    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
-        """The complete checkpoint with the best value of a metric."""
-        return await pruning.best(self._site.patient, metric, mode, self._site.facts)
-
-    async def sweep(self, *, dry_run: bool) -> SweepReport:
-        """Remove what crashed runs left, or say what it would remove."""
-        site = self._site
-        after = site.settings.retention.sweep_after
-        return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)
-
-
 logger = logging.getLogger("ckpipe")
 
 LOOK_SECONDS = 0.2
@@ -167,6 +62,8 @@ LOOK_SECONDS = 0.2
 _PAGE = 4096
 _PRUNE_DELAY_SECONDS = 0.1
 """So long after a commit, so that both do not hit the same training step."""
+
+_PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"
 
 
 class Engine:
@@ -198,11 +95,11 @@ class Engine:
         self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
         self.saves = Saves(site, launch, tasks, self.schedule, self.agreement)
         self.loads = Loads(site, launch, self.saves, place)
-        self.housekeeping = Housekeeping(site, self.saves)
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks
         self._hooks, self._preemption = hooks, preemption
         self._hurries = False
+        self._last_inspected = MetadataCache()
 
     @property
     def serves(self) -> bool:
@@ -222,9 +119,9 @@ class Engine:
 
     async def announce(self, launch: Launch) -> None:
         """Agree with the other ranks when to save, until it is cancelled."""
-        told = (self.agreement, self.schedule, self._preemption)
+        calls = CoordinatedSaves(self.site, launch, self.agreement, self.schedule, self._preemption)
         try:
-            await CoordinatedSaves(self.site, launch, *told).serve()
+            await calls.serve()
         except* AttemptReused as group:
             # Calls of an earlier launch are heard. The save that is due now raises it.
             self.saves.keep(first_error(group))
@@ -296,6 +193,94 @@ class Engine:
         budget = self.site.budget
         return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
 
+    # Housekeeping
+
+    async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
+        """All checkpoints, the oldest first."""
+        patient, facts = self.site.patient, self.site.facts
+        listing = await pruning.listed(patient, facts)
+        infos = list(reversed(await repaired(patient, listing.infos())))
+        if metadata:
+            return await inspected(patient, infos, facts)
+        await MetadataQuery(patient, [each for each in infos if each.complete], facts, few=0).hear()
+        return [replace(described(each, facts), metadata=None) for each in infos]
+
+    async def latest(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint."""
+        info = await newest_repaired(self.site.patient)
+        return None if info is None else await self._inspected(info)
+
+    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+        """Look until a checkpoint that this rank has committed is complete."""
+        return await self._inspected(await until_complete(self.site, info, timeout))
+
+    async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
+        """Fill in what the index says; of the last one asked for it is remembered."""
+        if info.id in self.site.facts.known:
+            return described(info, self.site.facts)
+        if info.id not in self._last_inspected:
+            self._last_inspected = MetadataCache()
+        (found,) = await inspected(self.site.patient, [info], self._last_inspected)
+        return found
+
+    async def verify(self, which: int | str) -> VerifyResult:
+        """Read and check every byte of a checkpoint."""
+        await self.saves.settled(which)
+        site = self.site
+        info = await find_repaired(site.patient, which)
+
+        async def work() -> VerifyResult:
+            bundle = await read_index(site.patient, info.key)
+            lanes = site.settings.load.lanes
+            return await verify(site.patient, bundle, site.arena, lanes=lanes)
+
+        try:
+            return await site.reading(info.key, work)
+        except CorruptCheckpoint as error:
+            await check_still_there(site.patient, info.key)
+            error.hint = error.hint or _PASS_OVER
+            raise error.located(step=info.step) from error.__cause__
+
+    async def delete(self, which: int | str, *, force: bool) -> None:
+        """Delete a checkpoint, also an incomplete one if its exact id is given."""
+        site = self.site
+        id = CheckpointId.parse(which) if isinstance(which, str) else None
+        if id is None:
+            id = (await find_repaired(site.patient, which)).key
+        if self.saves.is_writing(id):
+            raise UsageError(
+                f"{id} cannot be deleted now: it is being written",
+                step=id.step,
+                hint="Cancel the save, or wait for it",
+            )
+        await remove(site.patient, str(id), protected=site.protected(), force=force)
+
+    async def pin(self, which: int | str) -> None:
+        """Protect a checkpoint from retention."""
+        await self.saves.settled(which)
+        await pruning.pin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
+
+    async def unpin(self, which: int | str) -> None:
+        """End the protection."""
+        await pruning.unpin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
+
+    async def prune(self, *, dry_run: bool) -> Decision:
+        """Apply the retention rules now, or say what they would do."""
+        launch = launch_id(self.site.attempt)
+        return await (
+            retention.decide(self.site, launch) if dry_run else retention.prune(self.site, launch)
+        )
+
+    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
+        """The complete checkpoint with the best value of a metric."""
+        return await pruning.best(self.site.patient, metric, mode, self.site.facts)
+
+    async def sweep(self, *, dry_run: bool) -> SweepReport:
+        """Remove what crashed runs left, or say what it would remove."""
+        site = self.site
+        after = site.settings.retention.sweep_after
+        return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)
+
 
 async def serve(
     settings: Settings,
@@ -317,9 +302,46 @@ async def serve(
         StoreError: If the store failed.
     """
     meeting = await anyio.to_thread.run_sync(arrange_meeting, topology, settings)
-    backend = await anyio.to_thread.run_sync(_backend_of, settings)
-    async with backend:
-        site, launch, worker = await _enter(backend, settings, topology, meeting, lock, events)
+    async with await anyio.to_thread.run_sync(_backend_of, settings) as backend:
+        block = _block_bytes(settings, backend)
+        ranks = (topology.rank, topology.world_size)
+        init = None
+        if await anyio.to_thread.run_sync(uses_process, settings, backend):
+            init = await anyio.to_thread.run_sync(make_init, settings, *ranks, block)
+        policy = logging_policy(settings.upload)
+        patient = RetryingBackend(backend, policy, read_only=settings.read_only)
+        if settings.read_only:
+            launch = Launch(patient, unclaimed_attempt(), topology)
+        else:
+            launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
+        most = backend.limits.max_blocks
+        largest_file = None if most is None else most * block
+        planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
+        site = SaveContext(
+            backend=backend,
+            patient=patient,
+            settings=settings,
+            lock=lock,
+            events=events,
+            arena=Arena(block, pin=settings.staging.pinned != "never", shared=init is not None),
+            budget=ByteBudget(max(block, (settings.staging.bytes or 0) // block * block)),
+            planner=planner,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            attempt=launch.attempt,
+            rule=settings.retention.rule,
+            block_bytes=block,
+            lanes=settings.upload.lanes,
+            retry=logging_policy(settings.upload),
+            sweep_after=settings.retention.sweep_after,
+            keep_reports=settings.keep_reports,
+            switch_interval=settings.switch_interval_seconds,
+            prune_delay=_PRUNE_DELAY_SECONDS,
+        )
+        worker = None
+        if init is not None:
+            worker = WorkerUploader(settings.worker, init, site)
+            site.uploader, site.arena.on_drop = worker, worker.drop
         place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
         events.place = place.partition("?")[0].rstrip("/")
         lease = Lease(site.patient, launch.id)
@@ -358,55 +380,10 @@ def _backend_of(settings: Settings) -> Backend:
     return create_backend(settings.url, options, read_only=settings.read_only)
 
 
-async def _enter(
-    backend: Backend,
-    settings: Settings,
-    topology: Topology,
-    meeting: Rendezvous | None,
-    lock: StateLock,
-    events: EventBus,
-) -> tuple[SaveContext, Launch, WorkerUploader | None]:
-    """Find the name of this launch and the planner, and make the context; write nothing."""
-    policy, limits = logging_policy(settings.upload), backend.limits
-    by_worker = await anyio.to_thread.run_sync(uses_process, settings, backend)
-    ranks = (topology.rank, topology.world_size)
-    pages = -(-limits.min_block_bytes // _PAGE)
-    block = max(settings.staging.block_bytes, pages * _PAGE)
-    budget = max(block, (settings.staging.bytes or 0) // block * block)
-    init = await anyio.to_thread.run_sync(make_init, settings, *ranks, block) if by_worker else None
-    patient = RetryingBackend(backend, policy, read_only=settings.read_only)
-    if settings.read_only:
-        launch = Launch(patient, unclaimed_attempt(), topology)
-    else:
-        launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
-    largest_file = None if limits.max_blocks is None else limits.max_blocks * block
-    planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
-    site = SaveContext(
-        backend=backend,
-        patient=patient,
-        settings=settings,
-        lock=lock,
-        events=events,
-        arena=Arena(block, pin=settings.staging.pinned != "never", shared=by_worker),
-        budget=ByteBudget(budget),
-        planner=planner,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        attempt=launch.attempt,
-        rule=settings.retention.rule,
-        block_bytes=block,
-        lanes=settings.upload.lanes,
-        retry=logging_policy(settings.upload),
-        sweep_after=settings.retention.sweep_after,
-        keep_reports=settings.keep_reports,
-        switch_interval=settings.switch_interval_seconds,
-        prune_delay=_PRUNE_DELAY_SECONDS,
-    )
-    if init is None:
-        return site, launch, None
-    worker = WorkerUploader(settings.worker, init, site)
-    site.uploader, site.arena.on_drop = worker, worker.drop
-    return site, launch, worker
+def _block_bytes(settings: Settings, backend: Backend) -> int:
+    """The size of blocks: whole pages, and no less than the backend takes."""
+    pages = -(-backend.limits.min_block_bytes // _PAGE)
+    return max(settings.staging.block_bytes, pages * _PAGE)
 
 
 def _place_of(url: str) -> str:

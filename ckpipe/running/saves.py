@@ -81,7 +81,7 @@ class Saves:
         """Tell whether there were saves, and none of them was final."""
         return self.have_begun and not self._saved_final
 
-    async def begin(self, request: SaveRequest, step: int | None) -> Save:
+    async def begin(self, request: SaveRequest) -> Save:
         """Accept a save and start it; the first claims the launch before it looks at the state.
 
         Raises:
@@ -90,7 +90,7 @@ class Saves:
         """
         site, retention = self._site, self._site.settings.retention
         async with self._beginning:
-            step = self._next_step if step is None else step
+            step = self._next_step if request.step is None else request.step
             failure = None if self.have_begun else await self._claim(step)
             id = self._names.draft(step) if failure else await self._next_name(step)
             save = Save(id, site.rank, request)

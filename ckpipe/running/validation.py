@@ -80,31 +80,6 @@ def _shown(value: object) -> str:
     return f"{value!r:.100}" if short else f"a {type(value).__qualname__}"
 
 
-def check_until(until: str, step: int | None) -> None:
-    """Look whether a save can return then.
-
-    Raises:
-        UsageError: If there is no such moment.
-    """
-    if until not in ("captured", "staged", "committed"):
-        raise UsageError(f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step)
-
-
-def check_load(per_rank: object, pickle: str) -> None:
-    """Look whether a load can be done in this way.
-
-    Raises:
-        UsageError: If one of the two is nothing that there is.
-    """
-    if pickle not in ("refuse", "allow"):
-        raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
-    choices = ("raise", "drop", "rank0", "derive")
-    if not callable(per_rank) and per_rank not in choices:
-        raise UsageError(
-            f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
-        )
-
-
 def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
     """Metrics as they stand in a manifest.
 

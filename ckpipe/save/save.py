@@ -49,6 +49,7 @@ class SaveRequest:
             caller waits for all copies.
         urgent: Whether there may be no later one, so that it waits where others are skipped.
         caller: Runs user code on the thread that called; None if that is the pipeline's own.
+        step: The step that was named; None for the one after the last.
     """
 
     state: Any
@@ -60,6 +61,7 @@ class SaveRequest:
     owners: tuple[Optimizer, ...] = ()
     urgent: bool = False
     caller: Caller | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
