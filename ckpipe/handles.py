@@ -102,9 +102,9 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
                 key=captured.tensors[chunk.tensor].label,
                 hint="Leave what several ranks hold out of the save, or load the checkpoint",
             )
-    fields = save.contents()
-    rows = tuple(replace(row, device="cpu") for row in fields.structure.tensors)
-    structure = replace(fields.structure, tensors=rows)
+    structure, fields = save.contents()
+    rows = tuple(replace(row, device="cpu") for row in structure.tensors)
+    structure = replace(structure, tensors=rows)
     headers = [0] * len(program.plan.files)
     part = RankManifest(
         rank=save.rank, structure=0, layout=0, values=fields.values,

@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -17,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe import errors
-from ckpipe.events import Completed, IncompleteCheckpoint
+from ckpipe.events import Completed, IncompleteCheckpoint, SaveFailed
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
 from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
+from ckpipe.save.record import ManifestFields, StageTimings
 from ckpipe.types import CheckpointId, CheckpointInfo
 from ckpipe.worker.channel import Channel, close_socket, socket_pair
 from ckpipe.worker.process import LOOKS, HangJudge, ProcessState, parse_state, process_state
@@ -50,9 +52,19 @@ CARGO = DataFiles(
 SHAPE = Structure(["dict", ["a", 0]], (TensorRow("a", "float32", (2, 3), attributes=["x"]),), 2)
 
 
-def sealed(structure: Structure | None, *fields: object) -> Sealed:
+CLOCK = StageTimings(12.5)
+
+
+def sealed(structure: Structure | None, values: tuple[Any, ...], metadata: Any = None) -> Sealed:
     """A message about a save that is copied."""
-    return Sealed(1, structure, fields, {}, False, None, 0.5)
+    fields = ManifestFields(values, "now", {"torch": "2"}, metadata or {}, {}, final=True)
+    return Sealed(1, structure, fields, CLOCK, False, None, 0.5)
+
+
+def crossed(message: Message) -> Message:
+    """A message as the other end has it, with this end's clock."""
+    again = decode(encode(message)[8:])
+    return replace(again, clock=CLOCK) if isinstance(again, Sealed | Ended) else again
 
 
 PLAIN = st.recursive(
@@ -66,31 +78,51 @@ PLAIN = st.recursive(
     "message",
     [
         Begin(1, ID, 12.5, "token", False, CARGO, None, False),
-        sealed(SHAPE),
+        sealed(SHAPE, ()),
         EventMessage(Completed(str(ID), 7, 0, INFO)),
         EventMessage(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
-        Ended(1, None, True, {"zero": 1.0}),
+        Ended(1, None, True, CLOCK),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_messages_come_back_whole(message: Message) -> None:
-    assert decode(encode(message)[8:]) == message
+    assert crossed(message) == message
 
 
 @given(metadata=st.dictionaries(st.text(), PLAIN), values=st.tuples(PLAIN))
 def test_plain_values_come_back_whole(metadata: dict[str, object], values: tuple[object]) -> None:
-    message = sealed(None, values, "now", {"torch": "2"}, metadata, True)
-    assert decode(encode(message)[8:]) == message
+    message = sealed(None, values, metadata)
+    assert crossed(message) == message
 
 
 def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
     class Text(str):
         __slots__ = ()
 
-    again = decode(encode(sealed(None, Text("dict"), {Text("k"): (Text("v"),)}))[8:])
-    assert again == sealed(None, "dict", {"k": ("v",)})
+    class Texts(tuple[str, ...]):
+        __slots__ = ()
+
+    again = crossed(sealed(None, (Text("dict"), {Text("k"): Texts((Text("v"),))})))
+    assert again == sealed(None, ("dict", {"k": ("v",)}))
     assert isinstance(again, Sealed)
-    assert type(again.fields[0]) is str
+    text, inner = again.fields.values
+    assert type(text) is str
+    assert isinstance(inner, dict)
+    assert type(inner["k"]) is tuple
+
+
+def test_what_was_noted_of_stages_is_known_at_the_other_end() -> None:
+    clock = StageTimings(0.0)
+    clock.copied(CARGO.blocks[0], 1.0, 2.0, thread=7)
+    with clock.timing("stage", 5):
+        pass
+    again = decode(encode(Ended(1, None, False, clock))[8:])
+    assert isinstance(again, Ended)
+    other = StageTimings(0.0)
+    other.uploaded(CARGO.blocks, 3.0, 4.0, lane=1)
+    other.absorb(again.clock)
+    assert other.stages() == clock.stages()
+    assert [(each.copied, each.uploaded) for each in other.blocks()] == [((1.0, 2.0), (3.0, 4.0))]
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +132,9 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(frame[8:])
 
 
-def crossed(error: Exception) -> Exception:
+def raised_of(error: Exception) -> Exception:
     """What the trainer raises of an error in the worker."""
-    again = decode(encode(Ended(1, error, True, {}))[8:])
+    again = crossed(Ended(1, error, True, CLOCK))
     assert isinstance(again, Ended)
     assert isinstance(again.error, Exception)
     return again.error
@@ -112,7 +144,7 @@ def test_errors_come_back_with_kind_place_and_cause() -> None:
     error = errors.Throttled("Slow down", key="a/b", step=3, hint="Wait")
     error.retry_after = 2.5
     error.__cause__ = ConnectionResetError("reset")
-    again = crossed(error)
+    again = raised_of(error)
     assert type(again) is errors.Throttled
     assert vars(again) == vars(error)
     assert str(again) == str(error)
@@ -123,26 +155,26 @@ def test_an_error_of_a_plugin_is_of_the_kind_that_it_extends() -> None:
     class Quota(errors.StoreFull):
         pass
 
-    again = crossed(Quota("No more", key="k"))
+    again = raised_of(Quota("No more", key="k"))
     assert type(again) is errors.StoreFull
     assert any("Quota" in note for note in again.__notes__)
-    assert crossed(UnicodeDecodeError("u", b"", 0, 1, "x"))
+    assert raised_of(UnicodeDecodeError("u", b"", 0, 1, "x"))
 
 
 class Place(NamedTuple):
     host: str
-    port: int
+    key: object
 
 
 def test_attributes_of_an_error_that_cannot_cross_are_left_out() -> None:
     error, refused = errors.StoreUnavailable("No answer"), ConnectionRefusedError("refused")
     # As aiohttp and botocore keep them: a named tuple of objects, an error, a mapping of both.
     vars(refused).update(
-        place=Place("store", 443), os_error=OSError(111, "refused"),
+        place=Place("store", object()), os_error=OSError(111, "refused"),
         kwargs={"error": OSError(111, "refused")}, host="store",
     )  # fmt: skip
     error.__cause__ = refused
-    again = crossed(error)
+    again = raised_of(error)
     assert type(again) is errors.StoreUnavailable
     assert again.__cause__ is not None
     assert vars(again.__cause__) == {"host": "store"}
@@ -151,19 +183,16 @@ def test_attributes_of_an_error_that_cannot_cross_are_left_out() -> None:
 async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     left, right = (Channel(each) for each in socket_pair())
     read, write = os.pipe()
-    shape = sealed(None, "x" * 3_000_000)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(left.serve)
-        left.post(shape)
-        left.post(NewSegment(1, 5), read)
-        left.post(NewSegment(2, 6))
-        assert not left.idle
-        assert await right.receive() == shape
-        assert await right.receive() == NewSegment(1, 5)
-        mine = right.take_descriptor()
-        assert await right.receive() == NewSegment(2, 6)
-        await left.flush()
-        tasks.cancel_scope.cancel()
+    large = EventMessage(SaveFailed(str(ID), 7, 0, "x" * 3_000_000))
+    left.post(large)
+    left.post(NewSegment(1, 5), read)
+    left.post(NewSegment(2, 6))
+    assert not left.idle
+    assert await right.receive() == large
+    assert await right.receive() == NewSegment(1, 5)
+    mine = right.take_descriptor()
+    assert await right.receive() == NewSegment(2, 6)
+    await left.flush()
     os.write(write, b"hello")
     assert os.read(mine, 5) == b"hello"
     for descriptor in (mine, read, write):
@@ -181,32 +210,32 @@ async def test_small_messages_go_together_in_order_and_in_time() -> None:
     left, right = (Channel(each) for each in socket_pair())
     try:
         for number in range(3):
-            left.post_soon(BlockReleased(1, number), 600)
+            left.post_soon(BlockReleased(1, (0, number)), 600)
         assert not left.has_spoken()
         assert right.receive_nowait() is None
         left.post(GiveUp(1))
         told = [right.receive_nowait() for _ in range(5)]
         assert told == [
-            BlockReleased(1, 0),
-            BlockReleased(1, 1),
-            BlockReleased(1, 2),
+            BlockReleased(1, (0, 0)),
+            BlockReleased(1, (0, 1)),
+            BlockReleased(1, (0, 2)),
             GiveUp(1),
             None,
         ]
         assert left.has_spoken()
         assert not left.has_spoken()
         began = time.monotonic()
-        left.post_soon(BlockReleased(1, 3), 0.05)
-        left.post_soon(BlockReleased(1, 4), 600)  # waits no longer than the first
+        left.post_soon(BlockReleased(1, (0, 3)), 0.05)
+        left.post_soon(BlockReleased(1, (0, 4)), 600)  # waits no longer than the first
         assert [await right.receive(), await right.receive()] == [
-            BlockReleased(1, 3),
-            BlockReleased(1, 4),
+            BlockReleased(1, (0, 3)),
+            BlockReleased(1, (0, 4)),
         ]
         assert 0.05 <= time.monotonic() - began < 60
-        left.post_soon(BlockReleased(1, 5), 600)
+        left.post_soon(BlockReleased(1, (0, 5)), 600)
         await left.flush()
-        assert right.receive_nowait() == BlockReleased(1, 5)
-        left.post_soon(BlockReleased(1, 6), 600)
+        assert right.receive_nowait() == BlockReleased(1, (0, 5))
+        left.post_soon(BlockReleased(1, (0, 6)), 600)
     finally:
         left.close()
         with pytest.raises(anyio.EndOfStream):  # what was not sent yet is not wanted any more

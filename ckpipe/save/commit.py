@@ -129,7 +129,7 @@ def _drawn_up(
     save: SaveRecord, depot: StoreContext, kind: BundleKind, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
-    contents = save.contents()
+    structure, contents = save.contents()
     part = RankManifest(
         rank=save.rank,
         structure=0,
@@ -147,7 +147,7 @@ def _drawn_up(
     )
     report = save.report().to_data() if depot.keep_reports else None
     bundle = ManifestDocument(
-        kind, save.id, depot.world_size, (contents.structure,), (files.layout,), (part,),
+        kind, save.id, depot.world_size, (structure,), (files.layout,), (part,),
         report=report,
     )  # fmt: skip
     with gc_paused():

@@ -66,7 +66,6 @@ class ManifestFields:
     """The fields of a manifest besides the places of bytes.
 
     Args:
-        structure: What the state looks like; the same object in every save of one structure.
         values: The inline values, encoded.
         started: When the save began, ISO 8601 in UTC.
         writer: Versions of ckpipe, torch and Python, and the class of the planner.
@@ -75,7 +74,6 @@ class ManifestFields:
         final: Whether it is the run's final checkpoint.
     """
 
-    structure: Structure
     values: tuple[Json, ...]
     started: str
     writer: Mapping[str, str]
@@ -102,8 +100,9 @@ class SaveRecord:
         self.clock = StageTimings(began)
         self.files: DataFiles | None = None
         """What is to be stored; None until that is planned."""
-        self.fields: ManifestFields | None = None
-        """What else its manifest says; None until all blocks are there."""
+        self.sealed: tuple[Structure, ManifestFields] | None = None
+        """What else its manifest says, from a trainer in another process; None until all blocks
+        are there."""
         self.copied = anyio.Event()
         """Set when every block is filled, and nothing has changed while it was copied."""
         self.replanned = False
@@ -143,10 +142,13 @@ class SaveRecord:
             copied_bytes=self.clock.copied_bytes,
         )
 
-    def contents(self) -> ManifestFields:
-        """The fields of the manifest; called in a worker thread once all blocks are there."""
-        assert self.fields is not None
-        return self.fields
+    def contents(self) -> tuple[Structure, ManifestFields]:
+        """What the manifest says; called in a worker thread once all blocks are there.
+
+        Saves of one structure have the same object of it.
+        """
+        assert self.sealed is not None
+        return self.sealed
 
     def settle(self, info: CheckpointInfo) -> None:
         """Tell all waiters that this rank's part is durable."""
@@ -283,28 +285,12 @@ class StageTimings:
         began, ended = row[column : column + 2]
         return None if began == _UNSET else (began - self._zero, ended - self._zero)
 
-    def to_data(self) -> dict[str, Any]:
-        """All that was noted, as plain data, for another process of this machine."""
-        return {
-            "copied_bytes": self.copied_bytes,
-            "stages": {
-                stage: (times.began, times.ended, times.bytes, times.busy)
-                for stage, times in self._stages.items()
-            },
-            "rows": [(key, row.tolist()) for key, row in self._rows.items()],
-        }
-
-    def absorb(self, data: dict[str, Any]) -> None:
-        """Take over what another process has noted of the same save; its stages win.
-
-        Args:
-            data: What :meth:`to_data` of the other clock returned.
-        """
-        self.copied_bytes = data["copied_bytes"]
-        for stage, times in data["stages"].items():
-            self._stages[stage] = _StageTimes(*times)
-        for (file, offset), found in data["rows"]:
-            row = self._rows.setdefault((file, offset), array("d", _NEW_ROW))
+    def absorb(self, other: StageTimings) -> None:
+        """Take over what another process has noted of the same save; its stages win."""
+        self.copied_bytes = other.copied_bytes
+        self._stages |= other._stages
+        for key, found in other._rows.items():
+            row = self._rows.setdefault(key, array("d", _NEW_ROW))
             for at, value in enumerate(found):
                 if value != _UNSET:
                     row[at] = value

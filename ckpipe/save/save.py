@@ -168,13 +168,12 @@ class Save(SaveRecord):
             and not other.safe.done()
         )
 
-    def contents(self) -> ManifestFields:
+    def contents(self) -> tuple[Structure, ManifestFields]:
         """See :class:`~ckpipe.save.record.SaveRecord`."""
         captured, program, request = self.captured, self.program, self.request
         assert captured is not None
         assert program is not None
-        return ManifestFields(
-            captured.described(_structure),
+        fields = ManifestFields(
             tuple(captured.values),
             datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
             {
@@ -187,6 +186,7 @@ class Save(SaveRecord):
             request.metrics,
             request.final,
         )
+        return captured.described(_structure), fields
 
     def note(self, filled: StagedBlock) -> None:
         """Note a block that is filled, and is in use by the stages after the copy."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import socket
@@ -36,7 +35,10 @@ def close_socket(sock: socket.socket) -> None:
 
 
 class Channel:
-    """One end of the socket; all of it is used on one event loop.
+    """One end of the socket; all of it is used on one event loop of asyncio.
+
+    The loop itself looks at the socket: a task that waited for it anew for each message would let
+    the GIL go three more times, and beside a loop of plain Python each time costs milliseconds.
 
     Args:
         sock: The socket, which the channel owns from now on.
@@ -50,13 +52,12 @@ class Channel:
         self._soon = bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._spoken = False
-        self._more = anyio.Event()
-        self._sent = anyio.Event()
-        self._broken = False
+        self._sent, self._arrived = anyio.Event(), anyio.Event()
         self._descriptors: deque[int] = deque()
-        self._arrived = anyio.Event()
-        self._ended = False
-        self._reader: asyncio.AbstractEventLoop | None = None
+        self._broken = self._ended = False
+        """Whether nothing more is sent, and whether nothing more is received."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._on_readable)
 
     @property
     def idle(self) -> bool:
@@ -71,7 +72,7 @@ class Channel:
     def post(self, message: Message | bytes, *descriptors: int) -> None:
         """Send a message, or one that is encoded already, after all that were posted before.
 
-        What the socket does not take at once is sent by :meth:`serve`. If the other end is gone,
+        What the socket does not take at once is sent by the loop. If the other end is gone,
         nothing happens: who reads from it finds out.
         """
         if self._broken:
@@ -94,8 +95,7 @@ class Channel:
             return
         self._soon += encode(message)
         if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(within, self._post_soon_now)
+            self._timer = self._loop.call_later(within, self._post_soon_now)
 
     def _post_soon_now(self) -> None:
         if self._timer is not None:
@@ -108,41 +108,29 @@ class Channel:
     def _enqueue(self, data: memoryview, descriptors: tuple[int, ...]) -> None:
         self._spoken = True
         self._out.append((data, descriptors))
-        if len(self._out) == 1 and not self._push():
-            self._more.set()
+        if len(self._out) == 1:
+            self._push()
 
-    def _push(self) -> bool:
-        """Send what the socket takes; False if there is more."""
-        while self._out:
-            data, descriptors = self._out[0]
-            try:
-                done = self._send(data, descriptors)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._broken = True
-                self._out.clear()
-                break
-            if done == len(data):
-                self._out.popleft()
-            else:
+    def _push(self) -> None:
+        """Send what the socket takes, and have the loop send the rest."""
+        try:
+            while self._out:
+                data, descriptors = self._out[0]
+                if descriptors:
+                    done = socket.send_fds(self._socket, [data], descriptors)
+                else:
+                    done = self._socket.send(data)
                 self._out[0] = (data[done:], ())
+                if done == len(data):
+                    self._out.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._push)
+            return
+        except OSError:
+            self._broken = True
+            self._out.clear()
+        self._loop.remove_writer(self._socket)
         self._sent.set()
-        return True
-
-    def _send(self, data: memoryview, descriptors: tuple[int, ...]) -> int:
-        if not descriptors:
-            return self._socket.send(data)
-        rights = array.array("i", descriptors)
-        return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-
-    async def serve(self) -> None:
-        """Send what could not be sent at once, until it is cancelled."""
-        while True:
-            await self._more.wait()
-            self._more = anyio.Event()
-            while not self._push():
-                await anyio.wait_writable(self._socket)
 
     async def flush(self) -> None:
         """Wait until all that was posted is with the system, which delivers it in any case."""
@@ -161,37 +149,8 @@ class Channel:
             if self._ended:
                 raise anyio.EndOfStream
             self._arrived = anyio.Event()
-            self._listen()
             await self._arrived.wait()
         return message
-
-    def _listen(self) -> None:
-        """Has the loop look at the socket from now on.
-
-        Waiting for it anew for each message would let the interpreter go three more times, and
-        beside a loop of plain Python each time costs milliseconds.
-        """
-        if self._reader is None:
-            self._reader = asyncio.get_running_loop()
-            self._reader.add_reader(self._socket, self._on_readable)
-
-    def _on_readable(self) -> None:
-        try:
-            self._read()
-        except (BlockingIOError, anyio.EndOfStream):
-            pass
-        except MemoryError:
-            self._ended = True  # else the loop, which tells of it, would call this again for ever
-            raise
-        finally:
-            if self._ended:
-                self._stop_listening()
-            self._arrived.set()
-
-    def _stop_listening(self) -> None:
-        if self._reader is not None:
-            self._reader.remove_reader(self._socket)
-            self._reader = None
 
     def receive_nowait(self) -> Message | None:
         """The next message that is there already; None if there is none yet.
@@ -199,45 +158,47 @@ class Channel:
         Raises:
             anyio.EndOfStream: If the other end is gone and all it sent was received.
         """
-        while True:
-            message = self._take()
-            if message is not None:
-                return message
-            try:
-                self._read()
-            except BlockingIOError:
-                return None
+        while (message := self._take()) is None:
+            if self._ended:
+                raise anyio.EndOfStream
+            if not self._read():
+                break
+        return message
 
     def _take(self) -> Message | None:
-        if len(self._in) < _LENGTH_BYTES:
-            return None
         end = _LENGTH_BYTES + int.from_bytes(self._in[:_LENGTH_BYTES], "little")
-        if len(self._in) < end:
+        if len(self._in) < max(end, _LENGTH_BYTES):
             return None
         body = bytes(self._in[_LENGTH_BYTES:end])
         del self._in[:end]
         return decode(body)
 
-    def _read(self) -> None:
-        space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
+    def _on_readable(self) -> None:
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(
-                _READ_BYTES, space, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
+            self._read()
+        except MemoryError:
+            self._end()  # else the loop, which tells of it, would call this again for ever
             raise
+        finally:
+            self._arrived.set()
+
+    def _read(self) -> bool:
+        """Read what is there; False if that is nothing."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+        except BlockingIOError:
+            return False
         except OSError:  # whatever it is, nothing more can be heard
-            self._ended = True
-            raise anyio.EndOfStream from None
-        for level, kind, rights in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                numbers = array.array("i")
-                numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
-                self._descriptors.extend(numbers)
-        if not data:
-            self._ended = True
-            raise anyio.EndOfStream
+            data, descriptors = b"", []
+        self._descriptors.extend(descriptors)
         self._in += data
+        if not data:
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        self._ended = True
+        self._loop.remove_reader(self._socket)
 
     def take_descriptor(self) -> int:
         """The descriptor that came with the message received last; the caller closes it."""
@@ -251,7 +212,8 @@ class Channel:
         self._soon.clear()
         self._out.clear()
         self._sent.set()
-        self._stop_listening()
+        self._end()
+        self._loop.remove_writer(self._socket)
         close_socket(self._socket)
         while self._descriptors:
             os.close(self._descriptors.popleft())

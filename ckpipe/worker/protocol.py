@@ -1,9 +1,9 @@
 """The protocol of trainer and worker: the messages, and how their values cross.
 
-Both ends are one installation of one interpreter, started one by the other, so values go through
-:mod:`marshal`: it takes plain values only, runs no code, and is many times faster than JSON on
-the tables of twenty thousand tensors. What is more than plain crosses as a tuple of a mark, its
-kind and its fields (:func:`pack`).
+Both ends are one installation of one interpreter, started one by the other over a socket that no
+other process has, so values go through :mod:`pickle`, as they do in :mod:`multiprocessing`. Only
+what the other end knows crosses: ckpipe's own classes and plain values. What is of a subclass of a
+plain type crosses as that type, and an error as one of ckpipe's or of Python's (:class:`_Pickler`).
 
 A message is a frozen dataclass; on the socket it is eight bytes with its length, little-endian,
 and then the version of this protocol and the message. A descriptor that belongs to a message
@@ -18,21 +18,22 @@ told the same.
 from __future__ import annotations
 
 import builtins
-import marshal
+import pickle
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import timedelta
 from functools import cache
-from itertools import chain
-from operator import attrgetter
-from typing import Any
+from io import BytesIO
+from typing import Any, cast
 
-from ckpipe import errors, events
+from ckpipe import errors
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
-from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
-from ckpipe.format.manifest import Chunk, Chunks, Entries, Entry, Layout, Structure, TensorRow
+from ckpipe.format.data_file import BlockRange, DataFiles
+from ckpipe.format.manifest import Layout, Structure
+from ckpipe.retention import Rule
+from ckpipe.save.record import ManifestFields, StageTimings
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 VERSION = 1
@@ -67,8 +68,8 @@ class Init:
         block_bytes: The size of a block.
         lanes: Blocks of one save under way at the same time.
         retry: Retries, backoff, longest backoff, timeout and deadline of requests.
-        sweep_after: How long tombstones stay, in seconds.
-        rule: The retention rule in its plain form; None for all.
+        sweep_after: How long tombstones stay.
+        rule: The retention rule; None for all.
         keep_reports: Whether manifests keep the reports of their saves.
         survive: Whether to finish what was staged when the trainer is gone.
         heartbeat: Seconds without a message after which the worker says that it is alive.
@@ -86,8 +87,8 @@ class Init:
     block_bytes: int
     lanes: int
     retry: tuple[int, float, float, float, float | None]
-    sweep_after: float
-    rule: Mapping[str, Any] | None
+    sweep_after: timedelta
+    rule: Rule | None
     keep_reports: bool
     survive: bool
     heartbeat: float
@@ -141,14 +142,14 @@ class Block:
 
     Args:
         save: The number of the save.
-        number: The number of the block in the save's files.
+        place: The number of its file, and where it begins there.
         segment: Where in the shared memory it lies.
         at: The same, in bytes from the segment's beginning.
         sums: Its checksums as far as they are known, as 64-bit numbers.
     """
 
     save: int
-    number: int
+    place: tuple[int, int]
     segment: int
     at: int
     sums: bytes
@@ -161,7 +162,7 @@ class Sealed:
     Args:
         save: The number of the save.
         structure: The form of the state; None for the same as of the save sealed before.
-        fields: The other fields of :class:`~ckpipe.save.record.ManifestFields`, in order.
+        fields: What else its manifest says.
         clock: What was noted of its stages so far.
         planned: Whether a plan had to be made.
         captured_seconds: When forward and backward could go on, after the call.
@@ -170,8 +171,8 @@ class Sealed:
 
     save: int
     structure: Structure | None
-    fields: tuple[Any, ...]
-    clock: dict[str, Any]
+    fields: ManifestFields
+    clock: StageTimings
     planned: bool
     captured_seconds: float | None
     staged_seconds: float | None
@@ -212,7 +213,7 @@ class BlockReleased:
     """A block is not needed any more."""
 
     save: int
-    number: int
+    place: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class Committed:
     info: CheckpointInfo
     seconds: float
     unsettled: bool
-    clock: dict[str, Any]
+    clock: StageTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,7 @@ class Ended:
     save: int
     error: Exception | None
     unsettled: bool
-    clock: dict[str, Any]
+    clock: StageTimings
 
 
 Message = (
@@ -274,108 +275,43 @@ Message = (
 
 # ---- how values cross ----
 
-_EVENTS = [
-    each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)
-]
-_CLASSES = (
-    *Message.__args__, *_EVENTS, CheckpointId, CheckpointInfo, Structure, TensorRow, DataFiles,
-    DataFile, BlockRange, EntryRange,
-)  # fmt: skip
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    **{kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES},
-    Layout: ("entries", "chunks"),
-    Entries: Entry._fields,
-    Chunks: Chunk._fields,
-}
-_KINDS = {kind.__name__: kind for kind in _FIELDS}
 _DEEPEST_CAUSE = 8
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
-_EXTENDED: tuple[Any, ...] = (int, float, str, bytes)
+_PLAIN: tuple[Any, ...] = (int, float, str, bytes, tuple, list)
 
 
-def pack(value: Any) -> Any:
-    """The plain form of a value: of one with fields, a tuple that begins with an ellipsis.
-
-    What is of a subclass of a plain type crosses as that type. Values that cannot cross stay as
-    they are, and :mod:`marshal` refuses them.
-    """
-    kind: Any = type(value)
-    if kind in _PLAIN:
-        return value
-    if known := _kind_of(kind):
-        return ..., known.__name__, *_pack_each([getattr(value, name) for name in _FIELDS[known]])
-    if kind is range:
-        return ..., "range", value.start, value.stop
-    if kind is datetime:
-        return ..., "datetime", value.isoformat()
-    if isinstance(value, _EXTENDED):
-        return next(plain(value) for plain in _EXTENDED if isinstance(value, plain))
-    if isinstance(value, list | Mapping) and _is_plain(value):
-        return ..., "plain", value
-    if isinstance(value, list):
-        return list(_pack_each(value))
-    if isinstance(value, Sequence):
-        kinds = set(map(type, value))
-        row = _kind_of(kinds.pop()) if len(kinds) == 1 else None
-        if row is None:
-            return tuple(_pack_each(value))
-        # A table crosses by columns, which costs a fraction of its rows one by one.
-        columns = (list(map(attrgetter(name), value)) for name in _FIELDS[row])
-        return ..., "rows", row.__name__, *map(_pack_each, columns)
+def can_cross(value: Any) -> bool:
+    """Tell whether a value is of plain types, or of subclasses of these."""
     if isinstance(value, Mapping):
-        return {pack(key): pack(each) for key, each in value.items()}
-    if isinstance(value, BaseException):
-        return ..., "error", *_pack_error(value)
-    return value
+        return all(can_cross(key) and can_cross(each) for key, each in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(can_cross, value))
+    return value is None or isinstance(value, int | float | complex | str | bytes)
+
+
+class _Pickler(pickle.Pickler):
+    """Has everything cross as what the other end knows."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, BlockRange):  # those of the trainer also say how they are filled
+            kind = BlockRange
+        if is_dataclass(kind):
+            return kind, tuple([getattr(value, name) for name in _names(kind)])
+        if isinstance(value, Layout):
+            return Layout, (value.entries, value.chunks)
+        if isinstance(value, BaseException):
+            return _unpack_error, _pack_error(value)
+        if isinstance(value, type) or kind.__module__.startswith("ckpipe."):
+            return NotImplemented
+        for plain in _PLAIN:
+            if isinstance(value, plain):
+                return plain, (plain(value),)
+        return (dict, (dict(value),)) if isinstance(value, Mapping) else NotImplemented
 
 
 @cache
-def _kind_of(kind: Any) -> type[Any] | None:
-    """The kind as which instances of a class cross: its own, or that which it extends."""
-    return next((each for each in kind.__mro__ if each in _FIELDS), None)
-
-
-def _pack_each(values: Sequence[Any]) -> Sequence[Any]:
-    return values if _are_plain(values) else list(map(pack, values))
-
-
-def unpack(packed: Any) -> Any:
-    """The value whose plain form this is; a mapping comes back as a ``dict``."""
-    kind = type(packed)
-    if kind is list:
-        return list(_unpack_each(packed))
-    if kind is dict:
-        return {unpack(key): unpack(each) for key, each in packed.items()}
-    if kind is not tuple:
-        return packed
-    if packed[:1] != (...,):
-        return tuple(_unpack_each(packed))
-    _, name, *cells = packed
-    if name == "plain":
-        return cells[0]
-    if name == "rows":
-        kind_of_rows, *columns = cells
-        return tuple(map(_KINDS[kind_of_rows], *map(_unpack_each, columns)))
-    if name == "range":
-        return range(*cells)
-    if name == "datetime":
-        return datetime.fromisoformat(*cells)
-    if name == "error":
-        return _unpack_error(*cells)
-    return _KINDS[name](*_unpack_each(cells))
-
-
-def _unpack_each(values: Sequence[Any]) -> Sequence[Any]:
-    return values if _are_plain(values) else list(map(unpack, values))
-
-
-def _are_plain(values: Sequence[Any]) -> bool:
-    """Tell whether values are plain, or tuples of what is plain such as shapes."""
-    kinds = set(map(type, values)) - _PLAIN
-    if kinds == {tuple}:
-        tuples = [each for each in values if type(each) is tuple]
-        kinds = set(map(type, chain.from_iterable(tuples))) - _PLAIN
-    return not kinds
+def _names(kind: Any) -> list[str]:
+    return [each.name for each in fields(kind)]
 
 
 def _pack_error(error: BaseException, depth: int = 0) -> tuple[Any, ...]:
@@ -386,7 +322,7 @@ def _pack_error(error: BaseException, depth: int = 0) -> tuple[Any, ...]:
         names[0],
         type(error).__name__,
         error.message if isinstance(error, CkpipeError) else str(error),
-        {name: value for name, value in vars(error).items() if _is_plain(value)},
+        {name: value for name, value in vars(error).items() if can_cross(value)},
         None if cause is None or depth > _DEEPEST_CAUSE else _pack_error(cause, depth + 1),
     )
 
@@ -417,27 +353,11 @@ def _known(name: str) -> type[BaseException] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
 
-def can_cross(value: Any) -> bool:
-    """Tell whether a value of plain types, or of subclasses of these, can cross."""
-    return _is_plain(pack(value))
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        marshal.dumps(value)
-    except ValueError:
-        return False
-    return True
-
-
 def encode(message: Message) -> bytes:
-    """A message as it is sent, its length included.
-
-    Raises:
-        ValueError: If it holds what cannot cross.
-    """
-    body = marshal.dumps((VERSION, pack(message)))
-    return len(body).to_bytes(8, "little") + body
+    """A message as it is sent, its length included."""
+    body = BytesIO()
+    _Pickler(body, pickle.HIGHEST_PROTOCOL).dump((VERSION, message))
+    return body.tell().to_bytes(8, "little") + body.getbuffer()
 
 
 def decode(body: bytes | memoryview) -> Message:
@@ -446,8 +366,7 @@ def decode(body: bytes | memoryview) -> Message:
     Raises:
         ValueError: If it is of another version of the protocol.
     """
-    version, packed = marshal.loads(body)
+    version, message = pickle.loads(body)
     if version != VERSION:
         raise ValueError(f"Trainer and worker are of different versions: {version}, {VERSION}")
-    message: Message = unpack(packed)
-    return message
+    return cast(Message, message)

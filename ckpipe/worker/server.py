@@ -23,7 +23,6 @@ import socket
 import sys
 import time
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -40,10 +39,9 @@ from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.memory.mapping import map_to_read
-from ckpipe.retention import from_data
 from ckpipe.save.context import StoreContext
 from ckpipe.save.deliver import deliver
-from ckpipe.save.record import FilledBlock, ManifestFields, SaveRecord
+from ckpipe.save.record import FilledBlock, SaveRecord
 from ckpipe.store.registry import create_backend
 from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
 from ckpipe.types import CheckpointInfo
@@ -85,26 +83,20 @@ class SharedBlock(FilledBlock):
 
     Args:
         save: The save.
-        number: Its number among the blocks of the save.
         plan: Where it belongs.
         data: Its bytes.
         sums: Its checksums as far as they are known.
     """
 
     def __init__(
-        self,
-        save: RemoteSave,
-        number: int,
-        plan: BlockRange,
-        data: memoryview,
-        sums: NDArray[np.int64],
+        self, save: RemoteSave, plan: BlockRange, data: memoryview, sums: NDArray[np.int64]
     ) -> None:
         super().__init__(plan, data, sums)
-        self._save, self.number = save, number
+        self._save = save
 
     def release(self) -> None:
         """See :class:`~ckpipe.save.record.FilledBlock`."""
-        self._save.free(self)
+        self._save.free(self.plan)
 
 
 class RemoteSave(SaveRecord):
@@ -121,33 +113,28 @@ class RemoteSave(SaveRecord):
         super().__init__(begin.id, rank, begin.began, begin.token)
         self.again, self.files = begin.again, files
         self.committed.add_done_callback(self._tell_committed)
-        self._number, self._blocks_of_files, self._channel = begin.save, files.blocks, channel
-        self._waits = begin.waits
+        self._plans = {(each.file, each.offset): each for each in files.blocks}
+        self._number, self._waits, self._channel = begin.save, begin.waits, channel
         self._filled, self._blocks = create_memory_object_stream[FilledBlock](math.inf)
         self._scope = anyio.CancelScope()
         self.settled = anyio.Event()
-
-    @property
-    def sealed(self) -> bool:
-        """Tell whether the trainer has announced all of it."""
-        return self.fields is not None
 
     def take(self, block: Block, segment: memoryview) -> None:
         """Pass a block on to the stages."""
         import numpy as np
 
-        plan = self._blocks_of_files[block.number]
+        plan = self._plans[block.place]
         view = segment[block.at : block.at + plan.nbytes]
-        sums = np.frombuffer(block.sums, np.int64).copy()
+        sums = np.frombuffer(block.sums, np.int64).copy()  # what is unknown is filled in
         with contextlib.suppress(anyio.BrokenResourceError):  # the save has failed
-            self._filled.send_nowait(SharedBlock(self, block.number, plan, view, sums))
+            self._filled.send_nowait(SharedBlock(self, plan, view, sums))
 
     def seal(self, sealed: Sealed, structure: Structure) -> None:
         """Take what the manifest says; no blocks come after it."""
         self.clock.absorb(sealed.clock)
         self.replanned = sealed.planned
         self.captured_seconds, self.staged_seconds = sealed.captured_seconds, sealed.staged_seconds
-        self.fields = ManifestFields(structure, *sealed.fields)
+        self.sealed = structure, sealed.fields
         self.copied.set()
         self._filled.close()
 
@@ -155,10 +142,10 @@ class RemoteSave(SaveRecord):
         """Cancel what is not done yet."""
         self._scope.cancel()
 
-    def free(self, filled: SharedBlock) -> None:
+    def free(self, plan: BlockRange) -> None:
         """Tell the trainer that a block is in use no more."""
-        released = BlockReleased(self._number, filled.number)
-        if self._waits and not self.sealed:
+        released = BlockReleased(self._number, (plan.file, plan.offset))
+        if self._waits and self.sealed is None:
             self._channel.post(released)
         else:
             self._channel.post_soon(released, NOTICE_SECONDS)
@@ -167,9 +154,9 @@ class RemoteSave(SaveRecord):
         self.settled.set()
         assert self.durable_seconds is not None
         logger.info("%s is committed by rank %d", self.name, self.rank)
-        unsettled, clock = self.unsettled is not None, self.clock.to_data()
+        unsettled = self.unsettled is not None
         self._channel.post(
-            Committed(self._number, committed.result(), self.durable_seconds, unsettled, clock)
+            Committed(self._number, committed.result(), self.durable_seconds, unsettled, self.clock)
         )
 
     async def run(self, depot: StoreContext) -> None:
@@ -188,7 +175,7 @@ class RemoteSave(SaveRecord):
             # For the log of the worker only: the trainer raises it.
             logger.info("%s: %s: %s", self.name, type(error).__name__, error)
         unsettled = self.unsettled is not None
-        self._channel.post(Ended(self._number, error, unsettled, self.clock.to_data()))
+        self._channel.post(Ended(self._number, error, unsettled, self.clock))
 
 
 class Service:
@@ -252,8 +239,8 @@ class Service:
             block_bytes=init.block_bytes,
             lanes=init.lanes,
             retry=policy,
-            sweep_after=timedelta(seconds=init.sweep_after),
-            rule=None if init.rule is None else from_data(init.rule),
+            sweep_after=init.sweep_after,
+            rule=init.rule,
             keep_reports=init.keep_reports,
         )
 
@@ -348,7 +335,7 @@ class Service:
             logger.warning("The trainer (process %d) is gone", self._init.trainer)
         keep = self._init.survive if self._end is None else not self._end.give_up
         for save in list(self._saves.values()):
-            if not keep or not save.sealed:
+            if not keep or save.sealed is None:
                 save.give_up()
             elif self._end is None and not save.settled.is_set():
                 logger.warning("%s was staged and is brought to its end", save.name)
@@ -409,7 +396,6 @@ async def serve(channel: Channel) -> int:
     asyncio.get_running_loop().set_exception_handler(_end_without_memory)
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(channel.serve, name="channel")
             init = await channel.receive()
             if not isinstance(init, Init):
                 raise ValueError(f"A trainer begins with {type(init).__name__}")

@@ -24,10 +24,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from copy import copy
-from dataclasses import fields
-from operator import attrgetter
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -42,7 +41,7 @@ from ckpipe.format.manifest import Structure
 from ckpipe.interpreter import short_switch_interval
 from ckpipe.memory.arena import Segment
 from ckpipe.save.context import StoreContext
-from ckpipe.save.record import FilledBlock, ManifestFields
+from ckpipe.save.record import FilledBlock
 from ckpipe.save.run import deliver_here
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.settings import Worker
@@ -79,6 +78,12 @@ STACKS_SECONDS = 0.5
 REAP_SECONDS = 5.0
 """How long the end of a process that was killed is waited for."""
 
+GIVE_UP_SECONDS = 30.0
+"""How long a worker has to give a save up, longer than any upload takes to be given up."""
+
+WORKERS = 2
+"""How many workers may die with a save in hand before a thread delivers it."""
+
 
 class SaveInTransit:
     """A save in the trainer while a worker, or one after the other, brings it to the store.
@@ -89,53 +94,76 @@ class SaveInTransit:
 
     def __init__(self, save: Save) -> None:
         self.save = save
-        self.blocks: list[StagedBlock] = []
-        """Its blocks, in order of arrival."""
-        self.numbers: dict[tuple[int, int], int] = {}
-        """The number of each block among those of its files, by file and offset."""
-        self._all_here = False
-        self._changed = anyio.Event()
-        self.begin_anew(0)
-
-    def begin_anew(self, number: int) -> None:
-        """Begin with another worker, in which the save has this number."""
-        self.number = number
-        self.announced: dict[int, StagedBlock] = {}
-        """The blocks that the worker has, by their number among those of the save's files."""
+        self._blocks: list[StagedBlock] = []
+        self._all_here = anyio.Event()
+        self._pass_on: Callable[[StagedBlock], object] | None = None
+        self.number = 0
+        """Of the save, in the worker that has it."""
+        self.announced: dict[tuple[int, int], StagedBlock] = {}
+        """The blocks that the worker has, by file and offset."""
         self.released: list[tuple[StagedBlock, int]] = []
         """The blocks that the worker was through with, and how often each was handed out then."""
         self.error: Exception | None = None
         self.ended = anyio.Event()
 
     def end(self, error: Exception | None) -> None:
-        """Let those go on who wait for its end."""
+        """Let those go on who wait for its end in a worker."""
         self.error = error
         self.ended.set()
 
     async def collect(self, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
-        """Take the blocks as they are filled."""
+        """Take the blocks as they are filled, and pass them on to whichever brings the save."""
         async for filled in inbox:
             assert isinstance(filled, StagedBlock)
-            self.blocks.append(filled)
-            self._change()
-        self._all_here = self.save.copied.is_set()
-        self._change()
+            self._blocks.append(filled)
+            if self._pass_on is not None:
+                self._pass_on(filled)
+        if self.save.copied.is_set():
+            self._all_here.set()
 
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+    def _pass_on_to(self, take: Callable[[StagedBlock], object]) -> None:
+        for filled in self._blocks:
+            take(filled)
+        self._pass_on = take
 
-    async def each(self) -> AsyncIterator[StagedBlock]:
-        """Iterate over all blocks from the first, and return once the save is copied as well."""
-        number = 0
-        while True:
-            changed = self._changed
-            while number < len(self.blocks):
-                yield self.blocks[number]
-                number += 1
-            if self._all_here:
-                return
-            await changed.wait()
+    async def by_worker(self, worker: WorkerConnection, *, survives: bool) -> None:
+        """Tell a worker all of the save, and wait for its end there, good or bad.
+
+        Args:
+            worker: The worker.
+            survives: Whether the worker finishes what is staged when it is left.
+        """
+        self.announced, self.released = {}, []
+        self.error, self.ended = None, anyio.Event()
+        worker.begin(self)
+        self._pass_on_to(partial(worker.announce, self))
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._seal, worker)
+                await self.ended.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._pass_on = None
+            await self._leave(worker, survives=survives)
+
+    async def _seal(self, worker: WorkerConnection) -> None:
+        await self._all_here.wait()
+        await worker.seal(self)
+        self.save.handed_over.set()
+
+    async def _leave(self, worker: WorkerConnection, *, survives: bool) -> None:
+        """Make sure that the worker does not look at the blocks any more."""
+        if self.ended.is_set():
+            return
+        if self.save.handed_over.is_set() and survives and not self.save.cancel_requested:
+            return  # the pipeline is torn down, which does not concern what is staged
+        worker.give_up(self)
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(GIVE_UP_SECONDS):
+                await self.ended.wait()
+            if not self.ended.is_set():
+                worker.kill()
+                await self.ended.wait()
 
     def take_again(self) -> bool:
         """Take the blocks that a dead worker was through with; False if one holds other bytes."""
@@ -146,8 +174,17 @@ class SaveInTransit:
                     each.release()
                 return False
             taken[filled] = again
-        self.blocks = [taken.get(filled, filled) for filled in self.blocks]
+        self._blocks = [taken.get(filled, filled) for filled in self._blocks]
         return True
+
+    async def by_thread(self, depot: StoreContext) -> None:
+        """Deliver the save in this process, as if it had no worker."""
+        blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
+        async with anyio.create_task_group() as tasks:
+            self._pass_on_to(blocks_out.send_nowait)
+            tasks.start_soon(deliver_here, self.save, depot, blocks)
+            await self._all_here.wait()
+            blocks_out.close()
 
 
 class WorkerConnection:
@@ -172,17 +209,13 @@ class WorkerConnection:
         self._files: DataFiles | None = None
         self._structure: Structure | None = None
         self._sealing = anyio.Lock()
-        self._closing = self._heard = self._abandoned = False
+        self._closing = self._heard = False
         self._failure: Exception | None = None
-        self._killed, self._listening = anyio.Event(), anyio.CancelScope()
+        self._loop = asyncio.get_running_loop()
+        self._listening = anyio.CancelScope()
         self.ending = False
         self.over = anyio.Event()
         self._channel.post(init)
-
-    @property
-    def idle(self) -> bool:
-        """Tell whether no save is under way."""
-        return not self._saves
 
     # What the worker is told
 
@@ -194,8 +227,7 @@ class WorkerConnection:
         files = None if save.files is self._files else save.files
         self._files = save.files
         self._begun += 1
-        transit.begin_anew(self._begun)
-        transit.numbers = {(each.file, each.offset): n for n, each in enumerate(save.files.blocks)}
+        transit.number = self._begun
         self._saves[self._begun] = transit
         waits = save.ration is None or save.ration.waits
         self._channel.post(
@@ -213,10 +245,10 @@ class WorkerConnection:
             self._segments.add(segment.number)
             message = NewSegment(segment.number, len(segment.memory), segment.offset)
             self._channel.post(message, segment.descriptor)
-        number = transit.numbers[filled.plan.file, filled.plan.offset]
-        transit.announced[number] = filled
+        place = filled.plan.file, filled.plan.offset
+        transit.announced[place] = filled
         at, sums = filled.block.at, filled.sums.tobytes()
-        block = Block(transit.number, number, segment.number, at, sums)
+        block = Block(transit.number, place, segment.number, at, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: Segment) -> None:
@@ -234,15 +266,13 @@ class WorkerConnection:
 
     def _sealed(self, transit: SaveInTransit) -> bytes:
         save = transit.save
-        structure, *others = attrgetter(*(each.name for each in fields(ManifestFields)))(
-            save.contents()
-        )
+        structure, fields = save.contents()
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
         new = None if structure is self._structure else structure
         frame = encode(
             Sealed(
-                transit.number, new, tuple(others), save.clock.to_data(), save.replanned,
-                save.captured_seconds, save.staged_seconds or save.elapsed,
+                transit.number, new, fields, save.clock, save.replanned, save.captured_seconds,
+                save.staged_seconds or save.elapsed,
             )
         )  # fmt: skip
         self._structure = structure
@@ -262,10 +292,7 @@ class WorkerConnection:
         left = True
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._channel.serve, name="worker channel")
                 tasks.start_soon(self._watch, name="watch of the worker")
-                tasks.start_soon(self._let_go, name="end of the worker")
-                self._loop = asyncio.get_running_loop()
                 self.process.end.add_done_callback(self._stop_listening_soon)
                 await self._listen()
                 left = False
@@ -305,7 +332,7 @@ class WorkerConnection:
         match message:
             case BlockReleased():
                 if (transit := self._saves.get(message.save)) is not None:
-                    filled = transit.announced.pop(message.number)
+                    filled = transit.announced.pop(message.place)
                     transit.released.append((filled, filled.block.uses))
                     filled.release()
             case EventMessage():
@@ -336,7 +363,7 @@ class WorkerConnection:
             await anyio.sleep(self._hang_seconds / LOOKS)
             now = await threads.run_sync(self.process.state)
             if now is not None and now.killed:
-                self._killed.set()
+                self._abandon_soon()
             hangs = judge.hangs(now, spoke=self._heard)
             self._heard = False
         self._failure = WorkerDied(
@@ -351,27 +378,27 @@ class WorkerConnection:
     def kill(self) -> None:
         """Kill the worker. One that the system does not end is soon left to the system."""
         self.process.kill()
-        self._killed.set()
+        self._abandon_soon()
 
-    async def _let_go(self) -> None:
-        await self._killed.wait()
-        await anyio.sleep(REAP_SECONDS)  # it ends at once, unless it waits for a device
-        self._abandoned = True
-        self._listening.cancel()
+    def _abandon_soon(self) -> None:
+        # It ends at once, unless it waits for a device.
+        deadline = anyio.current_time() + REAP_SECONDS
+        self._listening.deadline = min(self._listening.deadline, deadline)
 
     async def _clean_up(self) -> None:
         """See to it that the process is gone, and fail what it left undone."""
-        gone = self.process.end.done() or (not self._abandoned and await self._reaped())
+        process, abandoned = self.process, self._listening.cancel_called
+        gone = process.end.done() or (not abandoned and await self._reaped())
         if not gone:
             logger.error(
                 "The worker process %d was killed and does not end. It will once the device that "
                 "it waits for answers; look at the disk and at /proc/%d/stack",
-                self.process.id,
-                self.process.id,
+                process.id,
+                process.id,
             )
         if self._closing and not self._saves and self._failure is None:
             if gone:
-                await threads.run_sync(self.process.forget_log)
+                await threads.run_sync(process.forget_log)
             return
         error = await self._death_error()
         if not self._saves:
@@ -392,13 +419,17 @@ class WorkerConnection:
 
     async def _death_error(self) -> Exception:
         """The error for callers that still waited for the worker."""
-        failure = self._failure
-        if isinstance(failure, CkpipeError) and not isinstance(failure, WorkerDied):
+        failure, cause = self._failure, "it is gone"
+        if isinstance(failure, WorkerDied):
+            cause = failure.message
+        elif isinstance(failure, CkpipeError):
             return failure
+        elif failure is not None:
+            cause = f"it failed ({type(failure).__name__}: {failure})"
         lines = await threads.run_sync(self.process.last_lines)
         said = f"; its log ends with:\n{lines}" if lines else ", and logged nothing"
         return WorkerDied(
-            f"The worker process {self.process.id} is dead: {_cause(failure)}, "
+            f"The worker process {self.process.id} is dead: {cause}, "
             f"{self.process.describe_end()}{said}",
             hint=f"Another is started. The whole log is {self.process.log}",
         )
@@ -408,10 +439,10 @@ class WorkerConnection:
     async def close(self, seconds: float) -> None:
         """End the worker: let it finish for so long, then have it give up, then kill it."""
         self._closing = True
-        if self.idle:
-            self.kill()  # it has nothing to lose
-        else:
+        if self._saves:
             self._channel.post(Finish(give_up=False))
+        else:
+            self.kill()  # it has nothing to lose
         if not await self._over_within(seconds):
             self._channel.post(Finish(give_up=True))
             if not await self._over_within(seconds):
@@ -422,22 +453,6 @@ class WorkerConnection:
         with anyio.move_on_after(seconds):
             await self.over.wait()
         return self.over.is_set()
-
-
-def _cause(failure: Exception | None) -> str:
-    if failure is None:
-        return "it is gone"
-    if isinstance(failure, WorkerDied):
-        return failure.message
-    return f"it failed ({type(failure).__name__}: {failure})"
-
-
-GIVE_UP_SECONDS = 30.0
-"""How long a worker has to give a save up, longer than any upload takes to be given up."""
-
-
-WORKERS = 2
-"""How many workers may die with a save in hand before a thread delivers it."""
 
 
 class WorkerUploader:
@@ -477,29 +492,28 @@ class WorkerUploader:
             logger.warning("%s", error)
 
     async def _connected(self) -> WorkerConnection:
+        """The worker that runs, or else the next one."""
+        assert self._tasks is not None
         async with self._starting:
             if self._link is not None and self._link.ending:
                 await self._link.over.wait()
                 self._link = None
-            if self._link is None:
-                self._link = await self._connect()
+            if self._link is not None:
+                return self._link
+            if self._closed:
+                raise WorkerDied("The pipeline is closing, and its worker process is gone")
+            try:
+                with anyio.CancelScope(shield=True):  # a process that was started must not be lost
+                    process = await threads.run_sync(WorkerProcess, self._settings.log_dir)
+            except (OSError, RuntimeError) as error:
+                raise WorkerDied(
+                    f"No worker process could be started: {error}",
+                    hint="Set worker='thread' to do without one",
+                ) from error
+            hang_seconds = self._settings.hang_seconds
+            self._link = WorkerConnection(process, self._init, self._depot, hang_seconds)
+            self._tasks.start_soon(self._link.run, name=f"worker {process.id}")
             return self._link
-
-    async def _connect(self) -> WorkerConnection:
-        assert self._tasks is not None
-        if self._closed:
-            raise WorkerDied("The pipeline is closing, and its worker process is gone")
-        try:
-            with anyio.CancelScope(shield=True):  # a process that was started must not be lost
-                process = await threads.run_sync(WorkerProcess, self._settings.log_dir)
-        except (OSError, RuntimeError) as error:
-            raise WorkerDied(
-                f"No worker process could be started: {error}",
-                hint="Set worker='thread' to do without one",
-            ) from error
-        link = WorkerConnection(process, self._init, self._depot, self._settings.hang_seconds)
-        self._tasks.start_soon(link.run, name=f"worker {process.id}")
-        return link
 
     def drop(self, segment: Segment) -> None:
         """Tell the worker that staging memory was given back."""
@@ -533,7 +547,9 @@ class WorkerUploader:
             except WorkerDied as error:
                 death = error
                 continue
-            await self._by_worker(transit, worker)
+            # Else a loop of Python hears late that all is durable.
+            with short_switch_interval(self._depot.switch_interval):
+                await transit.by_worker(worker, survives=self._settings.survive)
             if not isinstance(transit.error, WorkerDied):
                 if transit.error is not None:
                     raise transit.error
@@ -553,35 +569,7 @@ class WorkerUploader:
         if self._closed or crashed:
             raise death
         logger.warning("%s is delivered by a thread of this process: %s", save.name, death)
-        await _by_thread(transit, depot)
-
-    async def _by_worker(self, transit: SaveInTransit, worker: WorkerConnection) -> None:
-        """Tell a worker all of a save, and wait for its end there, good or bad."""
-        worker.begin(transit)
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_tell, transit, worker)
-                # Else a loop of Python hears late that all is durable.
-                with short_switch_interval(self._depot.switch_interval):
-                    await transit.ended.wait()
-                tasks.cancel_scope.cancel()
-        finally:
-            await self._end(transit, worker)
-
-    async def _end(self, transit: SaveInTransit, worker: WorkerConnection) -> None:
-        """Make sure that the worker does not look at the blocks of a save any more."""
-        save = transit.save
-        if transit.ended.is_set():
-            return
-        if save.handed_over.is_set() and self._settings.survive and not save.cancel_requested:
-            return  # the pipeline is torn down, which does not concern what is staged
-        worker.give_up(transit)
-        with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(GIVE_UP_SECONDS):
-                await transit.ended.wait()
-            if not transit.ended.is_set():
-                worker.kill()
-                await transit.ended.wait()
+        await transit.by_thread(depot)
 
     async def close(self) -> None:
         """End the worker; saves that it has not finished by then are lost."""
@@ -590,25 +578,3 @@ class WorkerUploader:
             link = self._link
         if link is not None and not link.over.is_set():
             await link.close(self._settings.stop_seconds)
-
-
-async def _tell(transit: SaveInTransit, worker: WorkerConnection) -> None:
-    """Announce each block to a worker, and then what the manifest says."""
-    async for filled in transit.each():
-        worker.announce(transit, filled)
-    await worker.seal(transit)
-    transit.save.handed_over.set()
-
-
-async def _by_thread(transit: SaveInTransit, depot: StoreContext) -> None:
-    """Deliver a save in this process, as if it had no worker."""
-    blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
-
-    async def feed() -> None:
-        async with blocks_out:
-            async for filled in transit.each():
-                blocks_out.send_nowait(filled)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(feed)
-        await deliver_here(transit.save, depot, blocks)
