@@ -16,6 +16,7 @@ from gcs_servers import GcsServer
 from hypothesis import settings
 from lock_actors import DaemonThreads
 from pipelines import Stores, stores
+from random_numbers import generators_left
 from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
 from sampling import EVERY, SEED
 
@@ -136,6 +137,13 @@ def saves_by_a_worker() -> None:
     """With CKPIPE_TEST_WORKER set, saves to local disk go through worker processes."""
     if os.environ.get("CKPIPE_TEST_WORKER"):
         LocalBackend.prefers_worker = True
+
+
+@pytest.fixture
+def generators() -> Iterator[None]:
+    """Leave the random generators as they were."""
+    with generators_left():
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import enum
 import itertools
 import math
 import pathlib
-import random
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from placed_targets import placed, rank_of
+from random_numbers import generators_left, seed
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -253,16 +253,9 @@ def arrays(rank: int) -> State:
 
 def seeded(call: Callable[[], State]) -> State:
     """What a call returns that draws from random generators, which are as before afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(5)
-    np.random.seed(5)
-    torch.manual_seed(5)
-    try:
+    with generators_left():
+        seed(5)
         return call()
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 def training(rank: int) -> State:

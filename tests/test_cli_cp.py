@@ -12,10 +12,13 @@ import torch
 from commands import Commands, interrupted, program, save_steps
 from pipelines import Stores, same, saved_bytes, stores
 from ranks import ranks
+from stored_files import data_file_key, entries_of, flip
 
 import ckpipe
 from ckpipe.errors import PermissionDenied, StoreUnavailable
 from ckpipe.testing import Landing
+
+CHUNK_BYTES = 1 << 20
 
 
 @pytest.fixture
@@ -55,26 +58,45 @@ def test_copies_go_to_another_kind_of_store_and_back(
         assert same(saved_bytes(a, 1), saved_bytes(b, 1))
 
 
-def test_a_large_file_goes_in_many_blocks(call: Commands, tmp_path: Path) -> None:
+@pytest.fixture
+def odd_run(tmp_path: Path) -> str:
+    """A run of one checkpoint whose chunks begin and end within blocks; returns its id."""
     with ckpipe.SyncPipeline(tmp_path / "a") as pipeline:
-        large = torch.randn(1_000_003, generator=torch.Generator().manual_seed(5))
-        pipeline.save({"large": large, "b": torch.zeros(300_000)}, step=1)
-    settings = tmp_path / "small.toml"
-    settings.write_text("[staging]\nblock_bytes = 69632\n")
-    assert call("--settings", settings, "cp", tmp_path / "a", tmp_path / "b").code == 0
+        state = {
+            "large": torch.arange(2 * CHUNK_BYTES + 77, dtype=torch.uint8),
+            "exact": torch.zeros(CHUNK_BYTES, dtype=torch.uint8),
+            "small": torch.arange(5.0),
+            "empty": torch.empty(0),
+        }
+        id = pipeline.save(state, step=1).wait().id
+    (tmp_path / "small.toml").write_text("[staging]\nblock_bytes = 69632\n")
+    return id
+
+
+def test_a_large_file_goes_in_many_blocks(call: Commands, tmp_path: Path, odd_run: str) -> None:
+    done = call("--settings", tmp_path / "small.toml", "cp", tmp_path / "a", tmp_path / "b")
+    assert done.code == 0
     assert files(tmp_path / "b") == files(tmp_path / "a")
 
 
-def test_a_damaged_source_is_not_copied(call: Commands, tmp_path: Path) -> None:
-    (id,) = save_steps(tmp_path / "a", 1)
-    path = tmp_path / "a" / id / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    done = call("cp", tmp_path / "a", tmp_path / "b")
-    assert (done.code, done.out) == (1, "")
-    assert "The source is damaged" in done.err
-    assert files(tmp_path / "b") == {}
+def test_a_damaged_source_is_named_and_not_copied(
+    call: Commands, tmp_path: Path, odd_run: str
+) -> None:
+    path = tmp_path / "a" / data_file_key(odd_run)
+    header_end, begins = entries_of(path.read_bytes())
+    places = {"its header": {9, header_end - 1}}
+    for name, nbytes in (("large", 2 * CHUNK_BYTES + 77), ("exact", CHUNK_BYTES), ("small", 20)):
+        edges = {0, nbytes - 1} | {n for n in (CHUNK_BYTES - 1, CHUNK_BYTES) if n < nbytes}
+        places[repr(name)] = {begins[name] + at for at in edges}
+    for name, found in places.items():
+        for at in found:
+            flip(path, at)
+            done = call("--settings", tmp_path / "small.toml", "cp", tmp_path / "a", tmp_path / "b")
+            assert (done.code, done.out) == (1, "")
+            assert "The source is damaged" in done.err
+            assert name in done.err
+            assert files(tmp_path / "b") == {}
+            flip(path, at)
     path.unlink()
     assert call("cp", tmp_path / "a", tmp_path / "b").code == 1
 

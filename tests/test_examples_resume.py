@@ -27,14 +27,14 @@ def test_a_run_stopped_in_an_epoch_goes_on_to_the_same_losses(tmp_path: Path) ->
     assert whole.returncode == 0, whole.stderr
     assert len(losses(whole.stdout)) == 40
     parts = []
-    for stop in ("7", "25", "1000"):
+    for stop in ("7", "1000"):
         part = run_example(
             "resume.py", "--checkpoints", "parts", "--stop-after", stop, folder=tmp_path
         )
         assert part.returncode == 0, part.stderr
         parts += losses(part.stdout)
     assert parts == losses(whole.stdout)
-    assert indexes(tmp_path / "parts") == [25, 30, 40], "and the one resumed from"
+    assert indexes(tmp_path / "parts") == [7, 30, 40], "and the one resumed from"
 
 
 # torchdata calls what torch has deprecated.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,12 @@ import pytest
 import torch
 from planning_ranks import written
 from ranks import ranks
+from stored_files import document_of, index_key
 from torch._C._distributed_c10d import HashStore
 
 import ckpipe
 from ckpipe import GlobalPlanner
-from ckpipe.catalog.find import read_index
 from ckpipe.errors import PlanTimeout, SettingsError, UnsupportedTopology, UsageError
-from ckpipe.format.manifest import Layout
 from ckpipe.planning import (
     Captured,
     LocalPlanner,
@@ -53,17 +52,12 @@ def state_of(rank: int) -> dict[str, Any]:
     return {"w0": torch.arange(9.0), "w1": torch.arange(5), "own": torch.full((4,), rank)}
 
 
-def writer_of(pipeline: ckpipe.SyncPipeline) -> list[str]:
+def planners_of(pipeline: ckpipe.SyncPipeline, root: Path) -> set[str]:
     """The planners that the ranks of the newest checkpoint have used."""
     newest = pipeline.latest()
     assert newest is not None
-    engine = pipeline._engine
-
-    async def read() -> list[str]:
-        bundle = await read_index(engine.site.patient, newest.key)
-        return [part.writer["planner"] for part in bundle.parts]
-
-    return pipeline._engine.loop.submit(read).result()
+    index = document_of((root / index_key(newest.id)).read_bytes())
+    return {writer["planner"] for writer in index["writer"]}
 
 
 def test_planner_of_a_user_divides_as_it_likes(tmp_path: Path) -> None:
@@ -72,7 +66,7 @@ def test_planner_of_a_user_divides_as_it_likes(tmp_path: Path) -> None:
         for rank, pipeline in enumerate(opened):
             pipeline.save(state_of(rank), step=1).wait()
         assert written(planner.plans) == [["own"], ["own", "w0", "w1"]]
-        assert writer_of(opened[0]) == ["LastWrites"] * 2
+        assert planners_of(opened[0], tmp_path) == {"LastWrites"}
     # What a checkpoint holds does not depend on who wrote what.
     with ranks(str(tmp_path), 2, attempt_id="later") as opened:
         for rank, pipeline in enumerate(opened):
@@ -103,13 +97,18 @@ def test_what_is_no_planner_is_refused(wrong: Any) -> None:
 Spoil = Callable[[RankPlan], Any]
 
 
+def _with(plan: RankPlan, chunks: Iterable[Any]) -> RankPlan:
+    layout = plan.layout
+    return replace(plan, layout=type(layout)(layout.entries, chunks))
+
+
 def _without_a_tensor(plan: RankPlan) -> RankPlan:
-    return replace(plan, layout=Layout(plan.layout.entries, plan.layout.chunks[1:]))
+    return _with(plan, plan.layout.chunks[1:])
 
 
 def _twice(plan: RankPlan) -> RankPlan:
     chunks = plan.layout.chunks
-    return replace(plan, layout=Layout(plan.layout.entries, (*chunks, chunks[-1])))
+    return _with(plan, (*chunks, chunks[-1]))
 
 
 def _swapped(plan: RankPlan) -> RankPlan:
@@ -120,7 +119,7 @@ def _swapped(plan: RankPlan) -> RankPlan:
 def _other_bytes(plan: RankPlan) -> RankPlan:
     first, second, *others = plan.layout.chunks
     mixed = (first._replace(entry=second.entry), second._replace(entry=first.entry))
-    return replace(plan, layout=Layout(plan.layout.entries, (*mixed, *others)))
+    return _with(plan, (*mixed, *others))
 
 
 def _hole(plan: RankPlan) -> RankPlan:
@@ -134,7 +133,7 @@ def _unfilled(plan: RankPlan) -> RankPlan:
 
 def _outside(plan: RankPlan) -> RankPlan:
     chunks = [row._replace(owner=7, entry=None) for row in plan.layout.chunks]
-    return replace(plan, layout=Layout(plan.layout.entries, tuple(chunks)))
+    return _with(plan, chunks)
 
 
 def _header(plan: RankPlan) -> RankPlan:
@@ -288,7 +287,7 @@ def test_ranks_plan_together_and_later_alone(tmp_path: Path) -> None:
         newest = opened[0].latest()
         assert newest is not None
         assert newest.step == 2
-        assert writer_of(opened[0]) == ["GlobalPlanner"] * 2
+        assert planners_of(opened[0], tmp_path) == {"GlobalPlanner"}
         opened[0].verify(newest)
         result = opened[1].load()
         assert result is not None
@@ -320,7 +319,7 @@ def test_late_rank_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
 def test_one_rank_alone_plans_globally_by_itself(tmp_path: Path, fields: dict[str, Any]) -> None:
     with ckpipe.SyncPipeline(tmp_path, plan="global", **fields) as pipeline:
         pipeline.save(state_of(0), step=1).wait()
-        assert writer_of(pipeline) == ["GlobalPlanner"]
+        assert planners_of(pipeline, tmp_path) == {"GlobalPlanner"}
         assert pipeline.load() is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_numbers import seed
 from ranks import ranks
 
 import ckpipe
 from ckpipe import SyncPipeline
 from ckpipe.errors import PerRankValue, SettingsError, UsageError
 
-
-@pytest.fixture(autouse=True)
-def generators_left_as_they_were() -> Iterator[None]:
-    before = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
-
-
-def seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
+pytestmark = pytest.mark.usefixtures("generators")
 
 
 def drawn() -> list[float]:

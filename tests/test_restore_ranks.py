@@ -26,9 +26,9 @@ from ckpipe.errors import (
     SharingConflict,
     StructureMismatch,
 )
-from ckpipe.format.boxes import Box
-from ckpipe.format.manifest import Layout, ManifestDocument
 from ckpipe.testing import MemoryBackend
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -47,7 +47,7 @@ def rows(n: int, world_size: int, *inner: int) -> list[Held]:
     ]
 
 
-async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -> ManifestDocument:
+async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -> Any:
     """A checkpoint of one tensor ``w`` of which each rank wrote a block of rows."""
     held = rows(full.shape[0], world_size, *full.shape[1:])
     return await store_ranks(backend, [{"w": full}] * world_size, [{"w": boxes} for boxes in held])
@@ -357,13 +357,13 @@ async def test_tensors_that_were_cut_alike_from_shared_bytes_share_them_again() 
         assert torch.equal(tied.to_local(), full[2:])
 
 
-def _tied(bundle: ManifestDocument) -> ManifestDocument:
+def _tied(bundle: Any) -> Any:
     """Let the chunks of the second tensor point to the entries of the first."""
     layouts = []
     for layout in bundle.layouts:
         first, second = layout.chunks
         chunks = (first, second._replace(entry=first.entry))
-        layouts.append(Layout(layout.entries, chunks))
+        layouts.append(type(layout)(layout.entries, chunks))
     return dataclasses.replace(bundle, layouts=tuple(layouts))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_numbers import seed
 
 import ckpipe
 from ckpipe import Progress, RngState
 
-
-@pytest.fixture(autouse=True)
-def generators_left_as_they_were() -> Iterator[None]:
-    before = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
-
-
-def seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
+pytestmark = pytest.mark.usefixtures("generators")
 
 
 def drawn() -> list[float]:

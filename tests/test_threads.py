@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
@@ -26,9 +27,13 @@ from anyio import (
     wait_all_tasks_blocked,
 )
 from lock_actors import PATIENCE, DaemonThreads
+from ranks import settle
+from worker_runs import SETTINGS, state_of
 
+import ckpipe
 from ckpipe.backend import run_in_thread
 from ckpipe.errors import UsageError
+from ckpipe.events import BlockUploaded, Event
 from ckpipe.interpreter import (
     SWITCH_SECONDS,
     available_cpus,
@@ -115,6 +120,61 @@ def test_a_forked_child_has_what_was_before() -> None:
             os._exit(0 if sys.getswitchinterval() > 0.004 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert sys.getswitchinterval() == about(SWITCH_SECONDS)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_saves_want_them_until_they_are_through(
+    tmp_path: Path, worker: Literal["thread", "process"]
+) -> None:
+    seen: list[float] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, BlockUploaded):
+            seen.append(sys.getswitchinterval())
+
+    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS) as opened:
+        opened.events.add(look)
+        opened.save(state_of(1)).wait()
+        settle(opened)
+        assert sys.getswitchinterval() == about(0.005)
+    assert seen == [about(0.001)] * len(seen) != []
+
+
+class Looking:
+    """An object that notes the interval while it is looked at."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.seen.append(sys.getswitchinterval())
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"value": 1}
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize(("setting", "during"), [(None, 0.005), (0.002, 0.002), (0.01, 0.005)])
+def test_the_interval_is_a_setting(
+    tmp_path: Path, worker: Literal["thread", "process"], setting: float | None, during: float
+) -> None:
+    seen: list[float] = []
+    looking = Looking()
+
+    def look(event: Event) -> None:
+        if isinstance(event, BlockUploaded):
+            seen.append(sys.getswitchinterval())
+
+    with ckpipe.SyncPipeline(
+        tmp_path, worker=worker, switch_interval_seconds=setting, **SETTINGS
+    ) as opened:
+        opened.events.add(look)
+        opened.save(state_of(1) | {"looking": looking}).wait()
+        looking.seen.clear()
+        opened.load({"looking": looking}, include=["looking*"])
+    assert seen == [about(during)] * len(seen) != []
+    assert looking.seen == [about(during)] * len(looking.seen) != []
 
 
 @pytest.mark.parametrize(

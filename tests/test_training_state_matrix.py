@@ -15,7 +15,7 @@ from training_cells import RANKS, Cell, every_cell
 from training_optimizers import OPTIMIZERS
 
 CELLS = list(dict.fromkeys(every_cell()))
-SAMPLE = 100
+SAMPLE = 40
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from commands import Commands
 from pipelines import same
 
 import ckpipe
@@ -73,3 +75,14 @@ def test_a_tensor_that_no_upload_holds_is_refused_before_anything_is_written(url
             pipeline.save(state, step=1, until="committed")
         assert files_of(pipeline) == {}
         pipeline.save({"small": torch.zeros(8)}, step=2, until="committed")
+
+
+@pytest.mark.parametrize("count", [40_000, 1_000_000])
+def test_blocks_of_a_copy_keep_to_them_too(
+    call: Commands, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"weight": torch.zeros(count)}, step=1).wait()
+    monkeypatch.setenv("CKPIPE_STAGING__BLOCK_BYTES", "65536")
+    assert call("cp", tmp_path, url).code == 0
+    assert call("verify", url).code == 0

@@ -221,19 +221,6 @@ def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path) -> None:
         assert worker_of(pipeline) == worker
 
 
-def test_closing_never_hangs_and_says_what_is_lost(tmp_path: Path) -> None:
-    opened = ckpipe.SyncPipeline(tmp_path, drain_timeout_seconds=0.05, **PROCESS)
-    opened.__enter__()
-    opened.save(state_of(1)).wait()
-    worker = worker_of(opened)
-    os.kill(worker, signal.SIGSTOP)
-    opened.save(state_of(2))
-    opened.preempt()
-    with pytest.raises(errors.DrainTimeout):
-        opened.__exit__(None, None, None)
-    assert not psutil.pid_exists(worker)
-
-
 def test_opening_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:
     here = psutil.Process()
     children = set(here.children())

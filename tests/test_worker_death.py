@@ -23,6 +23,7 @@ from test_worker_surroundings import PROCESS, customize
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
+from ckpipe.errors import DrainTimeout
 from ckpipe.worker import uploader
 from ckpipe.worker.process import WorkerProcess
 
@@ -49,6 +50,19 @@ def process_of(pipeline: ckpipe.SyncPipeline) -> WorkerProcess:
     uploader: Any = pipeline._engine.site.uploader
     process: WorkerProcess = uploader._link.process
     return process
+
+
+def test_closing_never_hangs_and_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploader, "GIVE_UP_SECONDS", 0.5)
+    opened = ckpipe.SyncPipeline(tmp_path, drain_timeout_seconds=0.05, **PROCESS)
+    opened.__enter__()
+    worker, _ = held_save(opened)
+    opened.preempt()
+    with pytest.raises(DrainTimeout):
+        opened.__exit__(None, None, None)
+    assert not psutil.pid_exists(worker)
 
 
 def next_timer(pipeline: ckpipe.SyncPipeline) -> float:
