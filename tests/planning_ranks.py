@@ -15,7 +15,7 @@ import torch
 
 from ckpipe import GlobalPlanner
 from ckpipe.format.boxes import Box
-from ckpipe.plan.assignment import RankDescription, assign, offered_shares, private_bytes
+from ckpipe.plan.assignment import assign, describe
 from ckpipe.plan.global_plan import PlanRounds, divide, shared_plan
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, assemble
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
@@ -214,19 +214,16 @@ def jointly(
 ) -> list[RankPlan]:
     """The plans of all or some ranks, decided as rank 0 would, without a store."""
     states = [captured(rank) for rank in range(size)]
-    found = [
-        offered_shares(each.tensors, each.replicated, rank=rank, world_size=size)
+    described = [
+        describe(each.tensors, each.replicated, rank=rank, world_size=size)
         for rank, each in enumerate(states)
     ]
-    offers = [
-        RankDescription(tuple(o for _, o in shares if o), private_bytes(each.tensors, shares))
-        for each, shares in zip(states, found, strict=True)
-    ]
     plans = []
-    answers = assign(offers)
+    answers = assign([each.offer for each in described])
     for rank in range(size) if ranks is None else ranks:
-        shared = shared_plan(1, 0, "", offers[rank].shares, answers[rank])
-        units = divide(shared, states[rank].tensors, found[rank], rank=rank)
+        own = described[rank]
+        shared = shared_plan(1, 0, "", own.offer.shares, answers[rank])
+        units = divide(shared, states[rank].tensors, own.shares, rank=rank)
         plans.append(assemble(states[rank], units, rank=rank, world_size=size))
     return plans
 

@@ -16,9 +16,8 @@ from ckpipe.errors import SaveError, UnsupportedState
 from ckpipe.plan import assignment
 from ckpipe.plan.assignment import (
     decode_description,
-    encode_description,
+    describe,
     in_rows,
-    offered_shares,
     water_fill,
 )
 from ckpipe.plan.division import MIN_PIECE_BYTES
@@ -97,13 +96,12 @@ def _held(spread: Sharding | None, rank: int, shape: tuple[int, ...]) -> list[in
 @settings(max_examples=10, deadline=None)
 def test_offers_are_read_as_they_were_made(world: list[list[Tensor]]) -> None:
     for rank, state in enumerate(states_of(world)):
-        shares = offered_shares(state.tensors, state.replicated, rank=rank, world_size=WORLD)
-        offered = tuple(each for _, each in shares if each is not None)
-        assert decode_description(encode_description(offered)) == offered
+        own = describe(state.tensors, state.replicated, rank=rank, world_size=WORLD)
+        assert decode_description(own.data) == own.offer.shares
 
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encode_description([])
+    data = describe([], frozenset(), rank=0, world_size=1).data
     monkeypatch.setattr("ckpipe.plan.assignment._VERSION", 2)
     with pytest.raises(SaveError, match="different versions"):
         decode_description(data)

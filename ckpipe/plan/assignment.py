@@ -21,14 +21,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 from ckpipe.errors import SaveError, UnsupportedState
 from ckpipe.format.box_cover import BoxIndex
-from ckpipe.format.boxes import Box, box_shape, box_volume
+from ckpipe.format.boxes import Box, box_shape, box_volume, whole
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.plan.division import MIN_PIECE_BYTES, Share, cut_dimension, shares
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
@@ -86,10 +85,27 @@ class RankDescription:
     private: int
 
 
-def offered_shares(
+@dataclass(frozen=True, slots=True)
+class DescribedState:
+    """A rank's state, divided, and what of it the rank tells others.
+
+    Args:
+        shares: All its shares, each with what is offered of it; None if it is private.
+        offer: What others may hold too.
+        data: The offer as other ranks get it; the same for equal offers.
+        digest: A short text that tells it from others.
+    """
+
+    shares: list[tuple[Share, Offered | None]]
+    offer: RankDescription
+    data: bytes
+    digest: str
+
+
+def describe(
     leaves: list[TensorLeaf], marked: frozenset[int], *, rank: int, world_size: int
-) -> list[tuple[Share, Offered | None]]:
-    """Divide a rank's state, and say of each share what is offered of it; None if it is private.
+) -> DescribedState:
+    """Divide a rank's state, and say what is offered of it.
 
     Args:
         leaves: The tensors.
@@ -101,92 +117,75 @@ def offered_shares(
         UnsupportedState: If a DTensor's local part has another shape than its placements say.
         UnsupportedTopology: If a mesh has ranks that are not of this world.
     """
-    found = []
+    found: list[tuple[Share, Offered | None]] = []
+    elsewhere: list[TensorLeaf] = []
+    private = 0
     for share in shares(leaves, marked, rank=rank, world_size=world_size):
-        first = leaves[share.members[0]]
+        members = [leaves[number] for number in share.members]
+        first, nbytes = members[0], members[0].nbytes
+        if share.overlapping:
+            top = max(leaf.address + leaf.window for leaf in members)
+            nbytes = top - min(leaf.address for leaf in members)
         alike = not marked.isdisjoint(share.members)
         # Where nothing of it is held, it cannot be seen which tensors are tied.
-        empty = share.holding.boxes == ()
-        shared = not empty and (alike or first.sharding is not None)
-        found.append((share, _offered(leaves, share, replicated=alike) if shared else None))
-    return found
-
-
-def private_bytes(leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered | None]]) -> int:
-    """Return bytes of the shares that are not offered."""
-    return sum(_nbytes(leaves, share) for share, offered in found if offered is None)
-
-
-def _offered(leaves: list[TensorLeaf], share: Share, *, replicated: bool) -> Offered:
-    members = [leaves[number] for number in share.members]
-    specs = [TensorSpec(leaf.label, leaf.dtype, leaf.full_shape) for leaf in members]
-    if len(specs) > 1:
+        if share.holding.boxes == () or not (alike or first.sharding is not None):
+            private += nbytes
+            elsewhere += [leaf for leaf in members if leaf.sharding is not None]
+            found.append((share, None))
+            continue
+        specs = [TensorSpec(leaf.label, leaf.dtype, leaf.full_shape) for leaf in members]
         specs.sort(key=lambda spec: spec.label)
-    window = _nbytes(leaves, share) if share.overlapping else 0
-    spread = members[0].sharding
-    return Offered(share.name, tuple(specs), spread, replicated, share.overlapping, window)
+        window = nbytes if share.overlapping else 0
+        offered = Offered(
+            share.name, tuple(specs), first.sharding, alike, share.overlapping, window
+        )
+        found.append((share, offered))
+    offer = RankDescription(tuple(each for _, each in found if each is not None), private)
+    data = _encode(offer.shares, elsewhere)
+    return DescribedState(found, offer, data, sha256(data).hexdigest()[:32])
 
 
-def _nbytes(leaves: list[TensorLeaf], share: Share) -> int:
-    first = leaves[share.members[0]]
-    if not share.overlapping:
-        return first.nbytes
-    members = [leaves[number] for number in share.members]
-    top = max(leaf.address + leaf.window for leaf in members)
-    return top - min(leaf.address for leaf in members)
+def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> bytes:
+    """Encode an offer for other ranks: compressed JSON.
 
-
-def not_held(
-    leaves: list[TensorLeaf], found: Iterable[tuple[Share, Offered | None]]
-) -> list[tuple[TensorSpec, Sharding]]:
-    """Return the DTensors of which this rank has nothing, so that it offers nothing of them."""
-    members = (share.members for share, offered in found if offered is None)
-    return [
-        (TensorSpec(leaf.label, leaf.dtype, leaf.full_shape), leaf.sharding)
-        for leaf in (leaves[number] for numbers in members for number in numbers)
-        if leaf.sharding is not None
-    ]
-
-
-def encode_description(
-    offered: Iterable[Offered], elsewhere: Iterable[tuple[TensorSpec, Sharding]] = ()
-) -> bytes:
-    """Encode a description for other ranks: compressed JSON, the same for equal descriptions.
-
-    Args:
-        offered: The shares.
-        elsewhere: What only others have. No rank reads that, but when it lies in another way, the
-            bytes differ: so a rank that has nothing of a tensor tells, too, that plans no longer
-            fit.
+    No rank reads what only others have, but when it lies in another way, the bytes differ: so a
+    rank that has nothing of a tensor tells, too, that plans no longer fit.
     """
-    table = _Table()
-    rows = []
-    for each in offered:
-        where = None if each.sharding is None else table.row(each.sharding)
-        specs = [(spec.label, spec.dtype, spec.shape) for spec in each.specs]
-        rows.append((specs, where, int(each.replicated), int(each.overlapping), each.window))
-    others = [(spec.label, spec.dtype, spec.shape, table.row(spread)) for spec, spread in elsewhere]
-    content = {"version": _VERSION, "shardings": table.rows, "shares": rows, "elsewhere": others}
+    # A sharding stands in a list once, however many tensors lie so.
+    spreads = [each.sharding for each in offered] + [leaf.sharding for leaf in elsewhere]
+    distinct = list({id(spread): spread for spread in spreads if spread is not None}.values())
+    row_of = {id(spread): row for row, spread in enumerate(distinct)}
+    content = {
+        "version": _VERSION,
+        "shardings": [
+            (
+                spread.mesh.shape,
+                spread.mesh.ranks,
+                [(cut.dim, cut.split_factor) for cut in spread.placements],
+                spread.shape,
+            )
+            for spread in distinct
+        ],
+        "shares": [
+            (
+                [(spec.label, spec.dtype, spec.shape) for spec in each.specs],
+                None if each.sharding is None else row_of[id(each.sharding)],
+                int(each.replicated),
+                int(each.overlapping),
+                each.window,
+            )
+            for each in offered
+        ],
+        "elsewhere": [
+            (leaf.label, leaf.dtype, leaf.full_shape, row_of[id(leaf.sharding)])
+            for leaf in elsewhere
+        ],
+    }
     return zlib.compress(json.dumps(content).encode(), 1)
 
 
-class _Table:
-    """Shardings that stand in a list once each, however many tensors lie so."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._known: dict[int, int] = {}
-
-    def row(self, spread: Sharding) -> int:
-        if id(spread) not in self._known:
-            self._known[id(spread)] = len(self.rows)
-            mesh, cuts = spread.mesh, [(cut.dim, cut.split_factor) for cut in spread.placements]
-            self.rows.append((mesh.shape, mesh.ranks, cuts, spread.shape))
-        return self._known[id(spread)]
-
-
 def decode_description(data: bytes) -> tuple[Offered, ...]:
-    """Read what :func:`encode_description` made.
+    """Read the shares in what :func:`describe` encoded.
 
     Raises:
         SaveError: If another version of ckpipe made it.
@@ -205,24 +204,17 @@ def decode_description(data: bytes) -> tuple[Offered, ...]:
         )
         for mesh, ranks, cuts, shape in content["shardings"]
     ]
-    return tuple(_decoded(row, table) for row in content["shares"])
-
-
-def _decoded(row: list[Any], table: list[Sharding]) -> Offered:
-    specs, where, replicated, overlapping, window = row
-    return Offered(
-        min(label for label, _, _ in specs),
-        tuple(TensorSpec(label, dtype, tuple(shape)) for label, dtype, shape in specs),
-        None if where is None else table[where],
-        bool(replicated),
-        bool(overlapping),
-        window,
+    return tuple(
+        Offered(
+            min(label for label, _, _ in specs),
+            tuple(TensorSpec(label, dtype, tuple(shape)) for label, dtype, shape in specs),
+            None if where is None else table[where],
+            bool(replicated),
+            bool(overlapping),
+            window,
+        )
+        for specs, where, replicated, overlapping, window in content["shares"]
     )
-
-
-def digest_of(data: bytes) -> str:
-    """Return a short text that tells offers apart."""
-    return sha256(data).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +234,6 @@ Answer = tuple[tuple[Cut | None, ...], ...]
 """For each share of an offer, for each box of it: how it is divided; None if one rank has it."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """A box that several ranks hold; one without a shape is not cut."""
-
-    name: str
-    number: int
-    holders: tuple[int, ...]
-    nbytes: int
-    shape: tuple[int, ...]
-    cut: Cut | None = None
-
-
 def assign(offers: Sequence[RankDescription]) -> list[Answer]:
     """Decide who writes what of all that ranks offer.
 
@@ -269,12 +249,16 @@ def assign(offers: Sequence[RankDescription]) -> list[Answer]:
     """
     load = [offer.private for offer in offers]
     boxes = _Boxes()
+    held: dict[str, _Holders] = defaultdict(dict)
+    for rank, offer in enumerate(offers):
+        for share in offer.shares:
+            held[share.name][rank] = share
     places: list[dict[str, list[_Part | None]]] = [{} for _ in offers]
     parts: list[_Part] = []
-    for name, holders in _by_name(offers).items():
-        for tensor in _held_tensors(name, holders, boxes):
-            boxes.check_cover(tensor)
-            parts += _parts(tensor, boxes, places, load)
+    for name, holders in held.items():
+        for tensor in _tensors(name, holders, boxes):
+            boxes.check_cover(name, tensor)
+            parts += _parts(name, tensor, boxes, places, load)
     parts.sort(key=lambda part: (len(part.holders), -part.nbytes, part.name, part.number))
     for part in parts:
         part.cut = _divided(part, load)
@@ -287,74 +271,58 @@ def assign(offers: Sequence[RankDescription]) -> list[Answer]:
     ]
 
 
-_Holders = list[tuple[int, Offered]]
+_Holders = dict[int, Offered]
+"""What each of some ranks says of a tensor that they have."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldTensor:
-    """One tensor of all ranks: its name, and the ranks that have it, each with its spec."""
+@dataclass(slots=True)
+class _Part:
+    """A box that several ranks hold; one without a shape is not cut."""
 
     name: str
-    ranks: tuple[int, ...]
-    shares: tuple[Offered, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.shares[0].specs[0].shape
-
-
-def _by_name(offers: Sequence[RankDescription]) -> dict[str, _Holders]:
-    found: dict[str, _Holders] = defaultdict(list)
-    for rank, offer in enumerate(offers):
-        for share in offer.shares:
-            found[share.name].append((rank, share))
-    return found
+    number: int
+    holders: list[int]
+    nbytes: int
+    shape: tuple[int, ...]
+    cut: Cut | None = None
 
 
-def _held_tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_HeldTensor]:
-    """Yield the different tensors that go by one name.
+def _tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Holders]:
+    """Yield the different tensors that go by one name, each with the ranks that have it.
 
     Raises:
         UnsupportedState: If ranks contradict each other about one of them.
     """
-    first_rank, first = holders[0]
-    for rank, share in holders:
+    first_rank, first = next(iter(holders.items()))
+    for rank, share in holders.items():
         if share is not first and share.replicated != first.replicated:
             raise _contradiction(first_rank, first, rank, share)
     if first.replicated:
-        for rank, share in holders:
+        for rank, share in holders.items():
             if share is not first and not _alike(share, first):
                 raise _contradiction(first_rank, first, rank, share)
-        ranks, shares = zip(*holders, strict=True)
-        yield _HeldTensor(name, ranks, shares)
+        yield holders
         return
-    by_rank = dict(holders)
     left = dict(holders)
     while left:
         rank, share = next(iter(left.items()))
-        ranks = _on_mesh(name, rank, by_rank, boxes)
-        yield _HeldTensor(name, ranks, tuple(left.pop(each) for each in ranks))
-
-
-def _on_mesh(
-    name: str, rank: int, holders: Mapping[int, Offered], boxes: _Boxes
-) -> tuple[int, ...]:
-    """Return the ranks of a mesh that hold something of a share; all must have it alike."""
-    share = holders[rank]
-    assert share.sharding is not None  # only what is replicated may be plain
-    ranks = [each for each in sorted(share.sharding.mesh.ranks) if boxes.of(share, each)]
-    for each in ranks:
-        other = holders.get(each)
-        if other is None:
-            raise UnsupportedState(
-                f"This DTensor lies on a mesh with rank {each}, which has not got it in its state",
-                key=name,
-                rank=each,
-                hint="Save the same sharded tensors on all ranks of their mesh",
-            )
-        if other is not share and not (_alike(other, share) and other.sharding == share.sharding):
-            raise _contradiction(rank, share, each, other)
-    return tuple(ranks)
+        assert share.sharding is not None  # only what is replicated may be plain
+        ranks = [each for each in sorted(share.sharding.mesh.ranks) if boxes.of(share, each)]
+        for each in ranks:
+            other = holders.get(each)
+            if other is None:
+                raise UnsupportedState(
+                    f"This DTensor lies on a mesh with rank {each}, which has not got it in its "
+                    "state",
+                    key=name,
+                    rank=each,
+                    hint="Save the same sharded tensors on all ranks of their mesh",
+                )
+            if other is share:
+                continue
+            if not _alike(other, share) or other.sharding != share.sharding:
+                raise _contradiction(rank, share, each, other)
+        yield {each: left.pop(each) for each in ranks}
 
 
 def _alike(one: Offered, other: Offered) -> bool:
@@ -401,9 +369,13 @@ def _where(spread: Sharding | None) -> str:
     if spread is None:
         return "no mesh"
     cuts = [cut.dim for cut in spread.placements]
-    ranks = spread.mesh.ranks
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"a mesh {list(spread.mesh.shape)} of ranks {shown} cut along {cuts}"
+    return (
+        f"a mesh {list(spread.mesh.shape)} of ranks {_listed(spread.mesh.ranks)} cut along {cuts}"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 class _Boxes:
@@ -417,68 +389,61 @@ class _Boxes:
         """Return the boxes that a rank holds of a share, in the order in which it has them."""
         spread = share.sharding
         if spread is None:
-            return (_whole(share.specs[0].shape),)
+            return (whole(share.specs[0].shape),)
         key = (id(spread), rank)
         if key not in self._held:
             self._held[key] = tuple(held.box for held in spread.held(rank))
         return self._held[key]
 
-    def check_cover(self, tensor: _HeldTensor) -> None:
+    def check_cover(self, name: str, holders: _Holders) -> None:
         """Prove that the boxes of all ranks have each element of a tensor exactly once.
 
         Raises:
             UnsupportedState: If they have not.
         """
-        whole = _whole(tensor.shape)
-        pairs = list(zip(tensor.ranks, tensor.shares, strict=True))
-        what = (tensor.shape, tuple((rank, id(share.sharding)) for rank, share in pairs))
+        ranks = list(holders)
+        region = whole(holders[ranks[0]].specs[0].shape)
+        what = (region, tuple((rank, id(share.sharding)) for rank, share in holders.items()))
         if what in self._proved:
             return
-        boxes = {box for rank, share in pairs for box in self.of(share, rank)}
-        _, missing = BoxIndex(sorted(boxes)).cover(whole)
-        if missing or sum(map(box_volume, boxes)) != box_volume(whole):
+        boxes = {box for rank, share in holders.items() for box in self.of(share, rank)}
+        _, missing = BoxIndex(sorted(boxes)).cover(region)
+        if missing or sum(map(box_volume, boxes)) != box_volume(region):
             how = f"lack its box {missing[0]}" if missing else "overlap without being the same"
             raise UnsupportedState(
-                f"The parts of this tensor that ranks {_listed(tensor.ranks)} have {how}",
-                key=tensor.name,
-                rank=tensor.ranks[0],
+                f"The parts of this tensor that ranks {_listed(ranks)} have {how}",
+                key=name,
+                rank=ranks[0],
                 hint="Save all of it, and place it alike wherever it is called replicated",
             )
         self._proved.add(what)
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return tuple(0 for _ in shape), shape
-
-
 def _parts(
-    tensor: _HeldTensor,
+    name: str,
+    tensor: _Holders,
     boxes: _Boxes,
     places: list[dict[str, list[_Part | None]]],
     load: list[int],
 ) -> list[_Part]:
     """Return the boxes of a tensor that several ranks have; what one has alone adds to its load."""
     holders: dict[Box, list[int]] = defaultdict(list)
-    for rank, share in zip(tensor.ranks, tensor.shares, strict=True):
+    for rank, share in tensor.items():
         for box in boxes.of(share, rank):
             holders[box].append(rank)
     known: dict[Box, _Part | None] = {}
-    first = tensor.shares[0]
+    first = next(iter(tensor.values()))
     item = DTYPES[first.specs[0].dtype].itemsize
     for number, (box, held_by) in enumerate(holders.items()):
         nbytes = first.window if first.overlapping else box_volume(box) * item
         if len(held_by) == 1:
             load[held_by[0]] += nbytes
             known[box] = None
-            continue
-        shape = () if first.overlapping else box_shape(box)
-        known[box] = _Part(tensor.name, number, tuple(held_by), nbytes, shape)
-    for rank, share in zip(tensor.ranks, tensor.shares, strict=True):
-        places[rank][tensor.name] = [known[box] for box in boxes.of(share, rank)]
+        else:
+            shape = () if first.overlapping else box_shape(box)
+            known[box] = _Part(name, number, held_by, nbytes, shape)
+    for rank, share in tensor.items():
+        places[rank][name] = [known[box] for box in boxes.of(share, rank)]
     return [part for part in known.values() if part is not None]
 
 
@@ -486,20 +451,17 @@ def _divided(part: _Part, load: list[int]) -> Cut:
     fractions = water_fill(load, part.holders, part.nbytes)
     if part.shape and len(fractions) > 1:
         dim = cut_dimension(part.shape, len(fractions))
-        stops = in_rows(fractions, part.shape[dim])
+        rows = part.shape[dim]
+        stops = in_rows(fractions, rows)
         if len(stops) > 1:
-            _count(load, part, stops, part.shape[dim])
+            before = 0
+            for rank, stop in stops:
+                load[rank] += part.nbytes * (stop - before) // rows
+                before = stop
             return Cut(tuple(stops), dim)
     owner = min(part.holders, key=lambda rank: (load[rank], rank))
     load[owner] += part.nbytes
     return Cut(((owner, 1),))
-
-
-def _count(load: list[int], part: _Part, stops: list[tuple[int, int]], rows: int) -> None:
-    before = 0
-    for rank, stop in stops:
-        load[rank] += part.nbytes * (stop - before) // rows
-        before = stop
 
 
 def water_fill(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[tuple[int, float]]:

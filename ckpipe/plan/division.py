@@ -19,13 +19,15 @@ The rule asks for one thing: ranks that hold the same shard hold it under the sa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
-from ckpipe.format.boxes import box_shape
+from ckpipe.format.boxes import box_shape, whole
 from ckpipe.state.placements import HeldBox, Mesh, Sharding
 from ckpipe.state.tensors import TensorLeaf, alias_groups, overlaps_itself
 
@@ -137,21 +139,22 @@ def shares(
 
 
 class _Holdings:
+    """What a rank holds of tensors, looked up once for each sharding."""
+
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._private = Replicas((rank,))
-        self._everywhere: Replicas | None = None
+        self._private, self._everywhere = Replicas((rank,)), Replicas(tuple(range(world_size)))
         self._replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
         self._known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
 
     def of(self, leaf: TensorLeaf, replicated: bool) -> Replicas:
-        if leaf.sharding is None:
-            return self._by_all() if replicated else self._private
+        spread = leaf.sharding
+        if spread is None:
+            return self._everywhere if replicated else self._private
         # Leaves keep their shardings alive, so that ids name them here.
-        known = self._known.get(id(leaf.sharding))
-        if known is None:
-            known = self._known[id(leaf.sharding)] = self._look_up(leaf.sharding, leaf.label)
-        local_shape, holding = known
+        if id(spread) not in self._known:
+            self._known[id(spread)] = self._look_up(spread, leaf.label)
+        local_shape, holding = self._known[id(spread)]
         if local_shape is not None and local_shape != leaf.shape:
             raise UnsupportedState(
                 f"The local part of this DTensor has the shape {list(leaf.shape)}, and its "
@@ -162,13 +165,8 @@ class _Holdings:
             )
         return holding
 
-    def _by_all(self) -> Replicas:
-        if self._everywhere is None:
-            self._everywhere = Replicas(tuple(range(self._world_size)))
-        return self._everywhere
-
-    def _look_up(self, sharding: Sharding, label: str) -> tuple[tuple[int, ...] | None, Replicas]:
-        top = sharding.mesh.top
+    def _look_up(self, spread: Sharding, label: str) -> tuple[tuple[int, ...] | None, Replicas]:
+        top = spread.mesh.top
         if top >= self._world_size:
             raise UnsupportedTopology(
                 f"This DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
@@ -176,26 +174,14 @@ class _Holdings:
                 key=label,
                 hint="Let all ranks of the mesh save",
             )
-        boxes = sharding.held(self._rank)
-        whole = (tuple(0 for _ in sharding.shape), sharding.shape)
-        replicas = self._replicas_of(sharding)
-        local_shape = sharding.local_shape(self._rank)
-        if [held.box for held in boxes] == [whole]:
-            return local_shape, Replicas(replicas)
-        return local_shape, Replicas(replicas, boxes)
-
-    def _replicas_of(self, sharding: Sharding) -> tuple[int, ...]:
-        """Find the ranks that hold the same as this one; once for all tensors that are cut
-        alike.
-        """
-        cut = tuple(
-            placement.dim is None or 0 in sharding.shape for placement in sharding.placements
-        )
-        key = (sharding.mesh, cut)
-        known = self._replicas.get(key)
-        if known is None:
-            known = self._replicas[key] = tuple(sorted(sharding.replicas(self._rank)))
-        return known
+        # All tensors that are cut alike have the same replicas, which may be many thousand.
+        cut = tuple(each.dim is None or 0 in spread.shape for each in spread.placements)
+        if (spread.mesh, cut) not in self._replicas:
+            self._replicas[spread.mesh, cut] = tuple(sorted(spread.replicas(self._rank)))
+        boxes = spread.held(self._rank)
+        all_of_it = [held.box for held in boxes] == [whole(spread.shape)]
+        holding = Replicas(self._replicas[spread.mesh, cut], None if all_of_it else boxes)
+        return spread.local_shape(self._rank), holding
 
 
 def _of_group(
@@ -207,27 +193,18 @@ def _of_group(
     each. What overlaps otherwise, such as a replicated tensor and a private view of it, has to be
     written more than once, by different ranks.
     """
-    holding = held[group[0]]
-    classes = _same(leaves, held, group)
-    first = leaves[group[0]]
-    same = len(classes) == 1 and not overlaps_itself(first.shape, first.stride)
-    together = all(held[number] == holding for number in group) and holding.boxes is None
-    if together and not (same and len(holding.replicas) > 1):
-        name = min(leaves[number].label for number in group)
-        yield Share(name, tuple(group), holding, overlapping=True)
-        return
-    for members in classes:
-        name = min(leaves[number].label for number in members)
-        yield Share(name, tuple(members), held[members[0]])
-
-
-def _same(leaves: list[TensorLeaf], held: Sequence[Replicas], group: list[int]) -> list[list[int]]:
-    found: dict[tuple[object, ...], list[int]] = {}
+    classes: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for number in group:
         leaf = leaves[number]
         place = (leaf.address, leaf.shape, leaf.stride, leaf.dtype, leaf.lazy)
-        found.setdefault((place, leaf.full_shape, held[number]), []).append(number)
-    return list(found.values())
+        classes[place, leaf.full_shape, held[number]].append(number)
+    first, holding = leaves[group[0]], held[group[0]]
+    same = len(classes) == 1 and not overlaps_itself(first.shape, first.stride)
+    together = all(held[number] == holding for number in group) and holding.boxes is None
+    overlapping = together and not (same and len(holding.replicas) > 1)
+    for members in [group] if overlapping else classes.values():
+        name = min(leaves[number].label for number in members)
+        yield Share(name, tuple(members), held[members[0]], overlapping)
 
 
 def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
@@ -235,7 +212,9 @@ def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
     replicas, boxes = holding.replicas, holding.boxes
     if len(replicas) < 2:
         return holding.written_by(replicas[0]) if replicas else ()
-    first = _draw(share.name, boxes)
+    shard = "" if boxes is None else repr([held.box for held in boxes])
+    digest = blake2b(f"{share.name}\0{shard}".encode(), digest_size=8).digest()
+    first = int.from_bytes(digest, "big")
     count = min(len(replicas), leaf.nbytes // MIN_PIECE_BYTES)
     if count < 2 or not leaf.shape or share.overlapping:
         return holding.written_by(replicas[first % len(replicas)])
@@ -248,28 +227,20 @@ def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
 
 def whole_of(shape: tuple[int, ...]) -> HeldBox:
     """Return all of a tensor as a box of it."""
-    zeros = tuple(0 for _ in shape)
-    return HeldBox((zeros, shape), zeros)
-
-
-def _draw(name: str, boxes: tuple[HeldBox, ...] | None) -> int:
-    shard = "" if boxes is None else repr([held.box for held in boxes])
-    digest = blake2b(f"{name}\0{shard}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
+    return HeldBox(whole(shape), (0,) * len(shape))
 
 
 @lru_cache(maxsize=4096)
 def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
     """Cut a box into blocks as even as they can be, and number them; empty ones are left out."""
-    lower, upper = held.box
-    dim = cut_dimension(box_shape(held.box), count)
-    rows = upper[dim] - lower[dim]
-    found = []
-    for turn in range(count):
-        start, stop = rows * turn // count, rows * (turn + 1) // count
-        if start < stop:
-            found.append((turn, rows_of(held, dim, start, stop)))
-    return tuple(found)
+    shape = box_shape(held.box)
+    dim = cut_dimension(shape, count)
+    stops = [shape[dim] * turn // count for turn in range(count + 1)]
+    return tuple(
+        (turn, rows_of(held, dim, start, stop))
+        for turn, (start, stop) in enumerate(pairwise(stops))
+        if start < stop
+    )
 
 
 def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
@@ -285,8 +256,5 @@ def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
 def cut_dimension(shape: tuple[int, ...], count: int) -> int:
     """Return the first dimension that can be cut evenly enough, or the one that can most evenly."""
     uneven = [-(-n // count) * count / n for n in shape]
-    return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), _least(uneven))
-
-
-def _least(values: list[float]) -> int:
-    return min(range(len(values)), key=values.__getitem__)
+    most_even = uneven.index(min(uneven))
+    return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), most_even)

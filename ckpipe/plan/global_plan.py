@@ -38,7 +38,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,31 +49,18 @@ from ckpipe.errors import CkpipeError, PlanTimeout, SaveError, UnsupportedState,
 from ckpipe.plan.assignment import (
     Answer,
     Cut,
+    DescribedState,
     Offered,
     RankDescription,
     assign,
     decode_description,
-    digest_of,
-    encode_description,
-    not_held,
-    offered_shares,
-    private_bytes,
+    describe,
 )
 from ckpipe.plan.division import Piece, Share, Unit, rows_of, units, whole_of
 from ckpipe.plan.plan import RankPlan, Replicated, ReplicatedMarks, assemble, fingerprint
-from ckpipe.ranks.launch import default_store
+from ckpipe.ranks.launch import Store, below, default_store, named_ranks
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """This rank's state as far as plans depend on it."""
-
-    fingerprint: Hashable
-    shares: list[tuple[Share, Offered | None]]
-    offer: RankDescription
-    data: bytes
 
 
 class GlobalPlanner:
@@ -114,7 +101,7 @@ class GlobalPlanner:
         self._max_file_bytes: int | None = None
         self._changing = threading.Lock()
         self._rounds: tuple[str, PlanRounds] | None = None
-        self._own: _Own | None = None
+        self._own: tuple[Hashable, DescribedState] | None = None
         self._plans: dict[tuple[str, int], RankPlan] = {}
         self._calls = 0
 
@@ -158,44 +145,30 @@ class GlobalPlanner:
 
     def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
         """See :class:`~ckpipe.planning.JointPlanner`; the errors are those of :meth:`plan`."""
-        own = self._look(captured, rank, world_size)
+        now = fingerprint(captured)
+        if self._own is None or self._own[0] != now:
+            leaves, marked = captured.tensors, self._marked(captured)
+            self._own = (now, describe(leaves, marked, rank=rank, world_size=world_size))
+        own = self._own[1]
         run, _, name = save.rpartition("/")
-        if world_size == 1:
-            shared, key = None, (run, 0)
-        else:
+        shared = None
+        if world_size > 1:
             rounds = self._rounds_of(run, rank, world_size)
-            shared = rounds.agree(name, own.offer, own.data)
-            key = (run, shared.number)
+            shared = rounds.agree(name, own)
             if not fits(shared, own.shares, rank=rank):
                 rounds.wish()
+        key = (run, shared.number if shared else 0)
         known = self._plans.get(key)
-        if known is not None and known.fingerprint == own.fingerprint:
+        if known is not None and known.fingerprint == now:
             return known
-        divided = self._units(captured, own, shared, rank)
+        if shared is None:
+            divided = units(captured.tensors, (), rank=rank, world_size=1)
+        else:
+            divided = divide(shared, captured.tensors, own.shares, rank=rank)
         most = self._max_file_bytes
         made = assemble(captured, divided, rank=rank, world_size=world_size, max_file_bytes=most)
         self._plans = {key: made}
         return made
-
-    @staticmethod
-    def _units(
-        captured: Captured, own: _Own, shared: SharedPlan | None, rank: int
-    ) -> Iterable[Unit]:
-        if shared is None:
-            return units(captured.tensors, (), rank=rank, world_size=1)
-        return divide(shared, captured.tensors, own.shares, rank=rank)
-
-    def _look(self, captured: Captured, rank: int, world_size: int) -> _Own:
-        """Divide the state, unless it is what it was in the last save."""
-        own, now = self._own, fingerprint(captured)
-        if own is not None and own.fingerprint == now:
-            return own
-        leaves, marked = captured.tensors, self._marked(captured)
-        found = offered_shares(leaves, marked, rank=rank, world_size=world_size)
-        offered = tuple(each for _, each in found if each is not None)
-        offer = RankDescription(offered, private_bytes(leaves, found))
-        self._own = _Own(now, found, offer, encode_description(offered, not_held(leaves, found)))
-        return self._own
 
     def _rounds_of(self, run: str, rank: int, world_size: int) -> PlanRounds:
         if self._store is None:
@@ -213,16 +186,12 @@ class GlobalPlanner:
             return self._rounds[1]
 
 
-Store = Any
-"""A ``torch.distributed.Store``; torch's type hints lack parts of it."""
-
 _PREFIX = "ckpipe/plan"
 _PIECE_BYTES = 256 << 10
 _ROUNDS_KEPT = 16
 _PLANS_KEPT = 3
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
-_MOST_NAMED = 20
 
 
 class PlanRounds:
@@ -239,12 +208,9 @@ class PlanRounds:
     def __init__(
         self, store: Store, run: str, *, rank: int, world_size: int, timeout_seconds: float
     ) -> None:
-        # Only here, where a store proves that this torch has torch.distributed at all.
-        from torch._C._distributed_c10d import PrefixStore
-
         connection = store.clone()
         connection.set_timeout(timedelta(seconds=max(1.0, timeout_seconds)))
-        self._store: Store = PrefixStore(f"{_PREFIX}/{run}", connection)
+        self._store: Store = below(f"{_PREFIX}/{run}", connection)
         self._rank, self._world_size, self._seconds = rank, world_size, timeout_seconds
         self._changing = threading.Lock()
         self._plans: dict[int, SharedPlan] = {}
@@ -254,15 +220,14 @@ class PlanRounds:
         self._published: deque[list[str]] = deque()
         self._count = 0
 
-    def agree(self, save: str, offer: RankDescription, data: bytes) -> SharedPlan:
+    def agree(self, save: str, own: DescribedState) -> SharedPlan:
         """Come to the plan of a save together with the other ranks.
 
         Asked again for one save, it gives the same answer, whatever this rank has by then.
 
         Args:
             save: What names the save in its run, alike on all ranks.
-            offer: What this rank has.
-            data: The shares of the offer, encoded.
+            own: What this rank has.
 
         Raises:
             PlanTimeout: If ranks have not taken part in time; names them.
@@ -272,7 +237,7 @@ class PlanRounds:
         """
         if save not in self._settled:
             with _store_errors(self._rank):
-                self._settled[save] = self._agree(save, offer, data, digest_of(data))
+                self._settled[save] = self._agree(save, own)
             while len(self._settled) > _ROUNDS_KEPT:
                 self._settled.popitem(last=False)
         return self._settled[save]
@@ -286,12 +251,13 @@ class PlanRounds:
         with _store_errors(self._rank):
             self._store.add("wishes", 1)
 
-    def _agree(self, save: str, offer: RankDescription, data: bytes, digest: str) -> SharedPlan:
-        way = self._decide(save, digest)
+    def _agree(self, save: str, own: DescribedState) -> SharedPlan:
+        way = self._decide(save, own.digest)
         try:
             if way == "new":
-                return self._plan_anew(save, offer, data, digest)
-            return self._kept(int(way.removeprefix("keep ")))
+                return self._plan_anew(save, own)
+            number = int(way.removeprefix("keep "))
+            return self._plans.get(number) or self._fetch(number)
         finally:
             self._leave(save, way)
 
@@ -303,50 +269,55 @@ class PlanRounds:
         way: bytes = self._store.compare_set(f"{save}/way", "", proposal)
         return way.decode()
 
-    def _kept(self, number: int) -> SharedPlan:
-        return self._plans.get(number) or self._fetch(number)
-
-    def _plan_anew(self, save: str, offer: RankDescription, data: bytes, digest: str) -> SharedPlan:
-        self._offers[digest] = offer.shares
+    def _plan_anew(self, save: str, own: DescribedState) -> SharedPlan:
+        self._offers[own.digest] = own.offer.shares
         while len(self._offers) > _PLANS_KEPT:
             self._offers.popitem(last=False)
         if self._rank == 0:
             self._post(f"{save}/offer/0", b"")
-            return self._plan_for_all(save, offer, digest)
-        head = json.dumps({"digest": digest, "private": offer.private}).encode()
-        self._post(f"{save}/offer/{self._rank}", head + b"\n" + data)
-        found = self._awaited(save, [f"{save}/answer"])
-        if not found:
+            return self._plan_for_all(save, own)
+        head = json.dumps({"digest": own.digest, "private": own.offer.private}).encode()
+        self._post(f"{save}/offer/{self._rank}", head + b"\n" + own.data)
+        if not self._awaited(save, [f"{save}/answer"]):
             raise self._late(self._absent(save) or [0])
         answer = json.loads(self._store.get(f"{save}/answer"))
         if "plan" not in answer:
-            raise _failure(answer)
+            kind = _ERRORS[answer["kind"]]
+            raise kind(
+                answer["message"], key=answer["key"], rank=answer["rank"], hint=answer["hint"]
+            )
         return self._fetch(answer["plan"])
 
     # Rank 0
 
-    def _plan_for_all(self, save: str, mine: RankDescription, digest: str) -> SharedPlan:
+    def _plan_for_all(self, save: str, own: DescribedState) -> SharedPlan:
         try:
             wish = self._store.add("wishes", 0)
-            offers, digests = self._collect(save, mine, digest)
+            offers, digests = self._collect(save, own)
             answers = assign(offers)
         except CkpipeError as error:
-            self._store.set(f"{save}/answer", _told(error))
+            kind = type(error).__name__
+            told = {
+                "kind": kind if kind in _ERRORS else SaveError.__name__,
+                "message": error.message,
+                "key": error.key,
+                "rank": error.rank,
+                "hint": error.hint,
+            }
+            self._store.set(f"{save}/answer", json.dumps(told))
             raise
         number = self._count = self._count + 1
         self._publish(number, wish, digests, answers)
         self._store.set(f"{save}/answer", json.dumps({"plan": number}))
-        return self._remember(shared_plan(number, wish, digest, mine.shares, answers[0]))
+        return self._remember(number, wish, own.digest, own.offer.shares, answers[0])
 
-    def _collect(
-        self, save: str, mine: RankDescription, digest: str
-    ) -> tuple[list[RankDescription], list[str]]:
+    def _collect(self, save: str, own: DescribedState) -> tuple[list[RankDescription], list[str]]:
         """Return the offers of all ranks; equal ones are one object, and so fast to compare."""
         keys = [f"{save}/offer/{rank}" for rank in range(1, self._world_size)]
         if not self._awaited(save, keys):
             raise self._late(self._absent(save))
-        known = {digest: mine.shares}
-        offers, digests = [mine], [digest]
+        known = {own.digest: own.offer.shares}
+        offers, digests = [own.offer], [own.digest]
         for key in keys:
             head, _, data = self._get(key).partition(b"\n")
             told = json.loads(head)
@@ -361,7 +332,8 @@ class PlanRounds:
     ) -> None:
         keys: dict[str, str] = {}
         for rank, (digest, answer) in enumerate(zip(digests, answers, strict=True)):
-            body = _encode_answer(answer)
+            rows = [[cut and (cut.dim, cut.stops) for cut in cuts] for cuts in answer]
+            body = json.dumps(rows, separators=(",", ":"))
             key = keys.get(body)
             if key is None:
                 key = keys[body] = f"plans/{number}/body/{len(keys)}"
@@ -390,12 +362,21 @@ class PlanRounds:
                 rank=self._rank,
                 hint="The next save plans anew",
             )
-        answer = _decode_answer(zlib.decompress(self._get(header["body"])))
-        return self._remember(shared_plan(number, header["wish"], header["offer"], offered, answer))
+        rows = json.loads(zlib.decompress(self._get(header["body"])))
+        answer = tuple(
+            tuple(
+                cut and Cut(tuple((owner, stop) for owner, stop in cut[1]), cut[0]) for cut in cuts
+            )
+            for cuts in rows
+        )
+        return self._remember(number, header["wish"], header["offer"], offered, answer)
 
-    def _remember(self, plan: SharedPlan) -> SharedPlan:
+    def _remember(
+        self, number: int, wish: int, digest: str, offered: Sequence[Offered], answer: Answer
+    ) -> SharedPlan:
+        plan = shared_plan(number, wish, digest, offered, answer)
         with self._changing:
-            self._plans[plan.number] = plan
+            self._plans[number] = plan
             while len(self._plans) > _PLANS_KEPT:
                 del self._plans[min(self._plans)]
         return plan
@@ -406,8 +387,10 @@ class PlanRounds:
         pause = _FIRST_PAUSE_SECONDS
         for key in keys:
             while not self._store.check([key]):
-                # A save that is cancelled is not to wait for the end of its time.
-                _stop_if_cancelled()
+                # A save that is cancelled is not to wait for the end of its time. Outside of a
+                # worker thread of anyio there is nothing to be cancelled by.
+                with contextlib.suppress(RuntimeError):
+                    check_cancelled()
                 if time.monotonic() > until:
                     return False
                 time.sleep(pause)
@@ -422,7 +405,12 @@ class PlanRounds:
         ]
 
     def _late(self, ranks: list[int]) -> PlanTimeout:
-        return _absence(ranks, self._seconds)
+        return PlanTimeout(
+            f"Rank{'s' if len(ranks) > 1 else ''} {named_ranks(ranks)} did not take part in "
+            f"planning within {self._seconds:g} s",
+            hint="Look why they are late or gone; the next save plans again. plan.timeout_seconds "
+            "says how long to wait",
+        )
 
     def _leave(self, save: str, way: str) -> None:
         if self._store.add(f"{save}/seen", 1) >= self._world_size:
@@ -460,51 +448,9 @@ class PlanRounds:
         return [f"{key}/{number}" for number in range(int(self._store.get(key)))]
 
 
-def _encode_answer(answer: Answer) -> str:
-    rows = [[cut and (cut.dim, cut.stops) for cut in cuts] for cuts in answer]
-    return json.dumps(rows, separators=(",", ":"))
-
-
-def _decode_answer(data: bytes) -> Answer:
-    return tuple(
-        tuple(cut and Cut(tuple((owner, stop) for owner, stop in cut[1]), cut[0]) for cut in cuts)
-        for cuts in json.loads(data)
-    )
-
-
 _ERRORS: dict[str, type[CkpipeError]] = {
     each.__name__: each for each in (PlanTimeout, UnsupportedState, SaveError)
 }
-
-
-def _told(error: CkpipeError) -> str:
-    """Return an error as other ranks get it."""
-    kind = type(error).__name__
-    return json.dumps(
-        {
-            "kind": kind if kind in _ERRORS else SaveError.__name__,
-            "message": error.message,
-            "key": error.key,
-            "rank": error.rank,
-            "hint": error.hint,
-        }
-    )
-
-
-def _failure(told: dict[str, Any]) -> CkpipeError:
-    kind = _ERRORS[told["kind"]]
-    return kind(told["message"], key=told["key"], rank=told["rank"], hint=told["hint"])
-
-
-def _absence(ranks: list[int], seconds: float) -> PlanTimeout:
-    more = len(ranks) - _MOST_NAMED
-    named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
-    return PlanTimeout(
-        f"Rank{'s' if len(ranks) > 1 else ''} {named} did not take part in planning within "
-        f"{seconds:g} s",
-        hint="Look why they are late or gone; the next save plans again. plan.timeout_seconds "
-        "says how long to wait",
-    )
 
 
 @contextlib.contextmanager
@@ -518,12 +464,6 @@ def _store_errors(rank: int) -> Iterator[None]:
             rank=rank,
             hint="It lives in the process that made it, often that of rank 0",
         ) from error
-
-
-def _stop_if_cancelled() -> None:
-    # Outside of a worker thread of anyio there is nothing to be cancelled by.
-    with contextlib.suppress(RuntimeError):
-        check_cancelled()
 
 
 @dataclass(frozen=True, slots=True)

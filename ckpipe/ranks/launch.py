@@ -170,14 +170,15 @@ def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Stor
         else:
             attempt = secrets.token_hex(8)
             meeting.host(attempt)
-    return _below(f"ckpipe/agreed/{attempt}", store)
+    return below(f"ckpipe/agreed/{attempt}", store)
 
 
 def _meets_at_open(settings: Settings) -> bool:
     return settings.attempt_id is None and not settings.read_only
 
 
-def _below(prefix: str, store: Store) -> Store:
+def below(prefix: str, store: Store) -> Store:
+    """Return a store that keeps its keys below a prefix of another one."""
     # Imported only here, where a Store proves that this torch has torch.distributed at all.
     from torch._C._distributed_c10d import PrefixStore
 
@@ -204,7 +205,7 @@ class Rendezvous:
         what: str = "open a pipeline here",
     ) -> None:
         topic = sha256(url.encode()).hexdigest()[:16]
-        self._store = _below(f"{_PREFIX}/{topic}", store)
+        self._store = below(f"{_PREFIX}/{topic}", store)
         self._rank, self._world_size = topology.rank, topology.world_size
         self._seconds, self._what = timeout_seconds, what
         self._until = time.monotonic() + timeout_seconds
@@ -221,7 +222,7 @@ class Rendezvous:
         keys = [_hello_key(call, rank) for rank in others]
         if not self._wait_for(keys):
             missing = [rank for rank, key in zip(others, keys, strict=True) if not self._has(key)]
-            raise self._late(f"Ranks {_shown(missing)} did not {self._what}")
+            raise self._late(f"Ranks {named_ranks(missing)} did not {self._what}")
         hellos = ["", *(self._store.get(key).decode() for key in keys)]
         self._store.set(_list_key(call), json.dumps({"attempt": attempt, "hellos": hellos}))
 
@@ -297,7 +298,8 @@ def _list_key(call: str) -> str:
     return f"{call}/list"
 
 
-def _shown(ranks: list[int]) -> str:
+def named_ranks(ranks: list[int]) -> str:
+    """Return ranks as an error names them: the first twenty, and how many there are besides."""
     more = len(ranks) - _MOST_NAMED
     named = ", ".join(map(str, ranks[:_MOST_NAMED]))
     return f"{named} and {more} more" if more > 0 else named
