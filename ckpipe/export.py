@@ -29,7 +29,7 @@ from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.catalog.copy import block_bytes_for
 from ckpipe.catalog.find import read_index
 from ckpipe.catalog.inspect import check_expansion, leaf_labels, tensor_bytes
-from ckpipe.catalog.leases import EXPORTING, Lease
+from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
 from ckpipe.events import CheckpointExported
 from ckpipe.format.checksum import crc32c
@@ -489,18 +489,12 @@ async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
     """Keep retention away from a checkpoint that may not be there yet."""
-    lease = Lease(site.patient, name + EXPORTING)
     site.loading[name] += 1  # also where no lease can be written
     try:
-        await lease.renew()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lease.keep, name=f"lease on {name}")
+        async with under_lease(site.patient, name + EXPORTING):
             yield
-            tasks.cancel_scope.cancel()
     finally:
         site.loading[name] -= 1
-        with anyio.CancelScope(shield=True):
-            await lease.release()
 
 
 async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
@@ -518,8 +512,6 @@ async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -
     if not info.complete:
         info = await until_complete(site, info, settings.incomplete_after_seconds)
 
-    async def work() -> Exported:
+    async with site.reading(info.key):
         bundle = await read_index(site.patient, info.key)
         return await export(site.patient, bundle, site.arena, chosen)
-
-    return await site.reading(info.key, work)

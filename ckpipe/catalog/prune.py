@@ -322,7 +322,7 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
         StoreError: If the store failed.
     """
 
-    async def once_leased() -> None:
+    async with under_lease(backend, str(id)):
         try:
             await backend.put(pin_key(id), b"{}", PutMode.CREATE)
         except ObjectExists:
@@ -333,8 +333,6 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
         except CheckpointIncomplete:
             await backend.delete([pin_key(id)])
             raise
-
-    await under_lease(backend, str(id), once_leased)
 
 
 async def unpin(backend: Backend, id: CheckpointId) -> None:
